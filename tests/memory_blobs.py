@@ -11,6 +11,8 @@ class Blobs:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, bytearray] = {}
+        self.most_bytes = 0
+        """Of all uploads together, at any time."""
 
     async def put(self, data: bytes, *, owner: str) -> str:
         digest = hashlib.sha256(data).hexdigest()
@@ -24,7 +26,9 @@ class Blobs:
         return data
 
     async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
-        return (await self.get(digest))[first_byte : first_byte + most_bytes]
+        if digest not in self.objects:
+            raise BlobMissing(digest)
+        return self.objects[digest][first_byte : first_byte + most_bytes]
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
         there = self.uploads.setdefault(upload, bytearray())
@@ -32,6 +36,7 @@ class Blobs:
             there.clear()
         if len(there) == first_byte:
             there += data
+            self.most_bytes = max(self.most_bytes, sum(map(len, self.uploads.values())))
         return len(there)
 
     async def finish(self, upload: str, digest: str) -> None:
@@ -39,6 +44,9 @@ class Blobs:
         if hashlib.sha256(data).hexdigest() != digest:
             raise BlobCorrupt(digest)
         await self.put(data, owner=upload)
+
+    async def discard(self, upload: str) -> None:
+        self.uploads.pop(upload, None)
 
     async def delete(self, digest: str) -> None:
         del self.objects[digest]

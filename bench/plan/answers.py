@@ -79,6 +79,9 @@ class NoBlobs:
     async def finish(self, upload: str, digest: str) -> None:
         raise NotImplementedError
 
+    async def discard(self, upload: str) -> None:
+        raise NotImplementedError
+
     async def delete(self, digest: str) -> None:
         raise NotImplementedError
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Tenant,
     )
     from gpubroker.cluster.plan import FleetPlan
+    from gpubroker.cluster.stream_api import DrawnStream, WorkStream
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
@@ -73,6 +74,7 @@ _NAMES = {
         "Tenant",
     ),
     "cluster.plan": ("FleetPlan",),
+    "cluster.stream_api": ("DrawnStream", "WorkStream"),
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
@@ -112,6 +114,7 @@ __all__ = [
     "CallFailed",
     "CheckpointTooLarge",
     "Detection",
+    "DrawnStream",
     "Estimate",
     "Event",
     "Explanation",
@@ -156,6 +159,7 @@ __all__ = [
     "Token",
     "Unreachable",
     "WaitTimeout",
+    "WorkStream",
     "WorkerSet",
     "WrongArgument",
     "current_task",

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from gpubroker.admin import AdminApi
 from gpubroker.cluster.cluster_api import ClusterApi
+from gpubroker.cluster.stream_api import StreamApi
 from gpubroker.leases.lease import LeaseOptions
 from gpubroker.leases.lease_api import LeaseApi
 from gpubroker.models.model_api import ModelApi
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from gpubroker.leases.held_lease import AsyncHeldLease, HeldLease
 
 
-class Broker(SyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
+class Broker(SyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, StreamApi, AdminApi):
     """A gpubroker service. Safe to share between threads; close it, or use it in a `with`.
 
     The address and the token come from the arguments, else from GPUBROKER_URL and GPUBROKER_TOKEN, else
@@ -43,7 +44,9 @@ class Broker(SyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, Clus
         return HeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)
 
 
-class AsyncBroker(AsyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
+class AsyncBroker(
+    AsyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, StreamApi, AdminApi
+):
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 
     `list`, `events`, `leases`, `logs`, `objects`, `download`, `map`, `array_items`, `array_progress` and

@@ -1,5 +1,6 @@
 """The leader sends nodes the objects that runs open, and makes objects of large results."""
 
+import asyncio
 import hashlib
 
 import pytest
@@ -8,6 +9,7 @@ from gpubroker_server.broker import task_objects
 from gpubroker_server.broker.task_objects import TaskObjects
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.ports.objects import Quota, StoredObject
+from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.ports.task_objects import (
     ObjectAnswer,
     ObjectPart,
@@ -15,10 +17,12 @@ from gpubroker_server.ports.task_objects import (
     PartAnswer,
     WantedAnswer,
 )
+from structlog.testing import capture_logs
 
 from tests.builders import NOW, a_task, a_world, holding
 from tests.gateway.harness import ManualClock
 from tests.memory_blobs import Blobs
+from tests.patience import PATIENCE_SECONDS
 
 BYTES = b"0123456789"
 ID = hashlib.sha256(BYTES).hexdigest()
@@ -29,17 +33,25 @@ ROOM = Quota(10**6, 10)
 class Stage:
     """Implements the part of `Executor` that is used."""
 
-    def __init__(self, quota: Quota = ROOM) -> None:
+    def __init__(self, quota: Quota = ROOM, blobs: Blobs | None = None) -> None:
         self.sent: list[ObjectAnswer] = []
+        self._told = asyncio.Semaphore(0)
         self.clock = ManualClock()
         self.store = MemoryStore(now=self.clock.now)
-        self.blobs = Blobs()
-        self.world = a_world(holding(a_task("t1", tenant="acme"), "gpu0"))
+        self.blobs = blobs or Blobs()
+        tasks = (a_task(id, tenant="acme") for id in ("t1", "t2"))
+        self.world = a_world(*(holding(task, node="n1") for task in tasks))
         about = self.world, self.store, self.blobs, self, self.clock
-        self.objects = TaskObjects(*about, DAY, quota, 100)  # type: ignore[arg-type]
+        self.objects = TaskObjects(*about, DAY, quota, 10_000)  # type: ignore[arg-type]
 
     def answer(self, answer: ObjectAnswer) -> None:
         self.sent.append(answer)
+        self._told.release()
+
+    async def told(self, number: int) -> None:
+        """Until there are so many answers."""
+        while len(self.sent) < number:
+            await self._told.acquire()
 
     async def upload(self, tenant: str = "acme") -> None:
         await self.blobs.put(BYTES, owner=tenant)
@@ -105,7 +117,7 @@ async def test_to_open_an_object_is_a_use_of_it(stage: Stage) -> None:
     assert kept.expires_at == stage.clock.now() + DAY
 
 
-@pytest.mark.parametrize(("task", "fence"), [("t1", 2), ("t2", 1)])
+@pytest.mark.parametrize(("task", "fence"), [("t1", 2), ("t3", 1)])
 async def test_a_run_that_is_not_the_current_one_of_its_task_gets_no_answer(
     stage: Stage, task: str, fence: int
 ) -> None:
@@ -128,12 +140,12 @@ async def test_a_large_result_becomes_an_object_of_the_tenant(stage: Stage) -> N
 
 async def test_a_large_result_counts_in_the_quota_of_its_tenant() -> None:
     full = Stage(Quota(0, 10))
-    assert "no room" in (await full.part(0, BYTES))[1]
+    assert "may have" in (await full.part(0, BYTES))[1]
     assert full.blobs.objects == {}
 
 
 async def test_a_result_beyond_the_size_of_objects_is_refused_at_its_first_part(stage: Stage) -> None:
-    assert "limits.object_bytes" in (await stage.part(0, BYTES, size=101))[1]
+    assert "limits.object_bytes" in (await stage.part(0, BYTES, size=10_001))[1]
 
 
 async def test_a_result_that_arrives_damaged_becomes_no_object(stage: Stage) -> None:
@@ -145,3 +157,68 @@ async def test_a_result_that_arrives_damaged_becomes_no_object(stage: Stage) -> 
 async def test_a_part_that_user_code_has_forged_writes_nothing(stage: Stage, id: str, size: int) -> None:
     assert "is none" in (await stage.part(0, BYTES, id, size))[1]
     assert (stage.blobs.uploads, stage.blobs.objects) == ({}, {})
+
+
+async def test_an_object_whose_file_was_cut_short_is_told_to_be_damaged(stage: Stage) -> None:
+    await stage.upload()
+    stage.blobs.objects[ID] = BYTES[:4]
+    assert await stage.wanted(0) == (10, BYTES[:4], "")
+    assert "damaged" in (await stage.wanted(4))[2], "it would be asked for without end"
+
+
+async def test_parts_of_results_count_together_and_go_when_their_run_is_over() -> None:
+    stage = Stage(Quota(10_000, 10))
+    large = hashlib.sha256(b"x" * 6000).hexdigest()
+
+    async def part_of(task: str, fence: int = 1) -> str:
+        stage.sent.clear()
+        question = ObjectPart(TaskId(task), Fence(fence), NOW, large, 6000, 0, b"x" * 3000)
+        await stage.objects.answer(question)
+        return stage.sent[0].failure if stage.sent else "no answer"
+
+    assert await part_of("t1") == ""
+    assert "may have" in await part_of("t2"), "what is under way fills the disk too"
+    assert len(stage.blobs.uploads) == 1
+    del stage.world.tasks[TaskId("t1")]
+    assert await part_of("t2") == ""
+    assert list(stage.blobs.uploads) == ["t2-1-0"]
+
+
+class OneUnreadable(Blobs):
+    """A disk that cannot read one of its files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = 0
+
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        if digest != ID:
+            return await super().read(digest, first_byte, most_bytes)
+        self.tries += 1
+        raise StoreUnavailable("an object cannot be read: Input/output error")
+
+
+async def test_a_file_that_cannot_be_read_delays_no_other_object_and_ends_in_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blobs = OneUnreadable()
+    stage = Stage(blobs=blobs)
+    await stage.upload()
+    other = await blobs.put(b"other", owner="acme")
+    until = Instant(stage.clock.now() + DAY)
+    await stage.store.keep_object(StoredObject("acme", other, 5, stage.clock.now(), until), ROOM)
+    bad, good = (ObjectWanted(TaskId("t1"), Fence(1), NOW, id, 0) for id in (ID, other))
+    with capture_logs() as logs:
+        serving = asyncio.create_task(stage.objects.serve())
+        try:
+            stage.objects.hear([bad, good])
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await stage.told(1)
+                assert (stage.sent[0].asked, blobs.tries) == (good, 1), "it does not wait for the bad one"
+                monkeypatch.setattr(task_objects, "AGAIN_SECONDS", 0.0)
+                await stage.told(2)
+        finally:
+            serving.cancel()
+    assert stage.sent[1].asked == bad
+    assert "cannot be read" in stage.sent[1].failure
+    assert [entry["log_level"] for entry in logs] == ["warning"]

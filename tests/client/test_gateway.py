@@ -192,6 +192,22 @@ async def test_secrets_are_set_listed_and_deleted(gateway: Gateway, broker: Asyn
     assert await broker.secrets() == ()
 
 
+async def test_work_streams_are_put_signalled_drawn_and_deleted(broker: AsyncBroker) -> None:
+    assert (await broker.put_stream("ladder", 3.0, reason="harder now")).weight == 3.0
+    at = datetime(1970, 1, 2, tzinfo=UTC)
+    told = await broker.signal_stream(
+        "ladder", progress=1200, progress_at=at, data_age_seconds=60, quality=0.5
+    )
+    assert (told.progress, told.progress_at, told.quality) == (1200.0, at, 0.5)
+    with pytest.raises(WrongArgument, match="progress_at has no time zone"):
+        await broker.signal_stream("ladder", progress=1, progress_at=datetime(2020, 1, 1))  # noqa: DTZ001
+    assert [stream.name for stream in await broker.streams()] == ["ladder", "nightly"]
+    drawn = await broker.next_stream()
+    assert (await broker.next_stream(seed=drawn.seed)).stream == drawn.stream
+    await broker.delete_stream("ladder")
+    assert [stream.name for stream in await broker.streams()] == ["nightly"]
+
+
 async def test_readiness_and_shutdown(gateway: Gateway, broker: AsyncBroker) -> None:
     assert set((await broker.ready()).values()) == {"ok"}
     await broker.shutdown(stop_cluster=True)

@@ -143,6 +143,7 @@ def picture(world: World) -> dict[str, Any]:
         "nodes": world.nodes,
         "requests": world.requests,
         "pauses": world.queue.pauses,
+        "streams": world.streams,
         "finished": dict(world.finished),
         "estimates": world.learned.sketches,
         "usage": world.accounts.rows(),

@@ -265,6 +265,14 @@ async def test_an_object_may_come_in_parts_and_be_read_in_parts(tmp_path: Path) 
             await missing
 
 
+async def test_an_upload_that_is_discarded_leaves_no_file(tmp_path: Path) -> None:
+    blobs = DirectoryBlobs(tmp_path)
+    await blobs.append("up-1", 0, b"0123")
+    await blobs.discard("up-1")
+    await blobs.discard("up-1")
+    assert files_below(tmp_path) == []
+
+
 async def test_parts_that_nobody_goes_on_with_are_swept(tmp_path: Path) -> None:
     blobs = DirectoryBlobs(tmp_path)
     await blobs.append("up-1", 0, b"0123")

@@ -179,7 +179,9 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         seen.world.add_device(a_device())
         target = TargetSeen("all", "disk", 0.0, 0.7, None, is_in=True, since=Instant(3.0))
         pressure = Pressure("disk_percent", Instant(4.0), 96.0, 95.0, 40, Seconds(30.0))
-        fleet = FleetSeen((target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,))
+        fleet = FleetSeen(
+            (target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,), stream_weights={"a": 2.0}
+        )
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent, fleet=fleet)
         await one.publish(term, 1, LastValues(leader=said, nodes=(NODE_SAMPLE,)))
         jobs = dict(gateway.jobs())
@@ -191,6 +193,7 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         assert gateway.leader() == said
         assert gateway.paused() == paused
         assert seen.world.background.is_closed(NodeName("n1"))
+        assert seen.world.queue.stream_weights == {"a": 2.0}
         assert seen.world.node_samples == {"n1": NODE_SAMPLE}
         hearing.cancel()
         await asyncio.wait([hearing])

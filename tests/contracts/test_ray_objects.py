@@ -128,6 +128,49 @@ async def test_damaged_bytes_are_given_to_no_run(node: Node) -> None:
     assert "damaged" in message
 
 
+async def test_an_object_that_ends_too_early_is_damaged_and_not_asked_for_again(node: Node) -> None:
+    await node.opens("a")
+    await node.asked("a")
+    await node.answer("a", 0, BYTES[:4])
+    assert await node.asked("a", 2) == (ID, 4)
+    await node.answer("a", 4, b"")
+    shared, (kind, message) = await node.given("a")
+    assert (shared, kind) == (None, "object_missing")
+    assert "damaged" in message
+
+
+async def test_of_the_objects_that_come_in_parts_one_is_gathered_at_a_time(node: Node) -> None:
+    """Four of 1 GiB would take more memory in the agent than a small node has."""
+    second = hashlib.sha256(BYTES[::-1]).hexdigest()
+    small = hashlib.sha256(b"small").hexdigest()
+    await node.opens("a")
+    await node.answer("a", (await node.asked("a"))[1], BYTES[:4])
+    assert await node.asked("a", 2) == (ID, 4)
+    await node.opens("b", second)
+    await node.answer("b", (await node.asked("b"))[1], BYTES[::-1][:4], id=second)
+    await node.opens("c", small)
+    await node.asked("c")
+    await node.leader.order("object", "c", 1, 0, small, 5, 0, b"small", "")
+    assert (await node.given("c"))[1] is None, "what comes at once waits for none"
+    assert len([each for each in node.leader.received if tuple(each[:2]) == ("wanted", "b")]) == 1
+    await node.answer("a", 4, BYTES[4:])
+    assert (await node.given("a"))[1] is None
+    assert await node.asked("b", 2) == (second, 4)
+    await node.answer("b", 4, BYTES[::-1][4:], id=second)
+    assert (await node.given("b"))[1] is None
+
+
+async def test_an_object_that_no_run_waits_for_any_longer_makes_room_for_the_next(node: Node) -> None:
+    second = hashlib.sha256(BYTES[::-1]).hexdigest()
+    await node.opens("a")
+    await node.answer("a", (await node.asked("a"))[1], BYTES[:4])
+    await node.asked("a", 2)
+    await node.opens("b", second)
+    await node.answer("b", (await node.asked("b"))[1], BYTES[::-1][:4], id=second)
+    node.runners.runner_of("a").report(ended(RunKey("a", 1, 0), failed("exception", "no"), b""))
+    assert await node.asked("b", 2) == (second, 4)
+
+
 async def test_bytes_that_the_node_cannot_keep_fail_the_run_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.control.idle_templates import Template
-from gpubroker_server.core.domain.decisions import AuditNote, Decision, QueuePause, Request, write_move
+from gpubroker_server.core.domain.decisions import (
+    AuditNote,
+    Decision,
+    QueuePause,
+    Request,
+    StreamState,
+    write_move,
+)
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.submission import Scaling, WorkerSet
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
@@ -129,6 +136,24 @@ async def test_a_queue_stays_paused_until_it_is_resumed(six: TaskStore) -> None:
         ("queue.paused", "tenant:lab", "lab"),
         ("queue.paused", "stream:a", ""),
         ("queue.resumed", "stream:a", ""),
+    ]
+
+
+async def test_what_is_told_of_a_work_stream_replaces_what_was_until_nothing_is(six: TaskStore) -> None:
+    ladder = StreamState("ladder", 3.0, 1200.5, NOW, 40.0, Instant(NOW - 60.0), 0.5)
+    bare, again = StreamState("nightly", quality=0.25), replace(ladder, curriculum=None, progress=None)
+    before, term = await log_of(six), await next_term(six)
+    await six.commit(term, [Decision("ladder", "stream", streams=(ladder, bare))])
+    assert sorted((await six.snapshot()).streams, key=lambda it: it.name) == [ladder, bare]
+    await six.commit(term, [Decision("ladder", "stream", streams=(again, StreamState("nightly")))])
+    assert list((await six.snapshot()).streams) == [again]
+    assert replayed(await log_of(six)).streams == {"ladder": again}
+    told = [(event.kind, event.key, event.tenant) for event in (await log_of(six))[len(before) :]]
+    assert told == [
+        ("stream.changed", "ladder", ""),
+        ("stream.changed", "nightly", ""),
+        ("stream.changed", "ladder", ""),
+        ("stream.removed", "nightly", ""),
     ]
 
 

@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Re
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, Term
-from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.change_requests import carry_out_all
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -216,8 +216,8 @@ class Gateway:
             asyncio.get_running_loop().call_soon(asyncio.ensure_future, self.carry_out_requests())
 
     async def carry_out_requests(self) -> None:
-        for request in list(self.world.requests.values()):
-            await self.commit(carry_out(self.world, request, self.clock.now(), self.policy))
+        requests = list(self.world.requests.values())
+        await self.commit(*carry_out_all(self.world, requests, self.clock.now(), self.policy))
 
     async def commit(self, *decisions: Decision) -> None:
         verdicts = await self.store.commit(self.term, decisions)

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
-from tests.gateway.harness import PYTHON, Client, Gateway
+from tests.gateway.harness import PYTHON, Client, Gateway, fault
 
 RUN = {"entrypoint": "myteam.checks:verify", "args": [3]}
 
@@ -217,6 +217,26 @@ async def test_failed_and_missing_items_are_done_again_when_the_array_has_ended(
     assert (over["state"], over["done"]) == ("succeeded", 2), "items that it does not have do not count"
     nothing = await api.post(f"/arrays/{again['id']}/retry")
     assert (nothing.status_code, nothing.json()["code"]) == (409, "nothing-to-retry")
+
+
+async def test_a_retried_array_needs_the_objects_of_its_common_arguments_and_of_the_items_that_are_left(
+    gateway: Gateway, api: Client
+) -> None:
+    common, was_done, left = [
+        (await api.post("/objects", content=data)).json()["id"] for data in (b"common", b"done", b"left")
+    ]
+    run = {**RUN, "args": [{"object": common}]}
+    seen = await submitted(api, ({"object": was_done}, {"object": left}), max_parallel=1, run=run)
+    await gateway.admit(seen["id"])
+    await done(gateway, seen["id"], result(0), failure(1))
+    await gateway.end(seen["id"])
+    await api.delete(f"/objects/{was_done}")
+    path = f"/arrays/{seen['id']}/retry"
+    assert (await api.post(path)).status_code == 202
+    for object_id, where in ((left, "/items/1"), (common, "/run/args/0")):
+        await api.delete(f"/objects/{object_id}")
+        assert "you have no object" in fault(await api.post(path), where)
+        await api.post("/objects", content=b"left")
 
 
 async def test_an_array_fails_with_its_last_worker_or_an_item(gateway: Gateway, api: Client) -> None:

@@ -24,6 +24,7 @@ async def test_what_an_earlier_leader_does_not_know_is_refused_and_nothing_is_st
         ("/tasks", OBJECT),
         ("/tenants/default/pause", {}),
         ("/streams/nightly/resume", {}),
+        ("/streams/nightly/signals", {"quality": 0.5}),
         ("/nodes/n1/cordon", {}),
         ("/nodes/n1/drain", {}),
     ):
@@ -33,6 +34,8 @@ async def test_what_an_earlier_leader_does_not_know_is_refused_and_nothing_is_st
         )
         assert (release or "a release before 0.3.0") in refused["detail"]
     problem(await admin.post("/tasks/simulate", json=NAMED), 409, "leader-outdated")
+    problem(await admin.put("/streams/night", json={"curriculum": 2}), 409, "leader-outdated")
+    problem(await admin.delete("/streams/nightly"), 409, "leader-outdated")
     assert (gateway.world.position, dict(gateway.world.requests)) == (before, {})
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.serving.batching import request_in
+from gpubroker_server.gateway.objects.routes import ObjectParts
+from starlette.requests import ClientDisconnect
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import Client, Gateway, fault, problem
@@ -305,6 +307,48 @@ async def test_a_large_upload_without_room_is_refused_and_nothing_of_it_is_writt
     async with a_gateway(serving=OPEN, object_bytes=2_000_000) as gateway:
         problem(await gateway.admin.post("/objects", content=in_parts(LARGE)), 413, "payload-too-large")
         assert gateway.blobs.objects == {}
+
+
+MB = 1_000_000
+
+
+async def test_an_upload_of_unknown_length_stops_writing_at_the_quota_and_leaves_nothing() -> None:
+    async with a_gateway(serving=OPEN, tenant_object_bytes=MB) as gateway:
+        problem(await gateway.admin.post("/objects", content=in_parts(LARGE)), 422, "objects-full")
+        assert (gateway.blobs.uploads, gateway.blobs.objects) == ({}, {})
+        assert gateway.blobs.most_bytes <= MB
+
+
+async def test_an_upload_that_breaks_off_leaves_nothing(gateway: Gateway) -> None:
+    storage = gateway.parts_of(ObjectParts).storage
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield LARGE
+        assert len(gateway.blobs.uploads) == 1
+        raise ClientDisconnect
+
+    with pytest.raises(ClientDisconnect):
+        await storage.put(broken(), 0, "acme")
+    assert gateway.blobs.uploads == {}
+
+
+async def test_uploads_of_one_tenant_at_once_count_each_other_and_those_of_another_do_not() -> None:
+    async with a_gateway(serving=OPEN, tenant_object_bytes=4 * MB) as gateway:
+        storage = gateway.parts_of(ObjectParts).storage
+        other = await gateway.client("other", tenant="zeta")
+
+        async def with_more_meanwhile() -> AsyncIterator[bytes]:
+            yield LARGE
+            mine = await gateway.admin.post("/objects", content=in_parts(LARGE[::-1]))
+            said = problem(mine, 422, "objects-full")["detail"]
+            assert f"uploads of {len(LARGE)} bytes under way" in said
+            assert (await other.post("/objects", content=in_parts(LARGE[::-1]))).status_code == 201
+
+        await storage.put(with_more_meanwhile(), 0, "default")
+        assert (await gateway.admin.get("/objects")).json()["counted_bytes"] == len(LARGE)
+        assert gateway.blobs.uploads == {}
+        await gateway.admin.delete(f"/objects/{hashlib.sha256(LARGE).hexdigest()}")
+        assert (await gateway.admin.post("/objects", content=in_parts(LARGE[::-1]))).status_code == 201
 
 
 async def test_a_large_object_with_wrong_bytes_is_not_handed_out_whole(gateway: Gateway) -> None:

@@ -81,7 +81,7 @@ async def test_a_resume_is_not_dropped_by_a_gateway_that_has_not_heard_of_the_pa
         ("/tenants/acne/pause", 'did you mean "acme"?'),
         ("/tenants/acne/resume", 'did you mean "acme"?'),
         ("/streams/nightli/pause", 'did you mean "nightly"?'),
-        ("/streams/x/resume", "configured are: nightly"),
+        ("/streams/x/resume", "there are: nightly"),
     ],
 )
 async def test_a_queue_that_does_not_exist_is_refused_with_the_one_that_is_meant(

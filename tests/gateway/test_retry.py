@@ -1,5 +1,6 @@
 """Ended tasks run again as new tasks."""
 
+import base64
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,8 @@ from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.units import TaskId
 
 from tests.builders import GIB, a_sample
-from tests.gateway.harness import PYTHON, Client, Gateway, problem
+from tests.gateway.harness import PYTHON, Client, Gateway, fault, problem
+from tests.gateway.test_objects import DAY, upload
 
 RESIZE = {"entrypoint": "tools:resize", "args": [1], "kwargs": {"to": "x"}}
 CHANGES = {
@@ -119,6 +121,27 @@ async def test_a_retry_that_is_sent_twice_makes_one_task(gateway: Gateway, api: 
     problem(await api.post(f"/tasks/{first}/retry"), 422, "entrypoint-not-allowed")
     third = await api.post(f"/tasks/{first}/retry", headers=key)
     assert third.json()["id"] == once.json()["id"], "also where a new one would be refused by now"
+
+
+async def test_a_retry_needs_the_objects_that_its_arguments_name_and_uses_them(
+    gateway: Gateway, api: Client
+) -> None:
+    mine = (await upload(api))["id"]
+    first = await a_failed_task(gateway, api, {**RESIZE, "args": [{"object": mine}]})
+    gateway.clock.advance(DAY / 2)
+    gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+    assert (await api.post(f"/tasks/{first}/retry")).status_code == 202
+    gateway.clock.advance(DAY * 0.9)
+    assert (await api.get(f"/objects/{mine}")).status_code == 200
+    await api.delete(f"/objects/{mine}")
+    gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+    assert "you have no object" in fault(await api.post(f"/tasks/{first}/retry"), "/run/args/0")
+
+
+async def test_what_a_function_pickled_is_not_opened_to_find_objects(gateway: Gateway, api: Client) -> None:
+    packed = base64.b64encode(b'\x80{"object":"').decode()
+    first = await a_failed_task(gateway, api, {"function": packed, "python": PYTHON})
+    assert (await api.post(f"/tasks/{first}/retry")).status_code == 202
 
 
 async def test_large_arguments_get_an_object_again(gateway: Gateway, api: Client) -> None:

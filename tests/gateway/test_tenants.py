@@ -28,7 +28,7 @@ async def test_a_task_may_name_one_of_the_operators_streams(gateway: Gateway) ->
     document = problem(
         await gateway.admin.post("/tasks", json=a_body(stream="hourly")), 422, "validation-failed"
     )
-    assert "configured are: nightly" in document["detail"]
+    assert "there are: nightly" in document["detail"]
     assert document["errors"][0]["pointer"] == "/stream"
 
 

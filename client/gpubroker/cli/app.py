@@ -30,6 +30,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "infer_command": "infer",
     "model_commands": "load unload pin models",
     "object_commands": "upload objects",
+    "tasks.streams": "streams",
     "quarantine_commands": "pause resume quarantine",
     "plan_command": "plan",
     "token_commands": "token",

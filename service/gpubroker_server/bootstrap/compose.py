@@ -27,6 +27,7 @@ from gpubroker_server.core.domain.policy import (
     Policy,
     Pool,
     Retention,
+    StreamRules,
     TaskMaximum,
     TenantPolicy,
 )
@@ -75,6 +76,7 @@ def policy_of(settings: Settings) -> Policy:
         **chosen,
         custom_limits=tuple(sorted(customs)),
         pools=pools,
+        stream_rules=StreamRules(**settings.fleet.streams.model_dump()),
         serving=serving_of(settings.triton),
         min_residency_seconds=Seconds(settings.triton.min_residency_seconds),
     )

@@ -224,7 +224,8 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_request(request)
     world.worker_sets = {workers.id: workers for workers in snapshot.worker_sets}
     for pause in snapshot.pauses:
-        world.pause(pause)
+        world.queue.set_pause(pause.queue, pause, world.tasks)
+    world.streams.update((stream.name, stream) for stream in snapshot.streams)
     world.finished.update(snapshot.finished)
     for topic, sketch in snapshot.estimates:
         world.learned.put(topic, sketch)

@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Stacked, StackOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS, carry_out
+from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS, carry_out_all
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import BlobStore
 
@@ -27,7 +27,7 @@ class ClientRequests:
         given_up = now - STACK_SECONDS
         requests = self._world.requests.values()
         due = [it for it in requests if it.id not in self._asked or it.made_at < given_up]
-        decisions = [carry_out(self._world, request, now, self._policy) for request in due]
+        decisions = carry_out_all(self._world, due, now, self._policy)
         orders = (order for decision in decisions for order in decision.orders)
         asked = {order.request for order in orders if isinstance(order, StackOrder)}
         self._asked = (self._asked & self._world.requests.keys()) | asked

@@ -5,15 +5,17 @@ import asyncio
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import structlog
 
 from gpubroker_server.core.domain.ranks import node_of
+from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
-from gpubroker_server.ports.objects import ObjectRows, Quota, StoredObject
+from gpubroker_server.ports.objects import ObjectRows, Quota, StoredObject, find_object, note_use
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, StoreUnavailable
 from gpubroker_server.ports.task_objects import (
     ObjectPart,
@@ -28,6 +30,9 @@ log = structlog.get_logger("gpubroker.objects")
 PART_BYTES: Final = 4 * 2**20
 """Sent at once. The agent asks for the next part when it has this one, so that nothing gathers on the way."""
 AGAIN_SECONDS: Final = 1.0
+MOST_TRIES: Final = 120
+"""A run fails if its object cannot be read so often: meanwhile it holds its leases. A result waits without
+end: to lose it would cost the whole run."""
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -55,39 +60,62 @@ class TaskObjects:
         self._object_seconds = object_seconds
         self._quota = quota
         self._object_bytes = object_bytes
-        self._asked: asyncio.Queue[ObjectQuestion] = asyncio.Queue()
+        self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
+        """With how often each was tried in vain."""
+        self._uploads: dict[str, ObjectPart] = {}
+        """Results that come here and are no objects yet: the last part of each."""
 
     def hear(self, asked: Sequence[ObjectQuestion]) -> None:
         for one in asked:
-            self._asked.put_nowait(one)
+            self._asked.put_nowait((one, 0))
 
     async def serve(self) -> None:
         """Answer questions, until cancelled. In turn: a large object does not keep the leader from others,
         which wait for one part of it."""
         while True:
-            asked = await self._asked.get()
+            asked, tries = await self._asked.get()
             try:
-                await self.answer(asked)
+                await self.answer(asked, tries)
             except StoreUnavailable as fault:
-                log.debug("an object cannot be read now; trying again", task=asked.task, fault=str(fault))
-                self._asked.put_nowait(asked)
-                await asyncio.sleep(AGAIN_SECONDS)
+                if not tries:
+                    said = "an object cannot be read or stored now; trying again"
+                    log.warning(said, task=asked.task, fault=str(fault))
+                # Others need not wait: one file may be unreadable while all else is well.
+                again = asked, tries + 1
+                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, again)
 
-    async def answer(self, asked: ObjectQuestion) -> None:
+    async def answer(self, asked: ObjectQuestion, tries: int = 0) -> None:
         """Raises StoreUnavailable."""
-        task = self._world.tasks.get(asked.task)
-        if task is None or task.fence != asked.fence or not task.is_active:
-            return  # it is over
+        await self._discard_left()
+        task = self._run_of(asked)
+        if task is None:
+            return
         node = node_of(task, asked.rank)
         match asked:
             case ObjectWanted():
-                read = await self._read(task.tenant, asked)
+                read = await self._read(task.tenant, asked, tries)
                 self._executor.answer(WantedAnswer(node, asked, *read))
             case ObjectPart():
                 kept = await self._keep(task.tenant, asked)
                 self._executor.answer(PartAnswer(node, asked, *kept))
 
-    async def _read(self, tenant: str, asked: ObjectWanted) -> tuple[int, bytes, str]:
+    def _run_of(self, asked: ObjectQuestion) -> Task | None:
+        """None if it is over."""
+        task = self._world.tasks.get(asked.task)
+        return task if task is not None and task.fence == asked.fence and task.is_active else None
+
+    async def _discard_left(self) -> None:
+        """Results that end with their runs before they are complete."""
+        for upload, part in list(self._uploads.items()):
+            if self._run_of(part) is None:
+                await self._discard(upload)
+
+    async def _discard(self, upload: str) -> None:
+        self._uploads.pop(upload, None)
+        with suppress(StoreUnavailable):  # then a sweep removes it
+            await self._blobs.discard(upload)
+
+    async def _read(self, tenant: str, asked: ObjectWanted, tries: int) -> tuple[int, bytes, str]:
         """Its size, what follows the first byte, and why the run does not get it."""
         kept = await self._find(tenant, asked.object)
         if kept is None:
@@ -99,6 +127,14 @@ class TaskObjects:
             data = await self._blobs.read(kept.digest, asked.first_byte, PART_BYTES)
         except BlobMissing:
             return 0, b"", f"the bytes of object {kept.digest} are missing; upload them again"
+        except StoreUnavailable:
+            if tries < MOST_TRIES:
+                raise
+            todo = "have the disk checked that holds the blobs, and submit the task again"
+            return 0, b"", f"the bytes of object {kept.digest} cannot be read; {todo}"
+        if not data:
+            left = f"{asked.first_byte} of {kept.size_bytes} are left"
+            return 0, b"", f"the bytes of object {kept.digest} are damaged: {left}; upload them again"
         return kept.size_bytes, data, ""
 
     async def _keep(self, tenant: str, part: ObjectPart) -> tuple[int, str]:
@@ -113,39 +149,40 @@ class TaskObjects:
         given = StoredObject(tenant, part.object, part.size_bytes, now, expires_at)
         if part.size_bytes > self._object_bytes:
             return 0, f"an object may have {self._object_bytes} bytes (limits.object_bytes)"
-        if not self._quota.has_room(await self._store.counted_objects(tenant, now), given):
-            return 0, _full(tenant)
         upload = f"{part.task}-{part.fence}-{part.rank}"
+        counted = await self._store.counted_objects(tenant, now)
+        coming_bytes = self._coming_bytes(tenant, upload)
+        if not self._quota.has_room(counted, given, coming_bytes):
+            await self._discard(upload)
+            return 0, self._quota.why_full(counted, given, coming_bytes)
+        self._uploads[upload] = replace(part, data=b"")
         stored_bytes = await self._blobs.append(upload, part.first_byte, part.data)
         if stored_bytes < part.size_bytes:
             return stored_bytes, ""
         try:
             await self._blobs.finish(upload, part.object)
         except (BlobMissing, BlobCorrupt) as fault:
+            await self._discard(upload)
             return 0, f"its bytes did not arrive as they were: {fault}"
+        del self._uploads[upload]
         if await self._store.keep_object(given, self._quota) is None:
-            return 0, _full(tenant)
+            return 0, self._quota.why_full(await self._store.counted_objects(tenant, now), given)
         return part.size_bytes, ""
 
+    def _coming_bytes(self, tenant: str, upload: str) -> int:
+        """Of the tenant's results on their way beside this one."""
+        coming = ((self._run_of(part), part) for name, part in self._uploads.items() if name != upload)
+        return sum(part.size_bytes for task, part in coming if task is not None and task.tenant == tenant)
+
     async def _find(self, tenant: str, object_id: str) -> StoredObject | None:
-        kept = await self._store.stored_object(tenant, object_id)
-        return kept if kept is not None and kept.expires_at > self._clock.now() else None
+        return await find_object(self._store, tenant, object_id, self._clock.now())
 
     async def _note_use(self, kept: StoredObject) -> None:
-        expires_at = kept.end_after_use(self._clock.now(), self._object_seconds)
-        if expires_at is not None:
-            with suppress(StoreUnavailable):
-                await self._store.extend_object(kept.tenant, kept.digest, expires_at)
+        with suppress(StoreUnavailable):
+            await note_use(self._store, kept, self._clock.now(), self._object_seconds)
 
     def _missing(self, tenant: str, object_id: str) -> str:
         return (
             f'tenant "{tenant}" has no object "{object_id}" any more: it was deleted, or not used for '
             f"{self._object_seconds:g} seconds; upload it again (POST /objects), and submit the task again"
         )
-
-
-def _full(tenant: str) -> str:
-    return (
-        f'tenant "{tenant}" has no room for more objects; delete some (gpubroker objects), or raise '
-        "limits.tenant_object_bytes or limits.tenant_objects"
-    )

@@ -29,6 +29,7 @@ from gpubroker_server.gateway.cluster import (
     quarantine,
     stats,
     targets,
+    work_streams,
 )
 from gpubroker_server.gateway.cluster.idle_templates import IdleTemplateParts
 from gpubroker_server.gateway.cluster.parts import ClusterParts
@@ -96,6 +97,7 @@ _RESOURCES = (
         autoscaling,
         policy,
         pauses,
+        work_streams,
         tokens,
         secrets,
         operations,

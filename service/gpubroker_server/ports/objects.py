@@ -70,10 +70,28 @@ class Quota(NamedTuple):
     most_objects: int
     """Each upload counts the tenant's objects while it blocks other writes."""
 
-    def has_room(self, counted: Counted, given: StoredObject) -> bool:
-        """For one more object, beside `counted`."""
-        fits = counted.size_bytes + given.counted_bytes <= self.most_bytes
+    def has_room(self, counted: Counted, given: StoredObject, coming_bytes: int = 0) -> bool:
+        """For one more object, beside `counted` and uploads under way."""
+        fits = counted.size_bytes + coming_bytes + given.counted_bytes <= self.most_bytes
         return fits and counted.objects < self.most_objects
+
+    def why_full(self, counted: Counted, given: StoredObject, coming_bytes: int = 0) -> str:
+        """What is found, and what to do."""
+        if counted.objects < self.most_objects:
+            setting = "limits.tenant_object_bytes"
+            coming = f", and uploads of {coming_bytes} bytes under way" if coming_bytes else ""
+            found = (
+                f"has objects of {counted.size_bytes} bytes{coming}, and may have {self.most_bytes}; this "
+                f"one counts {given.counted_bytes}"
+            )
+        else:
+            setting = "limits.tenant_objects"
+            found = f"has {counted.objects} objects, and may have {self.most_objects}"
+        return (
+            f'tenant "{given.tenant}" {found}. List them (GET /objects, or gpubroker objects), delete some '
+            "(DELETE /objects/ID, or gpubroker objects delete ID), wait until some expire, or raise "
+            f"{setting}"
+        )
 
 
 class ObjectRows(Protocol):
@@ -103,3 +121,16 @@ class ObjectRows(Protocol):
     async def drop_object(self, tenant: str, digest: str) -> bool:
         """False if it does not exist."""
         ...
+
+
+async def find_object(rows: ObjectRows, tenant: str, digest: str, now: Instant) -> StoredObject | None:
+    """None if the tenant does not have it, or has it no longer."""
+    kept = await rows.stored_object(tenant, digest)
+    return kept if kept is not None and kept.expires_at > now else None
+
+
+async def note_use(rows: ObjectRows, kept: StoredObject, now: Instant, object_seconds: Seconds) -> None:
+    """It is kept `object_seconds` from `now` on."""
+    expires_at = kept.end_after_use(now, object_seconds)
+    if expires_at is not None:
+        await rows.extend_object(kept.tenant, kept.digest, expires_at)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from gpubroker_server.core.domain.decisions import Decision, QueuePause, Request
+from gpubroker_server.core.domain.decisions import Decision, QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
@@ -210,9 +210,9 @@ class Snapshot:
     requests: Sequence[Request]
     pauses: Sequence[QueuePause]
     worker_sets: Sequence[WorkerSet]
+    streams: Sequence[StreamState]
     finished: Mapping[tuple[str, TaskState], int]
-    estimates: Sequence[tuple[SketchKey, Sketch]]
-    """In the order of learning."""
+    estimates: Sequence[tuple[SketchKey, Sketch]]  # in the order of learning
     usage: Sequence[TenantUsage]
 
 
@@ -382,6 +382,8 @@ class BlobStore(Protocol):
 
     async def finish(self, upload: str, digest: str) -> None:
         """Make an object of its parts. Raises BlobMissing; BlobCorrupt if they have another digest."""
+
+    async def discard(self, upload: str) -> None: ...
 
     async def delete(self, digest: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Fleet health: targets, the controller of background work, idle devices and backpressure."""
+"""Fleet health: targets, the controller of background work, idle devices, backpressure and work streams."""
 
 from typing import Annotated, Final, Literal, Self
 
@@ -81,6 +81,17 @@ class BackpressureSettings(Section):
     retry_after_seconds: Annotated[float, Field(ge=1, le=3600)] = 30.0
 
 
+class StreamSettings(Section):
+    velocity_gain: Annotated[float, Field(ge=0, le=1000)] = 0.01
+    least_velocity_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    most_velocity_factor: Annotated[float, Field(ge=1, le=1000)] = 2.0
+    velocity_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    stale_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    most_staleness_factor: Annotated[float, Field(ge=1, le=1000)] = 3.0
+    least_quality_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    least_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+
 class FleetSettings(Section):
     target_util_min_percent: Percent = 60.0
     target_util_max_percent: Percent = 80.0
@@ -95,6 +106,7 @@ class FleetSettings(Section):
     idle_below_percent: Percent = 5.0
     idle_grace_seconds: Duration = 300.0
     backpressure: BackpressureSettings = Field(default_factory=BackpressureSettings)
+    streams: StreamSettings = Field(default_factory=StreamSettings)
 
     @field_validator("watched_directories")
     @classmethod

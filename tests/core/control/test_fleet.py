@@ -6,7 +6,7 @@ from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
-from gpubroker_server.core.domain.decisions import Notice
+from gpubroker_server.core.domain.decisions import Notice, StreamState
 from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
@@ -36,6 +36,15 @@ def shows(world: World, at: float, **utilization: float | None) -> Instant:
 
 def kinds(notices: Iterable[Notice]) -> list[tuple[str, str]]:
     return [(one.kind, one.key) for one in notices]
+
+
+def test_work_streams_count_as_signals_say_and_all_processes_are_told() -> None:
+    world, control = a_fleet(), FleetControl(FleetRules(), Policy(streams=(("nightly", 0.5),)))
+    control.step(world, {}, Instant(NOW))
+    assert control.seen.stream_weights == {"nightly": 0.5}
+    world.streams["ladder"] = StreamState("ladder", 2.0, data_at=Instant(NOW - 3600.0), quality=0.0)
+    control.step(world, {}, Instant(NOW))
+    assert control.seen.stream_weights == {"ladder": 0.4, "nightly": 0.5}
 
 
 def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_above() -> None:

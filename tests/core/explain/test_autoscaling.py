@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import QueuePause
+from gpubroker_server.core.domain.decisions import Decision, QueuePause
 from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TenantPolicy
 from gpubroker_server.core.domain.task import Task
@@ -19,7 +19,7 @@ from gpubroker_server.core.explain.autoscaling import (
 )
 from gpubroker_server.core.world.world import World
 
-from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_pledge, a_task, a_world, holding
+from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_pledge, a_task, a_world, commit, holding
 from tests.core.elastic import BIG, elastic, on_one_node
 from tests.core.gangs import bundles
 
@@ -189,5 +189,5 @@ def test_ranks_that_a_running_elastic_gang_lacks_count_as_far_as_its_quota_allow
     gang.world.add_node(a_node("n2"))
     gang.world.add_device(a_device("gpu0", "n2"))
     assert lacking().spare == ()
-    gang.world.pause(QueuePause("tenant:default", gang.now, "ops"))
+    commit(gang.world, Decision("queue", "pause", paused=(QueuePause("tenant:default", gang.now, "ops"),)))
     assert (lacking().unmet, [node.name for node in lacking().spare]) == ((), ["n2"])

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import QueuePause
+from gpubroker_server.core.domain.decisions import Decision, QueuePause
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason, Refusal
@@ -23,6 +23,7 @@ from tests.builders import (
     a_sample,
     a_task,
     a_world,
+    commit,
     holding,
     submit,
 )
@@ -241,7 +242,8 @@ def test_a_running_elastic_gang_says_why_ranks_are_missing_and_what_would_let_th
     assert "background and idle work may take no more GPU memory now on n1, n2" in told()
     assert plan(gang) == []
     gang.world.control(BackgroundRoom(), {})
-    gang.world.pause(QueuePause("tenant:default", gang.now, "ops", "a rest"))
+    rest = QueuePause("tenant:default", gang.now, "ops", "a rest")
+    commit(gang.world, Decision("queue", "pause", paused=(rest,)))
     assert told() == f"{lack}; tenant default was paused 0 s ago (a rest); it starts nothing until resumed"
     gang.tell(gang.ended(1))
     assert told() == ""

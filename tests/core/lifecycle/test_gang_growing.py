@@ -123,7 +123,7 @@ def test_an_inelastic_gang_and_one_that_has_all_ranks_get_none() -> None:
 
 def test_no_rank_is_added_while_its_tenant_is_paused_or_beyond_its_quota() -> None:
     gang = on_one_node()
-    gang.world.pause(QueuePause("tenant:default", gang.now, "ops"))
+    commit(gang.world, Decision("queue", "pause", paused=(QueuePause("tenant:default", gang.now, "ops"),)))
     assert arrives(gang) == []
     poor = on_one_node()
     poor.policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(3 * BIG)),))

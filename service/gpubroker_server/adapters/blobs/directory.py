@@ -78,6 +78,12 @@ class DirectoryBlobs:
             except FileNotFoundError:
                 raise BlobMissing(f"no upload has the name {upload}") from None
 
+    async def discard(self, upload: str) -> None:
+        """Nothing happens if it has no parts."""
+        path = self._upload(upload)
+        with self._reachable("deleted"):
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
     async def delete(self, digest: str) -> None:
         """Nothing happens if it is not there."""
         path = self._path(digest)

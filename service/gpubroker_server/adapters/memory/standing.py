@@ -1,6 +1,6 @@
-"""Rows that stand until they are ended, in memory: pauses of queues and worker sets."""
+"""Rows that stand until they are ended, in memory: pauses of queues, worker sets and work streams."""
 
-from gpubroker_server.core.domain.decisions import Decision, QueuePause
+from gpubroker_server.core.domain.decisions import Decision, QueuePause, StreamState
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.units import TaskId
 
@@ -9,6 +9,7 @@ class StandingInMemory:
     def __init__(self) -> None:
         self.pauses: dict[str, QueuePause] = {}
         self.worker_sets: dict[TaskId, WorkerSet] = {}
+        self.streams: dict[str, StreamState] = {}
 
     def keep_standing(self, decision: Decision) -> None:
         self.pauses |= {pause.queue: pause for pause in decision.paused}
@@ -17,3 +18,5 @@ class StandingInMemory:
         self.worker_sets |= {workers.id: workers for workers in decision.worker_sets}
         for workers in decision.sets_over:
             self.worker_sets.pop(workers.id, None)
+        self.streams |= {stream.name: stream for stream in decision.streams}
+        self.streams = {name: stream for name, stream in self.streams.items() if not stream.is_untold}

@@ -267,6 +267,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMem
             requests=list(self._requests.values()),
             pauses=list(self.pauses.values()),
             worker_sets=list(self.worker_sets.values()),
+            streams=list(self.streams.values()),
             finished=dict(self._finished),
             estimates=list(self._estimates.items()),
             usage=self._usage.rows(),

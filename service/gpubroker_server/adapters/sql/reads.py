@@ -31,10 +31,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DataError, DBAPIError
 
-from gpubroker_server.adapters.sql import rows, tables
+from gpubroker_server.adapters.sql import rows, system_tables, tables
 from gpubroker_server.adapters.sql.statements import EVENT
 from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
-from gpubroker_server.core.domain.decisions import QueuePause
+from gpubroker_server.core.domain.decisions import QueuePause, StreamState
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
@@ -379,6 +379,7 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request), {})],
         worker_sets=rows.worker_sets_of(connection.execute(select(worker_set.c.fields)).scalars()),
         pauses=[QueuePause(*row) for row in connection.execute(select(tables.queue_pause))],
+        streams=[StreamState(*row) for row in connection.execute(select(system_tables.work_stream))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
         usage=[TenantUsage(*row) for row in connection.execute(_USAGE)],
         estimates=[rows.estimate_of_row(row) for row in connection.execute(_ESTIMATES)],

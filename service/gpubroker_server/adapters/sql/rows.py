@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from functools import lru_cache
 from operator import attrgetter
 from sys import intern
@@ -21,12 +21,7 @@ from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKe
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import Checkpointed
 from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
-from gpubroker_server.core.domain.task import (
-    HOT_FIELDS,
-    StopReason,
-    Task,
-    TaskState,
-)
+from gpubroker_server.core.domain.task import HOT_FIELDS, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Position
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.event_codec import (
@@ -239,6 +234,11 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.WRITE_WORKER_SETS, (workers.id, workers.tenant, json_text(workers))
     for workers in decision.sets_over:
         yield sql.END_WORKER_SETS, (workers.id,)
+    for stream in decision.streams:
+        if stream.is_untold:
+            yield sql.REMOVE_STREAMS, (stream.name,)
+        else:
+            yield sql.WRITE_STREAMS, astuple(stream)
     for note in decision.audit:
         yield sql.INSERT_AUDIT, (note.at, note.tenant, note.actor, note.action, note.subject, note.reason)
     for topic in decision.forgotten:

@@ -129,6 +129,8 @@ MAKE_PAUSES = insert_into(tables.queue_pause, known=OnConflict.REPLACE)
 END_PAUSES = delete_rows(tables.queue_pause, ("queue",))
 WRITE_WORKER_SETS = insert_into(system_tables.worker_set, known=OnConflict.REPLACE)
 END_WORKER_SETS = delete_rows(system_tables.worker_set, ("id",))
+WRITE_STREAMS = insert_into(system_tables.work_stream, known=OnConflict.REPLACE)
+REMOVE_STREAMS = delete_rows(system_tables.work_stream, ("name",))
 FORGET_ESTIMATES = delete_rows(tables.estimate, ("tenant", "subject", "kind", "what"))
 WRITE_ESTIMATES = insert_into(tables.estimate, known=OnConflict.REPLACE)
 WRITE_USAGE = insert_into(tables.usage, known=OnConflict.REPLACE)
@@ -165,7 +167,8 @@ IN_ORDER = (
     INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_BATCHES, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES,
     MOVE_TASKS, INSERT_LEASES, MOVE_LEASES, lease_memory, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES,
     INSERT_ITEM_PAGES, WRITE_CHECKPOINTS, trim_checkpoints, DELETE_REQUESTS, MAKE_PAUSES, END_PAUSES,
-    WRITE_WORKER_SETS, END_WORKER_SETS, FORGET_ESTIMATES, WRITE_ESTIMATES, count_finished, INSERT_AUDIT,
+    WRITE_WORKER_SETS, END_WORKER_SETS, WRITE_STREAMS, REMOVE_STREAMS, FORGET_ESTIMATES, WRITE_ESTIMATES,
+    count_finished, INSERT_AUDIT,
 )  # fmt: skip
 """The order within a group: devices before the leases that count on them, ends of pledges before new pledges
 of the same key."""

@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 14
+SCHEMA = 15
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -218,6 +218,19 @@ audit = Table(
     Column("reason", Text, nullable=False),
 )
 """The audit log. Written in the transaction that it is about. `reason`: in the words of the operator."""
+
+work_stream = Table(
+    "work_stream",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("curriculum", Double),
+    Column("progress", Double),
+    Column("progress_at", Double, nullable=False),
+    Column("velocity_per_hour", Double, nullable=False),
+    Column("data_at", Double),
+    Column("quality", Double, nullable=False),
+)
+"""What operators and clients have told of work streams."""
 
 relocation = Table(
     "relocation",

@@ -13,6 +13,7 @@ from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, 
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
 from gpubroker_server.core.control.memory_failures import MemoryFailureCount, MemoryFailures
+from gpubroker_server.core.control.streams import steady_weights
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
 from gpubroker_server.core.domain.decisions import Notice
@@ -68,6 +69,8 @@ class FleetSeen:
     templates: tuple[TemplateSeen, ...] = ()
     memory_failures: tuple[MemoryFailures, ...] = ()
     """Of tasks that failed so again and again."""
+    stream_weights: dict[str, float] = field(default_factory=dict)
+    """By which every process orders the queue."""
     idle_grace_seconds: Seconds = Seconds(300.0)
     """What is idle has been so for longer."""
 
@@ -108,6 +111,7 @@ class FleetControl:
             tuple(self._pressures_seen(pressures, now)),
             self.fill.seen,
             self.memory_failures.often(now),
+            steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
             rules.idle.grace_seconds,
         )
         return notices

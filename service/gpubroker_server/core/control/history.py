@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Mapping
-from math import isnan, nan
+from math import nan
 
 from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -10,6 +10,8 @@ from gpubroker_server.core.world.world import World
 
 STEP_SECONDS = Seconds(10.0)
 POINTS = 360
+DIGITS = 4
+"""After the point: what is kept has seven in all."""
 OLDEST_SECONDS = Seconds(POINTS * STEP_SECONDS)
 
 
@@ -41,9 +43,12 @@ class History:
 
     def means(self, steps: range) -> list[float | None]:
         """Of each of these steps, in their order; None: there was no value, or it is too long ago."""
-        kept = range(self._newest - POINTS + 1, self._newest + 1)
-        values = (self._means[number % POINTS] if number in kept else nan for number in steps)
-        return [None if isnan(value) else value for value in values]
+        first = min(max(steps.start, self._newest - POINTS + 1), steps.stop)
+        count = max(0, min(steps.stop, self._newest + 1) - first)
+        oldest_first = self._means[first % POINTS :] + self._means[: first % POINTS]
+        # Only NaN differs from itself; `isnan` takes twice as long.
+        kept = [None if value != value else round(value, DIGITS) for value in oldest_first[:count]]
+        return [*[None] * (first - steps.start), *kept, *[None] * (steps.stop - first - count)]
 
 
 def step_of(at: Instant) -> int:

@@ -1,7 +1,7 @@
 """Decisions: what should change, as values. Each commits whole or not at all; nothing acts before that."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpubroker_server.core.domain.device import Device, Node
@@ -123,6 +123,35 @@ class QueuePause:
         return name if kind == "tenant" else ""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What operators and clients have told of a work stream. One row, unless nothing is told of it."""
+
+    name: str
+    curriculum: float | None = None
+    """The weight that an operator has given it; None: it has that of the settings."""
+    progress: float | None = None
+    progress_at: Instant = Instant(0.0)
+    velocity_per_hour: float = 0.0
+    data_at: Instant | None = None
+    """How new its newest data are."""
+    quality: float = 1.0
+
+    @property
+    def is_untold(self) -> bool:
+        return self == StreamState(self.name)
+
+
+def known_streams(
+    settings: Iterable[tuple[str, float]], told: Mapping[str, StreamState]
+) -> dict[str, StreamState]:
+    """All work streams, each with a weight: those of the settings, and those that were given one since."""
+    known = {name: stream for name, stream in told.items() if stream.curriculum is not None}
+    for name, weight in settings:
+        known.setdefault(name, replace(told.get(name, StreamState(name)), curriculum=weight))
+    return known
+
+
 @value
 class Decision:
     """Rows that change together, and the orders to send after the commit.
@@ -157,6 +186,8 @@ class Decision:
     """New or changed."""
     sets_over: tuple[WorkerSet, ...] = ()
     """Nothing is left of them."""
+    streams: tuple[StreamState, ...] = ()
+    """The row of one of which nothing is told is deleted."""
 
     def is_empty(self) -> bool:
         return not (
@@ -171,6 +202,7 @@ class Decision:
             or self.resumed
             or self.worker_sets
             or self.sets_over
+            or self.streams
         )
 
 
@@ -187,6 +219,8 @@ class Request:
       uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
     - of operators for no task: pause and unpause (queue, by, reason)
     - of a worker set, whose id is in `task`: form (its fields), scale (least, most, count), signal (value)
+    - of a work stream, whose name is in `task`: stream (curriculum or none, by, reason), stream_signal
+      (progress, progress_at, data_age_seconds, quality: each or none)
     """
 
     id: str

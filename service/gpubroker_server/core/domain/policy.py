@@ -58,6 +58,25 @@ def aged_priority(priority: int, waited_seconds: float, seconds_per_point: float
     return min(band_of(priority)[2], priority + points) if points else priority
 
 
+@dataclass(frozen=True, slots=True)
+class StreamRules:
+    """How a work stream's weight follows from what clients tell of it."""
+
+    velocity_gain: float = 0.01
+    """How much the weight rises with each point of progress per hour."""
+    least_velocity_factor: float = 0.5
+    most_velocity_factor: float = 2.0
+    velocity_seconds: Seconds = Seconds(3600.0)
+    """Time constant with which the velocity forgets."""
+    stale_seconds: Seconds = Seconds(3600.0)
+    """For each such span that its data are old, a stream counts once more."""
+    most_staleness_factor: float = 3.0
+    least_quality_factor: float = 0.1
+    """At quality 0."""
+    least_share: float = 0.1
+    """This share of all draws is given out evenly, so that no stream starves."""
+
+
 class CustomLimit(NamedTuple):
     name: str
     amount: float
@@ -175,7 +194,9 @@ class Policy:
     tenants: tuple[TenantPolicy, ...] = ()
     usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
     streams: tuple[tuple[str, float], ...] = ()
-    """(name, weight) of work streams: of tasks with equal aged priority the heavier stream goes first."""
+    """(name, weight) of work streams, until another weight is put: of tasks with equal aged priority the
+    heavier stream goes first."""
+    stream_rules: StreamRules = StreamRules()  # frozen
     min_run_seconds: Seconds = Seconds(0.0)
     """A run is not preempted for this long after its start, except by critical tasks."""
     min_residency_seconds: Seconds = Seconds(5.0)

@@ -1,8 +1,9 @@
 """Requests of clients for existing tasks: cancel, change, renew, release, attest, and so on. Only the leader
 carries them out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import exp
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import (
@@ -10,11 +11,13 @@ from gpubroker_server.core.domain.decisions import (
     Decision,
     QueuePause,
     Request,
+    StreamState,
+    known_streams,
     withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.orders import StackOrder
-from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.policy import Policy, StreamRules
 from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -29,6 +32,22 @@ TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
 
 STACK_SECONDS = Seconds(10.0)
 """An agent has so long to read the stacks of a run."""
+
+
+HOUR_SECONDS = 3600.0
+
+
+def carry_out_all(world: World, requests: Iterable[Request], now: Instant, policy: Policy) -> list[Decision]:
+    """What is asked of one work stream becomes one decision, in the order of the requests, so that no signal
+    overwrites another; every other request becomes one of its own."""
+    decisions, about_streams = [], dict[str, list[Request]]()
+    for request in requests:
+        if request.what in ("stream", "stream_signal"):
+            about_streams.setdefault(request.task, []).append(request)
+        else:
+            decisions.append(carry_out(world, request, now, policy))
+    decisions += (_change_stream(world, asked, now, policy) for asked in about_streams.values())
+    return decisions
 
 
 def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
@@ -83,6 +102,48 @@ def _change_pause(world: World, request: Request, now: Instant, done: Decision) 
     if known is None:
         return replace(done, paused=(pause,), audit=audit)
     return replace(done, resumed=(pause,), audit=audit)
+
+
+def _change_stream(world: World, requests: list[Request], now: Instant, policy: Policy) -> Decision:
+    """Signals of a stream that does not exist, or no longer, are dropped."""
+    name, audit = str(requests[0].task), []
+    before = stream = world.streams.get(name, StreamState(name))
+    for request in requests:
+        asked = request.fields
+        if request.what == "stream_signal":
+            if name in known_streams(policy.streams, {name: stream}):
+                stream = with_signal(stream, asked, request.made_at, policy.stream_rules)
+            continue
+        weight, was = asked["curriculum"], stream
+        stream = StreamState(name) if weight is None else replace(stream, curriculum=weight)
+        if stream != was:
+            action = "stream.delete" if weight is None else "stream.put"
+            said = str(asked["by"]), action, name, str(asked["reason"])
+            audit.append(AuditNote(now, request.tenant, *said))
+    return Decision(
+        subject=name,
+        why="stream",
+        requests_done=tuple(request.id for request in requests),
+        streams=() if stream == before else (stream,),
+        audit=tuple(audit),
+    )
+
+
+def with_signal(stream: StreamState, told: Mapping[str, Any], at: Instant, rules: StreamRules) -> StreamState:
+    """The stream once a client has told this. Progress of an earlier time than what is known is dropped;
+    progress told twice for one instant replaces itself."""
+    progress, age, quality = told.get("progress"), told.get("data_age_seconds"), told.get("quality")
+    progress_at = Instant(min(at, told.get("progress_at") or at))
+    since = progress_at - stream.progress_at
+    if progress is not None and (stream.progress is None or since >= 0):
+        velocity = stream.velocity_per_hour
+        if stream.progress is not None and since > 0:
+            newest = (progress - stream.progress) / since * HOUR_SECONDS
+            velocity += (1.0 - exp(-since / rules.velocity_seconds)) * (newest - velocity)
+        stream = replace(stream, progress=progress, progress_at=progress_at, velocity_per_hour=velocity)
+    if age is not None:
+        stream = replace(stream, data_at=Instant(at - age))
+    return stream if quality is None else replace(stream, quality=quality)
 
 
 def _cancel(

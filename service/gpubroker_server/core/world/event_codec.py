@@ -7,7 +7,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Fields, QueuePause, Request, TaskWrite
+from gpubroker_server.core.domain.decisions import Fields, QueuePause, Request, StreamState, TaskWrite
 from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Demand, PlacementConstraints, interned
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.lease import (
@@ -48,6 +48,7 @@ _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("
 """Fields of a new lease; the beginning and end of a quarantine have events of their own."""
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
 _PAUSE_NAMES = tuple(f.name for f in dataclass_fields(QueuePause))
+_STREAM_NAMES = tuple(f.name for f in dataclass_fields(StreamState))
 _REQUEST_NAMES = tuple(f.name for f in dataclass_fields(Request))
 
 _TASK_FIELDS = frozenset(field.name for field in dataclass_fields(Task))
@@ -278,6 +279,14 @@ def pause_fields(pause: QueuePause) -> dict[str, Any]:
 
 def pause_from(fields: Fields) -> QueuePause:
     return QueuePause(**fields)
+
+
+def stream_fields(stream: StreamState) -> dict[str, Any]:
+    return _row(stream, _STREAM_NAMES)
+
+
+def stream_from(fields: Fields) -> StreamState:
+    return StreamState(**_known(fields, frozenset(_STREAM_NAMES)))
 
 
 def cordon_fields(node: Node) -> dict[str, Any]:

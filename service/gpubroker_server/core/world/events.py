@@ -18,6 +18,7 @@ from gpubroker_server.core.world.event_codec import (
     pause_fields,
     pledge_fields,
     request_fields,
+    stream_fields,
     task_changes,
     task_fields,
 )
@@ -111,7 +112,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
-    notices, worker sets, pauses, estimates."""
+    notices, worker sets, pauses, work streams, estimates."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
     for device in decision.devices:
@@ -143,6 +144,10 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         for pause in pauses:
             fields = pause_fields(pause)
             yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_STANDING)
+    for stream in decision.streams:
+        # Release 0.2.0 passes over it: it goes on with the weights of its settings.
+        what = "removed" if stream.is_untold else "changed"
+        yield NewEvent(f"stream.{what}", stream.name, 1, "", stream_fields(stream))
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 

@@ -214,11 +214,11 @@ class PendingQueue:
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
         self.pauses: dict[str, QueuePause] = {}
-        """By queue; call `follow_pauses` after a change."""
+        """By queue; changed by `set_pause` only."""
         self.paused: set[TaskId] = set()
         """Nothing but a pause keeps them out of the groups."""
         self.stream_weights: dict[str, float] = {}
-        """Of the work streams whose weight is no longer as the policy has it; changed by `weigh` only."""
+        """As fleet control has them; other work streams have that of the policy. Changed by `weigh` only."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
@@ -245,8 +245,12 @@ class PendingQueue:
             return None
         return self.pauses.get(f"tenant:{task.tenant}") or self.pauses.get(f"stream:{task.stream}")
 
-    def follow_pauses(self, tasks: Mapping[TaskId, Task]) -> None:
-        """Take what is paused out of the groups, and let in what no longer is."""
+    def set_pause(self, queue: str, pause: QueuePause | None, tasks: Mapping[TaskId, Task]) -> None:
+        """Take what is paused out of the groups, and let in what no longer is. None: it is resumed."""
+        if pause is None:
+            self.pauses.pop(queue, None)
+        else:
+            self.pauses[queue] = pause
         for name in [*self._where, *self.paused]:
             task = tasks[name]
             if (self.pause_of(task) is not None) is not (name in self.paused):
@@ -254,7 +258,9 @@ class PendingQueue:
                 self._let_in(task)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Order the tasks of work streams by these weights."""
+        """Order the tasks of work streams by these weights. Costs nothing if they are as before."""
+        if weights == self.stream_weights:
+            return
         self.stream_weights = dict(weights)
         for group in self.groups.values():
             if group.key[3]:

@@ -4,7 +4,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from gpubroker_server.core.domain.decisions import QueuePause, Request
+from gpubroker_server.core.domain.decisions import Request, StreamState
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
@@ -36,6 +36,7 @@ from gpubroker_server.core.world.event_codec import (
     pause_from,
     pledge_from,
     request_from,
+    stream_from,
     task_from,
     with_cordon,
 )
@@ -90,6 +91,7 @@ class World:
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.worker_sets: dict[TaskId, WorkerSet] = {}
+        self.streams: dict[str, StreamState] = {}
         self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
         self.active = DueTimes()
@@ -148,11 +150,10 @@ class World:
         self,
         background: BackgroundRoom,
         full_disks: Mapping[NodeName, str],
-        stream_weights: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         """Take over what fleet control lets start from now on, and how much each work stream counts."""
-        if stream_weights is not None and stream_weights != self.queue.stream_weights:
-            self.queue.weigh(stream_weights)
+        self.queue.weigh(weights or {})
         before = {*self.background.closed(), *self.full_disks}
         after = {*background.closed(), *full_disks}
         self.background, self.full_disks = background, dict(full_disks)
@@ -199,10 +200,6 @@ class World:
 
     def add_request(self, request: Request) -> None:
         self.requests[request.id] = request
-
-    def pause(self, pause: QueuePause) -> None:
-        self.queue.pauses[pause.queue] = pause
-        self.queue.follow_pauses(self.tasks)
 
     def leases_of(self, task: Task) -> list[Lease]:
         """Unreleased leases of a task's newest claim, ordered by key."""
@@ -265,11 +262,13 @@ class World:
                 self.worker_sets[TaskId(event.key)] = worker_set_from(event.fields)
             case "worker_set":
                 self.worker_sets.pop(TaskId(event.key), None)
-            case "queue" if what == "paused":
-                self.pause(pause_from(event.fields))
             case "queue":
-                self.queue.pauses.pop(event.key, None)
-                self.queue.follow_pauses(self.tasks)
+                pause = pause_from(event.fields) if what == "paused" else None
+                self.queue.set_pause(event.key, pause, self.tasks)
+            case "stream" if what == "changed":
+                self.streams[event.key] = stream_from(event.fields)
+            case "stream":
+                self.streams.pop(event.key, None)
 
     def _apply_task(self, event: Event, what: str) -> None:
         if what == "submitted":

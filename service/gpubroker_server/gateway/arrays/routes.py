@@ -28,6 +28,7 @@ from gpubroker_server.gateway.arrays.submit import (
     items_of,
     joined,
     new_array,
+    objects_left,
     terms_of,
     terms_text,
 )
@@ -214,6 +215,7 @@ async def retry_array(
         raise Problem("nothing-to-retry", array=old.id)
     record = await submissions.records.find(call.identity, old.id)
     task, spec = await again(submissions, call.identity, record)
+    await submissions.check_objects(old.tenant, await objects_left(spec, numbers))
     now, places = submissions.clock.now(), (TaskId(""),) * len(old.workers)
     terms = replace(old, numbers=tuple(numbers), workers=places, submitted_at=now, retry_of=old.id)
     array = await new_array(submissions, task, spec, terms, spec.arguments)

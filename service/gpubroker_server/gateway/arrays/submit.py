@@ -25,7 +25,11 @@ from gpubroker_server.core.domain.values import changed
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.submission.named_objects import objects_among
+from gpubroker_server.gateway.submission.named_objects import (
+    may_name_objects,
+    objects_among,
+    objects_in_run,
+)
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import Function, SubmitTask
 from gpubroker_server.ports.store import Submission
@@ -198,6 +202,18 @@ def _workers_of(terms: ArrayTerms) -> int:
 
 def joined(arguments: bytes, items: bytes) -> bytes:
     return len(arguments).to_bytes(_LENGTH_BYTES, "big") + arguments + items
+
+
+async def objects_left(spec: RunSpec, numbers: Sequence[ItemRange]) -> Mapping[str, str]:
+    """Ids of the objects that the common arguments and these items name, by place. What is pickled is not
+    opened."""
+    if spec.kind == Function.tag:
+        return {}
+    begin = _LENGTH_BYTES + int.from_bytes(spec.arguments[:_LENGTH_BYTES], "big")
+    common, packed = spec.arguments[_LENGTH_BYTES:begin], spec.arguments[begin:]
+    items = (await asyncio.to_thread(from_json, packed)) if may_name_objects(packed) else []
+    left = ((at, items[at]) for first, behind in numbers for at in range(first, min(behind, len(items))))
+    return {**objects_in_run(None, common), **objects_among(left, "/items")}
 
 
 def terms_of(tenant: str, body: SubmitArray, numbers: Sequence[ItemRange], now: float) -> ArrayTerms:

@@ -1,5 +1,6 @@
 """What was measured lately, beside what is measured now."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 from gpubroker.units import seconds
@@ -11,9 +12,6 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.times import Time, rfc3339
-
-DIGITS = 4
-"""Of the numbers in a history."""
 
 
 class HistoryView(TypedDict):
@@ -43,16 +41,13 @@ class HistoryQuery(QueryModel):
         Field(description="How much of the past to show, such as `1h`, which is the most, or `0`."),
     ] = "5m"
 
-    def of(self, parts: ClusterParts, name: str) -> HistoryView:
-        """`name`: of a node, or the key of a device."""
+    def reader(self, parts: ClusterParts) -> Callable[[str], HistoryView]:
+        """Of a node by its name, or of a device by its key."""
         newest = step_of(parts.clock.now())
         steps = range(newest + 1 - round(seconds(self.history) / STEP_SECONDS), newest + 1)
-        means = parts.history.means(name, steps)
-        return {
-            "since": rfc3339(Instant(steps.start * STEP_SECONDS)),
-            "step_seconds": STEP_SECONDS,
-            "values": {
-                measure: [None if value is None else round(value, DIGITS) for value in values]
-                for measure, values in means.items()
-            },
-        }
+        since = rfc3339(Instant(steps.start * STEP_SECONDS))
+
+        def read(name: str) -> HistoryView:
+            return {"since": since, "step_seconds": STEP_SECONDS, "values": parts.history.means(name, steps)}
+
+        return read

@@ -1,5 +1,6 @@
 """Nodes: what they have and what is used of it; cordon, drain and uncordon."""
 
+import asyncio
 from typing import Annotated, Any, NotRequired
 
 from fastapi import Query, Response
@@ -12,7 +13,7 @@ from gpubroker_server.core.domain.node_capacity import NodeUsage
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.devices import GpuView, gpu_views
+from gpubroker_server.gateway.cluster.devices import ITEMS_AT_ONCE, GpuView, gpu_views
 from gpubroker_server.gateway.cluster.history import HistoryQuery, HistoryView
 from gpubroker_server.gateway.cluster.parts import ClusterParts, Parts
 from gpubroker_server.gateway.http.bodies import Because, Body
@@ -162,8 +163,11 @@ async def list_nodes(call: Call, parts: Parts, query: Annotated[HistoryQuery, Qu
     """List all nodes: CPU, host memory, run slots and GPU memory in total, held and free, what is measured,
     and their agents."""
     as_of = parts.freshness.as_of()
-    nodes = (parts.world.nodes[name] for name in sorted(parts.world.nodes))
-    view: NodeList = {**as_of, "items": [_node_view(call, parts, node, query) for node in nodes]}
+    view: NodeList = {**as_of, "items": []}
+    for node in sorted(parts.world.nodes.values(), key=lambda node: node.name):
+        view["items"].append(_node_view(call, parts, node, query))
+        if len(view["items"]) % ITEMS_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return answer(view)
 
 
@@ -328,7 +332,7 @@ def _node_view(call: Call, parts: ClusterParts, node: Node, query: HistoryQuery)
         },
         "measured": None if sample is None else _measured_view(parts, sample),
         "holders": _holder_views(world, node.name, call.identity),
-        "history": query.of(parts, node.name),
+        "history": query.reader(parts)(node.name),
         "idle_seconds": parts.idle_seconds().get(node.name),
         "labels": dict(node.labels),
         "agent": agent,

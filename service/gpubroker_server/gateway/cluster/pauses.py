@@ -1,7 +1,6 @@
 """Pause the queue of a tenant or of a work stream, and resume it."""
 
 from collections import Counter
-from difflib import get_close_matches
 from typing import Annotated
 
 from fastapi import Response
@@ -15,7 +14,7 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
-from gpubroker_server.gateway.status.tenants import unknown_tenant
+from gpubroker_server.gateway.status.known_names import unknown_stream, unknown_tenant
 
 resource = Resource("administration")
 
@@ -95,12 +94,10 @@ def _check_tenant(parts: Parts, name: str) -> None:
 
 
 def _check_stream(parts: Parts, name: str) -> None:
-    known = [stream for stream, _ in parts.policy.streams]
-    if name in known or f"stream:{name}" in parts.world.queue.pauses:
-        return
-    near = get_close_matches(name, known, n=1)
-    meant = f'did you mean "{near[0]}"?' if near else f"configured are: {', '.join(known) or 'none'}"
-    raise Problem("not-found", f'there is no work stream "{name[:100]}"; {meant}')
+    """As for tenants. Raises Problem."""
+    fault = unknown_stream(name, parts.world, parts.policy)
+    if fault and f"stream:{name}" not in parts.world.queue.pauses:
+        raise Problem("not-found", fault)
 
 
 async def _changed(call: Call, parts: Parts, queue: str, body: ChangePause, *, pauses: bool) -> Response:

@@ -20,7 +20,7 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import run_in_thread
-from gpubroker_server.gateway.status.tenants import unknown_tenant
+from gpubroker_server.gateway.status.known_names import unknown_tenant
 from gpubroker_server.gateway.submission.demand import demand_of
 from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
 from gpubroker_server.gateway.submission.task_body import Placement, Priority, ProfileName, SimulateTask

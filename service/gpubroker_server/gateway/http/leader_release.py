@@ -17,6 +17,7 @@ class Since(NamedTuple):
 
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
 _WORKERS = Since("0.3.0", "a worker set")
+_STREAM = Since("0.3.0", "a changed work stream")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
@@ -31,6 +32,8 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "form": _WORKERS,
     "scale": _WORKERS,
     "signal": _WORKERS,
+    "stream": _STREAM,
+    "stream_signal": _STREAM,
 }
 """What an earlier leader ignores or does wrong. By `Request.what`, or a word of our own."""
 

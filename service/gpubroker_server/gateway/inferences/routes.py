@@ -285,7 +285,7 @@ async def submit_inference(
 async def _new_task(call: Call, submissions: Submissions, body: SubmitInference) -> Task:
     """Raises Problem for what is wrong with it, except its values."""
     tenant, permissions, capacity = call.identity.tenant, submissions.permissions, submissions.capacity
-    permissions.check_stream(body.stream)
+    submissions.check_stream(body.stream)
     stands, now = await stands_for(submissions.store, body), submissions.clock.now()
     demand = capacity.settled(demand_of_inference(body), "", tenant, body.labels, at="")
     task = task_of_inference(

@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import Header, Query, Response
@@ -28,11 +29,12 @@ from gpubroker_server.gateway.objects.transfer import PART_BYTES, Span, Upload, 
 from gpubroker_server.gateway.submission.named_objects import is_object_id, unknown_object
 from gpubroker_server.ports.objects import (
     LEAST_BYTES,
-    Counted,
     ObjectOrder,
     ObjectSort,
     Quota,
     StoredObject,
+    find_object,
+    note_use,
 )
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, TaskStore
 
@@ -43,25 +45,40 @@ class ObjectStorage:
     blobs: BlobStore
     clock: Clock
     limits: RequestLimits
+    under_way: defaultdict[str, list[Upload]] = field(default_factory=lambda: defaultdict(list))
+    """Uploads to this gateway, by tenant."""
 
     async def put(self, parts: AsyncIterator[bytes], size_hint: int, tenant: str) -> StoredObject:
         """Durable when this returns. `size_hint`: 0 if it is unknown. Raises Problem objects-full."""
         now, quota = self.clock.now(), Quota(self.limits.tenant_object_bytes, self.limits.tenant_objects)
         counted = await self.store.counted_objects(tenant, now)
-        expected = StoredObject(tenant, "", size_hint, now, self._expires_at())
-        # Without room nothing is written: a refused upload must not fill the disk. Its digest still counts.
-        upload = Upload(self.blobs if quota.has_room(counted, expected) else None)
-        async for part in parts:
-            await upload.add(part)
-        given = replace(expected, digest=await upload.digest(), size_bytes=upload.size_bytes)
-        known = await self.store.stored_object(tenant, given.digest)
-        if known is None and not (upload.is_written and quota.has_room(counted, given)):
-            raise self._full(given, counted)
-        await upload.finish(tenant)
-        kept = await self.store.keep_object(given, quota)
-        if kept is None:
-            raise self._full(given, await self.store.counted_objects(tenant, now))
-        return kept
+        given = StoredObject(tenant, "", size_hint, now, Instant(now + self.limits.object_seconds))
+        upload = Upload(self.blobs)
+        self.under_way[tenant].append(upload)
+        try:
+            async for part in parts:
+                given = replace(given, size_bytes=max(given.size_bytes, upload.size_bytes + len(part)))
+                # Without room nothing is written: a refused upload must not fill the disk. Its digest still
+                # counts.
+                if not quota.has_room(counted, given, self._coming_bytes(tenant, upload)):
+                    await upload.discard()
+                await upload.add(part)
+            given = replace(given, digest=await upload.digest(), size_bytes=upload.size_bytes)
+            known = await self.store.stored_object(tenant, given.digest)
+            counted = await self.store.counted_objects(tenant, now)  # others have ended meanwhile
+            coming_bytes = self._coming_bytes(tenant, upload)
+            has_room = upload.is_written and quota.has_room(counted, given, coming_bytes)
+            if known is None and not has_room:
+                raise Problem("objects-full", quota.why_full(counted, given, coming_bytes))
+            await upload.finish(tenant)
+            kept = await self.store.keep_object(given, quota)
+            if kept is None:
+                counted = await self.store.counted_objects(tenant, now)
+                raise Problem("objects-full", quota.why_full(counted, given))
+            return kept
+        finally:
+            self.under_way[tenant].remove(upload)
+            await upload.discard()
 
     async def find(self, tenant: str, object_id: str) -> StoredObject:
         """Raises Problem not-found, also for an object of another tenant."""
@@ -131,13 +148,15 @@ class ObjectStorage:
     async def _kept(self, tenant: str, object_id: str) -> StoredObject | None:
         if not is_object_id(object_id):
             return None  # the database would refuse a NUL
-        row = await self.store.stored_object(tenant, object_id)
-        return row if row is not None and row.expires_at > self.clock.now() else None
+        return await find_object(self.store, tenant, object_id, self.clock.now())
 
     async def _note_use(self, kept: StoredObject) -> None:
-        expires_at = kept.end_after_use(self.clock.now(), self.limits.object_seconds)
-        if expires_at is not None:
-            await self.store.extend_object(kept.tenant, kept.digest, expires_at)
+        await note_use(self.store, kept, self.clock.now(), self.limits.object_seconds)
+
+    def _coming_bytes(self, tenant: str, upload: Upload) -> int:
+        """Of the tenant's uploads to this gateway beside this one."""
+        others = (other for other in self.under_way[tenant] if other is not upload)
+        return sum(other.size_bytes for other in others if other.is_written)
 
     def _damaged(self, kept: StoredObject) -> Problem:
         return Problem(
@@ -146,29 +165,8 @@ class ObjectStorage:
             "disk that holds the blobs",
         )
 
-    def _expires_at(self) -> Instant:
-        return Instant(self.clock.now() + self.limits.object_seconds)
-
     def _unknown(self, object_id: str) -> str:
         return unknown_object(object_id, self.limits.object_seconds)
-
-    def _full(self, given: StoredObject, counted: Counted) -> Problem:
-        limits = self.limits
-        if counted.objects < limits.tenant_objects:
-            setting = "limits.tenant_object_bytes"
-            found = (
-                f"has objects of {counted.size_bytes} bytes, and may have {limits.tenant_object_bytes}; this "
-                f"one counts {given.counted_bytes}"
-            )
-        else:
-            setting = "limits.tenant_objects"
-            found = f"has {counted.objects} objects, and may have {limits.tenant_objects}"
-        return Problem(
-            "objects-full",
-            f'tenant "{given.tenant}" {found}. List them (GET /objects, or gpubroker objects), delete some '
-            "(DELETE /objects/ID, or gpubroker objects delete ID), wait until some have not been used for "
-            f"{limits.object_seconds:g} seconds, or raise {setting}",
-        )
 
 
 resource = Resource("models")

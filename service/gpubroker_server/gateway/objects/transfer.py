@@ -17,10 +17,10 @@ _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class Upload:
-    """One object that comes in parts of any size. Without `blobs` its digest alone is found out."""
+    """One object that comes in parts of any size. Once it is discarded its digest alone is found out."""
 
-    def __init__(self, blobs: BlobStore | None) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs: BlobStore | None = blobs
         self._name = f"upload-{uuid4().hex}"
         self._hash = hashlib.sha256()
         self._gathered: list[bytes] = []
@@ -59,6 +59,13 @@ class Upload:
             await self._blobs.finish(self._name, self._hash.hexdigest())
         else:
             await self._blobs.put(b"".join(self._gathered), owner=owner)
+        self._blobs = None
+
+    async def discard(self) -> None:
+        """Nothing of it stays unless it is finished."""
+        blobs, self._blobs = self._blobs, None
+        if blobs is not None and self._passed_bytes:
+            await blobs.discard(self._name)
 
     async def _pass_on(self) -> None:
         data = b"".join(self._gathered)

@@ -15,7 +15,6 @@ from gpubroker_server.core.explain.admission import check_demand, check_priority
 from gpubroker_server.core.explain.pools import apply_pool
 from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, check_quota
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, Run
@@ -161,12 +160,6 @@ class Permissions:
             f"ask for less, or {remedy}",
             errors=[Fault(pointer=at, detail=f"at most {cap}", code="above-cap")],
         )
-
-    def check_stream(self, stream: str) -> None:
-        known = [name for name, _ in self.policy.streams]
-        if stream and stream not in known:
-            detail = f'there is no work stream "{stream}"; configured are: {", ".join(known) or "none"}'
-            raise invalid(Fault(pointer="/stream", detail=detail, code="unknown"))
 
     def _check_entrypoint(self, entrypoint: str) -> None:
         if not is_entrypoint_allowed(self.entrypoints, entrypoint):

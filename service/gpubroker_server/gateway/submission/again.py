@@ -14,6 +14,7 @@ from gpubroker_server.gateway.status.task_view import (
     RETRY_VARIABLE,
     ROLES_VARIABLE,
 )
+from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import Submissions
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, TaskRecord
@@ -29,7 +30,8 @@ class Again(NamedTuple):
 
 
 async def again(submissions: Submissions, identity: Identity, record: TaskRecord) -> Again:
-    """Raises Problem for whatever a submit of this task would be refused for now."""
+    """Raises Problem for whatever a submit of this task would be refused for now, except for objects that a
+    function names, which only its pickle knows, and for those of an array."""
     old, spec = record.task, record.spec
     if WORKER_SET_VARIABLE in spec.env:
         raise Problem("task-not-retryable", task=old.id, kind="worker of a set")
@@ -40,12 +42,15 @@ async def again(submissions: Submissions, identity: Identity, record: TaskRecord
     permissions.check_env(identity, {name: spec.env[name] for name in spec.env if name not in _OURS})
     await submissions.check_secrets(identity, spec.env, old.tenant)
     permissions.check_priority(identity, old.priority, old.tenant)
-    permissions.check_stream(old.stream)
+    submissions.check_stream(old.stream)
     now = submissions.clock.now()
     task = new_attempt(old, submissions.ids.task(now), now)
     submissions.check_possible(task)
     spec = changed(spec, env={**spec.env, RETRY_VARIABLE: old.id})
-    return Again(task, await _with_arguments(submissions, old, spec))
+    spec = await _with_arguments(submissions, old, spec)
+    if ARRAY_VARIABLE not in spec.env:
+        await submissions.check_objects(old.tenant, objects_in_run(_run_of(spec), spec.arguments))
+    return Again(task, spec)
 
 
 def new_attempt(old: Task, id: TaskId, now: Instant) -> Task:

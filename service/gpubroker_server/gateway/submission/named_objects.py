@@ -10,7 +10,14 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.task_body import Function
-from gpubroker_server.ports.objects import ObjectOrder, ObjectRows, SortKey, StoredObject
+from gpubroker_server.ports.objects import (
+    ObjectOrder,
+    ObjectRows,
+    SortKey,
+    StoredObject,
+    find_object,
+    note_use,
+)
 
 _ID: Final = re.compile("[0-9a-f]{64}")
 _MARK: Final = b'{"object":"'
@@ -66,16 +73,14 @@ async def check_objects(
         )
         raise invalid(*faults)
     for kept in known.values():
-        expires_at = kept.end_after_use(now, object_seconds)
-        if expires_at is not None:
-            await rows.extend_object(tenant, kept.digest, expires_at)
+        await note_use(rows, kept, now, object_seconds)
 
 
 async def _known(rows: ObjectRows, tenant: str, ids: set[str], now: Instant) -> Mapping[str, StoredObject]:
     """Of these. Many are looked for among all that the tenant has, of which there is a limit."""
     if len(ids) < _PAGE:
-        found = [await rows.stored_object(tenant, id) for id in sorted(ids)]
-        return {kept.digest: kept for kept in found if kept is not None and kept.expires_at > now}
+        found = [await find_object(rows, tenant, id, now) for id in sorted(ids)]
+        return {kept.digest: kept for kept in found if kept is not None}
     known: dict[str, StoredObject] = {}
     after: SortKey = ()
     while page := await rows.stored_objects(tenant, now, ObjectOrder(), after=after, limit=_PAGE):

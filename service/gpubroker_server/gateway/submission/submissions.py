@@ -27,6 +27,7 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.leader_release import LeaderRelease
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call
+from gpubroker_server.gateway.status.known_names import unknown_stream
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
@@ -131,7 +132,7 @@ class Submissions:
         self, body: SubmitTask, tenant: str, id: TaskId, stands: Mapping[TaskId, StoredState], now: Instant
     ) -> PreparedTask:
         """As `new_task`. `stands`: the states of the tasks that it runs after, as far as they exist."""
-        self.permissions.check_stream(body.stream)
+        self.check_stream(body.stream)
         self.check_profile(body.profile)
         demand, learned = self.demand_of(body, tenant)
         after = dependencies_of(body, stands, tenant)
@@ -184,6 +185,10 @@ class Submissions:
         }
         learned = size_of_ranks(by_ranks) if by_ranks else None
         return self.capacity.settled(demand, body.resources.pool, tenant, body.labels, at=at), learned
+
+    def check_stream(self, stream: str) -> None:
+        if stream and (fault := unknown_stream(stream, self.world, self.permissions.policy)):
+            raise invalid(Fault(pointer="/stream", detail=fault, code="unknown"))
 
     def check_profile(self, profile: str, *, at: str = "/profile") -> None:
         """Raises Problem for one that the operator does not have."""

@@ -36,7 +36,13 @@ class _Opening:
     runs: list[RunKey]
     kept: Kept | None
     data: bytearray = field(default_factory=bytearray)
+    waits: bool = False
+    """For another object that comes in parts."""
     storing: "asyncio.Task[None] | None" = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.storing is None and not self.waits
 
     @property
     def first_byte(self) -> int:
@@ -61,6 +67,9 @@ class SharedObjects:
         self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
         """By tenant and id, the least recently used first."""
         self._openings: dict[tuple[str, str], _Opening] = {}
+        self._large: _Opening | None = None
+        """The one object of several parts that is gathered now: each may take as much memory as there is in
+        the agent, and as much again while it is stored."""
 
     def want(self, run: RunKey, tenant: str, id: str) -> None:
         """The run waits for this object. Repeating it is void."""
@@ -84,11 +93,7 @@ class SharedObjects:
         elif opening.kept is not None:
             self._finish(tenant, id, opening)
         else:
-            opening.data += data
-            if len(opening.data) < size_bytes:
-                self._report(_question(opening, id))
-            else:
-                opening.storing = asyncio.create_task(self._keep(tenant, id, opening))
+            self._add(tenant, id, opening, size_bytes, data)
 
     def leave(self, run: RunKey) -> None:
         """The run has ended."""
@@ -99,14 +104,37 @@ class SharedObjects:
             opening.runs.remove(run)
             if not opening.runs and opening.storing is None:
                 del self._openings[tenant, id]
-            elif was_first and opening.storing is None:
+                self._gather_next(opening)
+            elif was_first and opening.is_asked_for:
                 self._report(_question(opening, id))
 
     def questions(self) -> Iterator[Report]:
         """Those that are not answered yet, for another leader."""
         for (_, id), opening in self._openings.items():
-            if opening.storing is None:
+            if opening.is_asked_for:
                 yield _question(opening, id)
+
+    def _add(self, tenant: str, id: str, opening: _Opening, size_bytes: int, data: bytes) -> None:
+        opening.data += data
+        if len(opening.data) >= size_bytes:
+            opening.storing = asyncio.create_task(self._keep(tenant, id, opening))
+        elif not data:
+            why = f"the bytes of object {id} are damaged: {len(opening.data)} of {size_bytes} are left"
+            self._finish(tenant, id, opening, ("object_missing", f"{why}; upload it again"))
+        elif self._large in (None, opening):
+            self._large = opening
+            self._report(_question(opening, id))
+        else:
+            opening.waits = True
+
+    def _gather_next(self, over: _Opening) -> None:
+        if self._large is not over:
+            return
+        waiting = ((id, opening) for (_, id), opening in self._openings.items() if opening.waits)
+        id, self._large = next(waiting, ("", None))
+        if self._large is not None:
+            self._large.waits = False
+            self._report(_question(self._large, id))
 
     async def _keep(self, tenant: str, id: str, opening: _Opening) -> None:
         try:
@@ -135,6 +163,7 @@ class SharedObjects:
             self._drop_least_used()
         for run in opening.runs:
             self._give(run, id, None if kept is None else kept.shared, failure)
+        self._gather_next(opening)
 
     def _drop_least_used(self) -> None:
         """Runs that read what is dropped here still refer to it."""
