@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from gpubroker_server.__main__ import commands
 from gpubroker_server.bootstrap.compose import disk_guard_of, fleet_rules_of
 from gpubroker_server.core.control.disk_guard import DiskRules
 from gpubroker_server.core.domain.device import FileClass, WatchedRoot
 from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,6 +98,17 @@ def test_a_cluster_is_joined_by_file_environment_or_flag(
         load_settings(config)
 
 
+@pytest.mark.parametrize("command", ["serve", "broker"])
+def test_the_flag_for_ray_is_the_address_that_is_joined(tmp_path: Path, command: str) -> None:
+    """Seen in a refusal that names it, since a start would join."""
+    config = a_file(tmp_path, "ray: {dashboard: true}\n")
+    app = typer.Typer()
+    commands(app)
+    refused = CliRunner().invoke(app, [command, "--config", str(config), "--ray", "head:6379"])
+    assert refused.exit_code == 2
+    assert "dashboard has no effect on the cluster at head:6379" in refused.output
+
+
 def test_a_flag_that_was_not_given_changes_nothing(tmp_path: Path) -> None:
     assert load_settings(a_file(tmp_path, "port: 1\n"), port=None).port == 1
 
@@ -154,6 +168,7 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("ray: {node_name: rack/n1}\n", "ray.node_name: 'rack/n1' has a slash"),
         ("ray: {address: 'h:6379', node_name: n1}\n", "node_name has no effect on the cluster at h:6379"),
         ("ray: {address: 'h:6379', object_store_mb: 500}\n", "set --object-store-memory where `ray start`"),
+        ("ray: {address: 'h:6379', object_store_mb: 128}\n", "set --object-store-memory where `ray start`"),
         ("ray: {address: 'h:6379', dashboard: true}\n", "set --include-dashboard where `ray start --head`"),
         ("ray: {token_file: /t}\n", "token_file is for a cluster that is joined, and address is empty"),
         ("ray: {tls: {certificate: /c, key: /k, ca: /a}}\n", "tls is for a cluster that is joined"),

@@ -24,6 +24,7 @@ class Request:
 class Reply:
     status: int = 200
     body: Any = field(default_factory=dict)
+    """Made of the request by a function, if it is one."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +83,8 @@ class RecordedService:
                 if reply is HANG_UP:
                     self.close_connection = True
                     return
-                data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+                body = reply.body(service.requests[-1]) if callable(reply.body) else reply.body
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(reply.status)
                 for name, value in {"Content-Length": str(len(data)), **reply.headers}.items():
                     self.send_header(name, value)

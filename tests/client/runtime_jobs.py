@@ -3,6 +3,8 @@
 import logging
 import sys
 import threading
+import time
+from pathlib import Path
 
 from gpubroker import Stopped, current_task
 
@@ -45,3 +47,8 @@ def waits_for_notice(_item: int) -> None:
 def is_stuck(_item: int) -> None:
     """In a wait that no exception reaches."""
     BEGAN.wait()
+
+
+def waits_for_file(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.01)

@@ -6,8 +6,9 @@ from gpubroker.errors import Refused, Unreachable
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
-from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_problem, a_task, outcome
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, Request, a_problem, a_task, outcome
 
+PRINTED = "[... bytes 0 to 99999 were not kept ...]\n"
 LONGER = {"Content-Length": "1000"}
 """The connection is closed before the answer is complete."""
 
@@ -21,7 +22,10 @@ def printed(text: str, **headers: str) -> Reply:
 
 
 def asked(service: RecordedService) -> list[dict[str, str]]:
-    return [dict(request.params) for request in service.requests if request.path.endswith("/logs")]
+    """The parameters of each call, besides a mark that cannot be guessed."""
+    found = [dict(request.params) for request in service.requests if request.path.endswith("/logs")]
+    assert all(len(params.pop("mark")) >= 32 for params in found)
+    return found
 
 
 def test_what_is_kept_comes_line_by_line(service: RecordedService, do: Do) -> None:
@@ -30,7 +34,7 @@ def test_what_is_kept_comes_line_by_line(service: RecordedService, do: Do) -> No
     assert lines == ["10 %\r", "20 %\r", "done\r\n", "über\n", "\n", "rest"]
     [request] = service.requests
     assert request.path == f"/tasks/{FULL_ID}/logs"
-    assert dict(request.params) == {"stream": "stderr", "attempt": "2", "rank": "1", "offset": "7"}
+    assert asked(service) == [{"stream": "stderr", "attempt": "2", "rank": "1", "offset": "7"}]
 
 
 def test_a_followed_log_goes_on_with_the_next_attempt_and_ends_with_the_task(
@@ -54,15 +58,20 @@ def test_of_one_attempt_only_that_one_is_followed(service: RecordedService, do: 
 
 
 def test_a_connection_that_is_lost_costs_no_line_and_repeats_none(service: RecordedService, do: Do) -> None:
-    cut = "one\n\n[... bytes 4 to 100 were not kept ...]\ntwo\nthr"
+    def cut(request: Request) -> bytes:
+        """With a line of the service, and one that the run has printed."""
+        ours = "[... bytes 4 to 100 were not kept ...]" + dict(request.params)["mark"]
+        return f"one\n\n{ours}\ntwo\n{PRINTED}thr".encode()
+
     service.reply_with(
-        *(at(1), printed(cut, **LONGER)),
+        *(at(1), Reply(200, cut, LONGER)),
         *(at(1, "succeeded"), printed("three\n")),
         at(1, "succeeded"),
     )
     lines = do("logs", FULL_ID, follow=True)
-    assert lines == ["one\n", "\n", "[... bytes 4 to 100 were not kept ...]\n", "two\n", "three\n"]
-    assert [given.get("offset") for given in asked(service)] == [None, "104"]
+    said = "[... bytes 4 to 100 were not kept ...]\n"
+    assert lines == ["one\n", "\n", said, "two\n", PRINTED, "three\n"]
+    assert [given.get("offset") for given in asked(service)] == [None, str(104 + len(PRINTED))]
 
 
 def test_a_log_that_is_not_followed_is_read_on_too(service: RecordedService, do: Do) -> None:

@@ -43,7 +43,8 @@ class Worker:
         self.host = RunHost(self._journal)
         command = tuple(function) if isinstance(function, list) else ()
         arguments = b"" if command else cloudpickle.dumps((function, common, {}))
-        limits = {"id": "t", "item_retries": retries, "item_timeout_seconds": timeout}
+        pickled = isinstance(items, bytes) and not items.lstrip().startswith(b"[")
+        limits = {"id": "t", "item_retries": retries, "item_timeout_seconds": timeout, "pickled": pickled}
         packed = json.dumps(items).encode() if isinstance(items, list) else items
         self.host.start_shared(
             RunOrder(
@@ -125,6 +126,19 @@ def test_more_is_asked_for_before_the_last_item_is_done(monkeypatch: pytest.Monk
     worker.results(20)
 
 
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_what_is_done_is_reported_while_the_next_item_runs(kind: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    script = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    what: Any = jobs.waits_for_file if kind == "function" else [sys.executable, "-c", script]
+    worker = Worker(what, ["/", str(gate)])
+    worker.hold(worker.next(), (0, 2))
+    report = worker.next()
+    assert ([it[0] for it in report[6]], report[7]) == ([0], ((1, 2),))
+    gate.touch()
+    assert [it[0] for it in worker.results(2)] == [0, 1]
+
+
 def test_an_answer_that_was_lost_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpubroker.runtime.items.AGAIN_SECONDS", 0.05)
     worker = Worker(double, [1])
@@ -145,6 +159,10 @@ def test_pickled_items_and_an_item_that_is_not_there() -> None:
     results = Worker(len, cloudpickle.dumps([{1, 2}, ()])).until_done((0, 3))
     assert [it[3] for it in results] == [b"2", b"0", None]
     assert "there is no item 2" in results[2][4][1]
+
+
+def test_json_items_of_a_function_may_begin_with_white_space() -> None:
+    assert [it[3] for it in Worker(double, b"\n [1, 2]").until_done((0, 2))] == [b"2", b"4"]
 
 
 def test_items_that_cannot_be_opened_end_the_run() -> None:

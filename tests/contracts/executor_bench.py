@@ -155,6 +155,7 @@ class Bench:
         *args: Any,
         shareable: bool = False,
         gpu_mb: int = 0,
+        shares: tuple[float, ...] = (),
         memory_mb: int = 0,
         fence: int = 1,
         task: str = "",
@@ -178,6 +179,7 @@ class Bench:
             world_size=world_size,
             barrier=world_size > 1,
             memory_mb=Mib(memory_mb),
+            shares=shares,
         )
         payload = RunPayload(
             spec=RunSpec(**{key: value for key, value in given.items() if key != "arguments"}),

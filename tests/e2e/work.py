@@ -222,6 +222,15 @@ def note_item(item: int, witness: str, pause_seconds: float = 0.0, bad: str = ""
     return item * item
 
 
+def crash_when_told(item: int, witness: str, gate: str) -> None:
+    """The last item crashes once the gate is there."""
+    note_item(item, witness)
+    while item and not Path(gate).exists():
+        time.sleep(0.01)
+    if item:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Counter:
     """What workers of a set are made of."""
 

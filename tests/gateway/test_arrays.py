@@ -66,7 +66,7 @@ async def test_an_array_is_a_batch_of_workers_that_get_all_items(gateway: Gatewa
     assert not task.shareable
     assert spec.labels == {"team": "x", "array": seen["id"]}
     assert json.loads(spec.env["GPUBROKER_ARRAY"]) == {
-        "id": seen["id"], "item_retries": 1, "item_timeout_seconds": 9.0,
+        "id": seen["id"], "item_retries": 1, "item_timeout_seconds": 9.0, "pickled": False,
     }  # fmt: skip
     arguments, items = parted(spec.arguments)
     assert json.loads(arguments) == {"args": [3], "kwargs": {}}
@@ -115,6 +115,29 @@ async def test_items_may_be_pickled_or_in_an_object(gateway: Gateway, api: Clien
     assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "not-a-list")
     missing = await api.post("/arrays", json={"run": RUN, "items": {"object": "ab" * 32}})
     assert missing.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("content", "count", "pickled"),
+    [
+        (b"\n [1, 2]", None, False),
+        (b"\n [1, 2]", 2, False),
+        (cloudpickle.dumps([1, 2]), 2, True),
+    ],
+)
+async def test_workers_are_told_whether_the_items_are_pickled_also_when_failed_ones_are_done_again(
+    gateway: Gateway, api: Client, content: bytes, count: int | None, pickled: bool
+) -> None:
+    stored = (await api.post("/objects", content=content)).json()["id"]
+    seen = await submitted(api, {"object": stored, "count": count}, run=FUNCTION)
+    assert seen["total"] == 2
+    await gateway.admit(seen["id"])
+    for worker in seen["workers"]:
+        await gateway.end(worker["id"])
+    again = (await api.post(f"/arrays/{seen['id']}/retry")).json()
+    ids = [TaskId(seen["id"]), TaskId(again["id"])]
+    specs = await gateway.store.specs(ids)
+    assert [json.loads(specs[id].env["GPUBROKER_ARRAY"])["pickled"] for id in ids] == [pickled] * 2
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ async def test_a_log_without_its_middle_says_so_and_goes_on_with_a_whole_line(
     await gateway.end(task)
     expected = "one\n\n[... bytes 4 to 112 were not kept ...]\nlast\n"
     assert (await api.get(f"/tasks/{task}/logs")).text == expected
+    marked = expected.replace("]\n", "]c0ffee\n")
+    assert (await api.get(f"/tasks/{task}/logs?mark=c0ffee")).text == marked
     assert (await api.get(f"/tasks/{task}/logs?offset=112")).text == "last\n"
 
 

@@ -158,10 +158,13 @@ class Day:
                 raise Violation(
                     f"every accepted task ends: {len(self._auditor.unfinished())} did not: {stuck}"
                 )
-            done = self._timeline.step()
-            if inspect.isawaitable(done):
-                await done
-            self._auditor.look()
+            await self._step()
+
+    async def _step(self) -> None:
+        done = self._timeline.step()
+        if inspect.isawaitable(done):
+            await done
+        self._auditor.look()
 
     def _on_events(self, events: Sequence[Event]) -> None:
         """Everything the World learns has been through JSON, as it is with a database."""

@@ -92,6 +92,11 @@ class IdleDay(Day):
                 )
         await super()._lead()
 
+    async def _live_until_all_is_done(self) -> None:
+        """No longer than to the end of the day, which is what is measured."""
+        while self._timeline.now() < self._end:
+            await self._step()
+
     def _plan_faults(self) -> None:
         """None."""
 
@@ -119,7 +124,7 @@ class IdleDay(Day):
 
     async def _turn(self) -> None:
         now = self._timeline.now()
-        if now - self._looked_at >= LOOK_SECONDS and self._leader is not None and now < self._end:
+        if now - self._looked_at >= LOOK_SECONDS and self._leader is not None:
             self._measure(now - self._looked_at)
             self._looked_at = now
             assert self._leader.fleet is not None

@@ -147,5 +147,5 @@ def _objects(listed: Sequence[StoredObject]) -> RenderableType:
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Models")(upload)
-    app.add_typer(objects, name="objects", rich_help_panel="Models")
+    app.command(rich_help_panel="Objects")(upload)
+    app.add_typer(objects, name="objects", rich_help_panel="Objects")

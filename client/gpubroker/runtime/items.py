@@ -44,10 +44,10 @@ from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.task import RunningTask, Stopped
 
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
-"""Set for workers of arrays: JSON with the limits of an item."""
+"""Set for workers of arrays: JSON with the limits of an item, and whether the items are pickled."""
 
 REPORT_SECONDS = 0.5
-"""Results are reported this often, and at once when no item is left here ..."""
+"""Results are reported this often, also while an item runs, and at once when none is left here ..."""
 LOW_SECONDS = 0.1
 """... or when there is only so much work, in which the answer comes."""
 AHEAD_SECONDS = 1.0
@@ -99,6 +99,7 @@ class ItemWorker:
         limits = json.loads(order.env[ARRAY_VARIABLE])
         self._retries: int = limits["item_retries"]
         self._timeout_seconds: float | None = limits["item_timeout_seconds"]
+        self._pickled: bool = limits["pickled"]
         arguments, self._packed_items = parted(order.arguments)
         self._order = RunOrder(**{**order.to_wire(), "arguments": arguments})
         self._journal = journal
@@ -118,6 +119,7 @@ class ItemWorker:
         self._seconds = 0.0
         self._done = 0.0
         self._reported_at = 0.0
+        self._timer: threading.Timer | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._watch: _Watch | None = None
         """Of functions; a command is waited for."""
@@ -170,7 +172,7 @@ class ItemWorker:
         try:
             packed = self._packed_items
             # To unpickle runs code of the submitter, which only a function may.
-            is_pickled = self._order.kind == "function" and packed[:1] != b"["
+            is_pickled = self._pickled and self._order.kind == "function"
             values = cloudpickle.loads(packed) if is_pickled else json.loads(packed)
             return list(values), call
         except BaseException as fault:
@@ -202,9 +204,19 @@ class ItemWorker:
             self._current = None
             self._results.append((self._number + 1, result))
             self._unanswered_bytes += _size_bytes(result)
-        self._seconds += result[1]
-        self._done += 1
-        if time.monotonic() - self._reported_at >= REPORT_SECONDS or self._runs_low:
+            self._seconds += result[1]
+            self._done += 1
+        left_seconds = self._reported_at + REPORT_SECONDS - time.monotonic()
+        if left_seconds <= 0 or self._runs_low:
+            self._report()
+        elif self._timer is None:
+            self._timer = threading.Timer(left_seconds, self._report_late)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _report_late(self) -> None:
+        self._timer = None
+        if self._has_unreported:
             self._report()
 
     @property

@@ -1,20 +1,22 @@
 """Reads the output of a task line by line, through lost connections and from one attempt to the next."""
 
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from gpubroker.errors import Unreachable
 from gpubroker.runtime.output import Stream
 from gpubroker.tasks.task import Task
 from gpubroker.transport.exchange import LONGEST_PAUSE_SECONDS, Call, Pause, Steps, pause_seconds
-from gpubroker.transport.operations import Reading
+from gpubroker.transport.operations import Reading, without_none
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!$))")
 """A progress bar ends its lines with a carriage return. One at the end may be the first half of an end."""
-_CUT = re.compile(rb"\[\.\.\. bytes \d+ to (\d+) were not kept \.\.\.\]\n")
-"""The service's line in the place of what it did not keep; the text goes on at that byte."""
+_CUT = re.compile(rb"(\[\.\.\. bytes \d+ to (\d+) were not kept \.\.\.\])([0-9a-f]+)\n")
+"""The service's line in the place of what it did not keep; the text goes on at that byte. It ends with the
+reader's mark, by which it is told from what the run printed."""
 
 
 class LogOptions(TypedDict, total=False):
@@ -44,6 +46,7 @@ class LogReading(Reading[str]):
         self._follows = wanted.get("follow", False)
         self._only = wanted.get("attempt")
         self._params = {name: wanted[name] for name in ("stream", "rank") if name in wanted}
+        self._mark = secrets.token_hex(16)
         self._attempt = 0
         self._offset = wanted.get("offset", 0)
         self._begun = b""
@@ -83,8 +86,9 @@ class LogReading(Reading[str]):
 
     def _call(self, attempt: int | None) -> Call:
         self._called_at, self._called_for = time.monotonic(), self._offset
-        params = {"attempt": attempt, "offset": self._offset or None, "follow": self._follows or None}
-        given = {name: value for name, value in params.items() if value is not None}
+        params: dict[str, Any] = {"attempt": attempt, "offset": self._offset or None}
+        params |= {"follow": self._follows or None, "mark": self._mark}
+        given = without_none(params)
         return Call("GET", f"{self._path}/logs", self._params | given)
 
     def take(self, data: bytes) -> Iterator[str]:
@@ -116,7 +120,10 @@ class LogReading(Reading[str]):
 
     def _counted(self, line: bytes) -> str:
         cut = _CUT.fullmatch(line)
-        self._offset = self._offset + len(line) if cut is None else int(cut[1])
+        if cut is not None and cut[3].decode() == self._mark:
+            self._offset, line = int(cut[2]), cut[1] + b"\n"
+        else:
+            self._offset += len(line)
         return line.decode(errors="replace")
 
 

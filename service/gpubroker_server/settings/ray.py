@@ -84,7 +84,7 @@ class RaySettings(Section):
                     )
             return self
         for name, instead in LOCAL_RAY_ONLY.items():
-            if getattr(self, name) != type(self).model_fields[name].default:
+            if name in self.model_fields_set:
                 raise ValueError(
                     f"{name} has no effect on the cluster at {self.address}, which others started: "
                     f"{instead}; leave {name} out"

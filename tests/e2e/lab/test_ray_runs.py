@@ -80,13 +80,13 @@ async def test_a_run_inherits_of_the_services_environment_what_the_operator_name
 
 
 @pytest.mark.parametrize(
-    ("gpu_mb", "calls", "jax"), [(6_100, [[0.2541, 0]], "0.2541"), (24_000, [], None)], ids=["a part", "all"]
+    ("shares", "calls", "jax"), [((0.25419,), [[0.2541, 0]], "0.2541"), ((), [], None)], ids=["a part", "all"]
 )
 async def test_frameworks_are_held_to_the_lease_before_user_code_uses_them(
-    lab: Lab, tmp_path: Path, gpu_mb: int, calls: list[Any], jax: str | None
+    lab: Lab, tmp_path: Path, shares: tuple[float, ...], calls: list[Any], jax: str | None
 ) -> None:
     stand_in_for_torch(tmp_path)
-    run = await lab.start("limits_seen", str(tmp_path), gpu_mb=gpu_mb)
+    run = await lab.start("limits_seen", str(tmp_path), gpu_mb=6_100, shares=shares)
     assert await run.result() == {"here": calls, "in a child": calls, "jax": jax}
 
 

@@ -114,6 +114,21 @@ def test_items_of_killed_workers_are_done_by_others_and_each_has_one_result(
     assert [item.result for item in found if not item.error] == [n * n for n in range(300) if n != 250]
 
 
+def test_an_item_that_is_done_has_its_result_while_the_next_runs_and_is_not_done_again(
+    broker: Broker, tmp_path: Path
+) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    kwargs = {"witness": str(witness), "gate": str(gate)}
+    job = "tests.e2e.work:crash_when_told"
+    array = broker.submit_array(job, range(2), kwargs=kwargs, max_parallel=1, chunk=2, cpu=0.1)
+    until(lambda: [item.number for item in items(broker, array)] == [0], "the first item has its result")
+    assert [item for _, item in lines(witness)] == [0, 1], "the second one runs"
+    gate.touch()
+    first, second = items(broker, ended(broker, array))
+    assert (first.state, second.error and second.error.kind) == ("succeeded", "killed")
+    assert [item for _, item in lines(witness)].count(0) == 1
+
+
 def test_a_preempted_worker_loses_none_of_its_finished_items(broker: Broker, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     kwargs = {"witness": str(witness), "pause_seconds": 0.02}

@@ -1,6 +1,7 @@
 """Orders and reports as bytes: plain values in msgpack, with a number that names the form."""
 
 import asyncio
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
 
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ServerReport
@@ -158,7 +160,7 @@ class OrderWriter:
             command=spec.command,
             arguments=payload.arguments,
             python=spec.python,
-            env=dict(spec.env),
+            env={**spec.env, **_fractions(order.shares)},
             result_format=spec.result_format,
             working_directory=spec.working_directory,
             resume_state=payload.resume_state,
@@ -171,6 +173,12 @@ class OrderWriter:
             result_limit_bytes=self._result_limit_bytes,
             checkpoint_limit_bytes=self._checkpoint_limit_bytes,
         )
+
+
+def _fractions(shares: Sequence[float]) -> dict[str, str]:
+    # Down: the shares of a device together must fit.
+    texts = (f"{math.floor(share * 10_000) / 10_000:g}" for share in shares)
+    return {FRACTIONS: ",".join(texts)} if shares else {}
 
 
 def _by_uuid(devices: Sequence[tuple[DeviceKey, Mib]]) -> tuple[tuple[str, int], ...]:

@@ -75,6 +75,8 @@ class FleetSeen:
     """By which every process orders the queue."""
     full_disks: dict[NodeName, str] = field(default_factory=dict)
     """Nodes where nothing may start, and which disk is too full."""
+    idle_grace_seconds: Seconds = Seconds(300.0)
+    """What is idle has been so for longer."""
 
 
 class FleetControl:
@@ -117,6 +119,7 @@ class FleetControl:
             self.memory_failures.often(now),
             steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
             self._full_disks(),
+            rules.idle.grace_seconds,
         )
         return notices
 

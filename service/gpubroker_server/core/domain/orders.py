@@ -64,6 +64,8 @@ class StartOrder(_RunOrder):
     """The process imports or unpickles, reports Ready, and begins user code at the GoOrder."""
     memory_mb: Mib = Mib(0)
     """Host memory it asked for: one of its processes may use this much, whatever others may."""
+    shares: tuple[float, ...] = ()
+    """Of each device's memory, what its libraries may allocate beside the context; empty: all of it."""
 
 
 @value
@@ -98,8 +100,7 @@ class WatchOrder(_RunOrder):
 
 @value
 class ItemsOrder(_RunOrder):
-    """Answers a report of items: its results are durable, and these are the items that the run holds from now
-    on. Only the answer with the highest number counts."""
+    """Answers a report of items: its results are durable, and the run holds these. The newest counts."""
 
     number: int
     held: tuple[ItemRange, ...]

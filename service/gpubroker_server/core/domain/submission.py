@@ -63,6 +63,8 @@ class ArrayTerms:
     result_format: str
     submitted_at: float
     retry_of: TaskId | None = None
+    pickled: bool = False
+    """Its workers unpickle the items; otherwise they are JSON."""
 
     @property
     def total(self) -> int:

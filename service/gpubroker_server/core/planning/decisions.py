@@ -132,6 +132,17 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
         world_size,
         barrier=bool(task.members),
         memory_mb=demand_of(task, rank).memory_mb,
+        shares=_shares(draft, place),
+    )
+
+
+def _shares(draft: Draft, place: Placement) -> tuple[float, ...]:
+    leased = [(mb, draft.ledger(key).device) for key, mb in place.devices]
+    if all(mb >= device.physical_mb for mb, device in leased):
+        return ()
+    return tuple(
+        1.0 if mb >= device.physical_mb else max(0, mb - device.context_mb) / device.physical_mb
+        for mb, device in leased
     )
 
 

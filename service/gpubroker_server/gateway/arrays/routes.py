@@ -133,7 +133,7 @@ async def submit_array(
     spec = submissions.run_spec(body, body.run, learned)
     named = {**objects_in_run(body.run, spec.arguments), **given.objects}
     await submissions.check_objects(tenant, named)
-    terms = terms_of(tenant, body, [(0, given.total)], submissions.clock.now())
+    terms = terms_of(tenant, body, given, submissions.clock.now())
     array = await new_array(submissions, task, spec, terms, joined(spec.arguments, given.packed))
     return await _store(call, parts, array, idempotency_key, "array")
 

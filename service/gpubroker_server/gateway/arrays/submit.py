@@ -111,6 +111,7 @@ class NewArray(NamedTuple):
 
 class GivenItems(NamedTuple):
     packed: bytes
+    pickled: bool
     total: int
     objects: Mapping[str, str]
     """Ids of the objects that items name, by place. Of pickled items the function's `objects` says it."""
@@ -126,30 +127,30 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
         raise invalid(Fault(pointer="/items", detail=detail, code="pickled-items"))
     match body.items:
         case PickledItems():
-            return GivenItems(body.items.pickled, body.items.count, {})
+            return GivenItems(body.items.pickled, True, body.items.count, {})
         case ObjectItems():
             packed = await objects.copied(tenant, body.items.object, "/items/object")
-            if body.items.count is not None and packed[:1] != b"[":
-                return GivenItems(packed, body.items.count, {})
-            count, named = await asyncio.to_thread(_found_in, packed)
+            listed = await asyncio.to_thread(_list_in, packed)
+            if listed is None and body.items.count is not None:
+                return GivenItems(packed, True, body.items.count, {})
+            if listed is None:
+                detail = "the object is neither a JSON array nor a pickled list with its count"
+                raise invalid(Fault(pointer="/items/object", detail=detail, code="not-a-list"))
         case _:
-            packed, count = to_json(body.items), len(body.items)
-            named = objects_among(enumerate(body.items), "/items")
-    if not count:
+            packed, listed = to_json(body.items), body.items
+    if not listed:
         raise invalid(Fault(pointer="/items", detail="an array needs one item or more", code="no-items"))
-    return GivenItems(packed, count, named)
+    named = await asyncio.to_thread(objects_among, enumerate(listed), "/items")
+    return GivenItems(packed, False, len(listed), named)
 
 
-def _found_in(packed: bytes) -> tuple[int, dict[str, str]]:
-    """How many items there are, and the objects that they name."""
+def _list_in(packed: bytes) -> list[Any] | None:
+    """Of a JSON array."""
     try:
         found = from_json(packed)
     except ValueError:
-        found = None
-    if isinstance(found, list):
-        return len(found), objects_among(enumerate(found), "/items")
-    detail = "the object is neither a JSON array nor a pickled list with its count"
-    raise invalid(Fault(pointer="/items/object", detail=detail, code="not-a-list"))
+        return None
+    return found if isinstance(found, list) else None
 
 
 def check_worker(body: SubmitArray) -> None:
@@ -179,6 +180,7 @@ async def new_array(
         "id": terms.id,
         "item_retries": terms.item_retries,
         "item_timeout_seconds": terms.item_timeout_seconds,
+        "pickled": terms.pickled,
     }
     spec = changed(
         spec,
@@ -216,18 +218,19 @@ async def objects_left(spec: RunSpec, numbers: Sequence[ItemRange]) -> Mapping[s
     return {**objects_in_run(None, common), **objects_among(left, "/items")}
 
 
-def terms_of(tenant: str, body: SubmitArray, numbers: Sequence[ItemRange], now: float) -> ArrayTerms:
+def terms_of(tenant: str, body: SubmitArray, given: GivenItems, now: float) -> ArrayTerms:
     """Without the ids of its workers."""
     return ArrayTerms(
         id=TaskId(""),
         tenant=tenant,
         name=body.name,
         workers=(TaskId(""),) * body.max_parallel,
-        numbers=tuple(numbers),
+        numbers=((0, given.total),),
         chunk=body.chunk,
         item_retries=body.item_retries,
         item_timeout_seconds=body.item_timeout_seconds,
         result_format=body.result_format,
+        pickled=given.pickled,
         submitted_at=now,
     )
 

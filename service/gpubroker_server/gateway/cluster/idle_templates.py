@@ -253,7 +253,7 @@ async def _why_stopped(parts: IdleTemplateParts, template: IdleTemplate) -> str 
 
 def _check_body(body: SubmitTask, raw: bytes) -> None:
     faults = [
-        Fault(pointer=f"/task/{name}", detail="is nothing that a template says", code="not-in-a-template")
+        Fault(pointer=f"/task/{name}", detail="is not for a template: leave it out", code="not-in-a-template")
         for name in sorted(_OURS & body.model_fields_set)
     ]
     if len(raw) > MOST_BYTES:

@@ -37,7 +37,8 @@ class Scope(StrEnum):
     """Submit commands: any program, as the user that runs tasks."""
     CLUSTER_READ = "cluster:read"
     CLUSTER_WRITE = "cluster:write"
-    """State that the holder of quarantined memory is gone, and resume what the leader has paused."""
+    """Cordon, drain and uncordon nodes, keep idle templates, state that the holder of quarantined memory is
+    gone, and resume what the leader has paused."""
     METRICS_READ = "metrics:read"
     MODELS_INFER = "models:infer"
     """Send inferences, and read which models there are."""
@@ -48,7 +49,7 @@ class Scope(StrEnum):
     SECRETS_WRITE = "secrets:write"
     """Set and delete secrets of the tenant."""
     ADMIN = "admin"
-    """Tokens, shutdown, and the names of other tenants' holders."""
+    """Tokens, shutdown, pauses of the queues of tenants and streams, and tasks and names of other tenants."""
     EVERY = EVERY_SCOPE
 
 

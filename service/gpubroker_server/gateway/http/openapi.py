@@ -20,6 +20,12 @@ with a stable `code`. The API only ever grows: accept fields and values that you
 _TAGS = [
     {"name": "tasks", "description": "Submit work and fetch what came of it."},
     {"name": "arrays", "description": "One function or command for many items."},
+    {"name": "worker sets", "description": "Workers that are kept running and called."},
+    {
+        "name": "objects",
+        "description": "Bytes that are uploaded once, for tasks and inferences that name them.",
+    },
+    {"name": "models", "description": "Models of inference servers, and inferences."},
     {"name": "leases", "description": "GPU memory for processes that the broker does not start."},
     {"name": "events", "description": "The log of everything that changed."},
     {"name": "cluster", "description": "Devices, nodes and totals."},

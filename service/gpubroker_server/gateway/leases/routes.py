@@ -33,10 +33,6 @@ from gpubroker_server.ports.store import RunSpec, TaskRecord
 
 resource = Resource("leases")
 
-_STORED: dict[int | str, dict[str, Any]] = {
-    202: {"model": LeaseView, "description": "Stored; the leader has not carried it out yet."}
-}
-
 
 @dataclass(frozen=True, slots=True)
 class LeaseParts:

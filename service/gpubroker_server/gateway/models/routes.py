@@ -28,11 +28,6 @@ from gpubroker_server.gateway.submission.task_body import Priority
 
 resource = Resource("models")
 
-_ALL = ("not-found", "store-unavailable")
-_ONE = (*_ALL, "model-ambiguous", "validation-failed")
-_LOADING = (*_ONE, "malformed-json", "priority-not-allowed", "exceeds-capacity", "no-matching-device",
-            "exceeds-maximum", "exceeds-quota", "model-not-loaded")  # fmt: skip
-
 
 class ServerQuery(QueryModel):
     server: Annotated[str | None, Field(max_length=100, description="If several have the model.")] = None

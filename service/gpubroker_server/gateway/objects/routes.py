@@ -1,4 +1,4 @@
-"""Objects: upload bytes once, for inferences that name them."""
+"""Objects: upload bytes once, for tasks and inferences that name them."""
 
 import asyncio
 import hashlib
@@ -169,7 +169,7 @@ class ObjectStorage:
         return unknown_object(object_id, self.limits.object_seconds)
 
 
-resource = Resource("models")
+resource = Resource("objects")
 
 _SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
 """Objects are for inferences and for tasks: whoever may submit either may have some."""

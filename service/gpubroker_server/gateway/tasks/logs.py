@@ -47,6 +47,13 @@ class LogQuery(QueryModel):
     offset: Annotated[
         int, Field(ge=0, le=2**62, description="Begin at this byte of the stream: read on where you stopped.")
     ] = 0
+    mark: Annotated[
+        str,
+        Field(
+            pattern="^[0-9a-f]{0,64}$",
+            description="Ends the lines that the service adds, to tell them from what was printed.",
+        ),
+    ] = ""
     follow: Annotated[
         bool, Field(description="Go on until the attempt is over; wait for it if it has yet to begin.")
     ] = False
@@ -84,7 +91,7 @@ async def read_log(
             pass  # raises
     fence = Fence(query.attempt or newest)
     log = LogName(task.id, fence, query.rank, query.stream)
-    reading = LogReading(parts, record, log, query.offset, follows=query.follow)
+    reading = LogReading(parts, record, log, query)
     return StreamingResponse(reading.text(), 200, _UNBUFFERED, "text/plain; charset=utf-8")
 
 
@@ -105,15 +112,14 @@ def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:
 class LogReading:
     """One answer. It holds one page of the log at most: a slow reader takes the next when it can."""
 
-    def __init__(
-        self, parts: LogParts, record: TaskRecord, log: LogName, offset: int, *, follows: bool
-    ) -> None:
+    def __init__(self, parts: LogParts, record: TaskRecord, log: LogName, query: LogQuery) -> None:
         self._records = parts.records
         self._readers = parts.readers
         self._record = record
         self._log = log
-        self._at_byte = offset
-        self._follows = follows
+        self._at_byte = query.offset
+        self._follows = query.follow
+        self._mark = query.mark
 
     async def text(self) -> AsyncIterator[bytes]:
         records, clock = self._records, self._records.follower.clock
@@ -171,12 +177,12 @@ class LogReading:
             if begin > self._at_byte:
                 line = data.find(b"\n") + 1  # half a line says nothing
                 begin, data = begin + line, data[line:]
-                yield cut_mark(self._at_byte, begin)
+                yield cut_mark(self._at_byte, begin, self._mark)
             self._at_byte = part.end_byte
             if data:
                 yield data
         if lost_to > self._at_byte:
-            yield cut_mark(self._at_byte, lost_to)
+            yield cut_mark(self._at_byte, lost_to, self._mark)
             self._at_byte = lost_to
 
     async def _tail(self) -> bytes:
@@ -191,6 +197,6 @@ class LogReading:
         return b"" if result is None else result.log_tail
 
 
-def cut_mark(begin: int, end: int) -> bytes:
+def cut_mark(begin: int, end: int, mark: str) -> bytes:
     """The line in the place of what was not kept. Readers take from it where the text goes on."""
-    return b"\n[... bytes %d to %d were not kept ...]\n" % (begin, end)
+    return b"\n[... bytes %d to %d were not kept ...]%s\n" % (begin, end, mark.encode())

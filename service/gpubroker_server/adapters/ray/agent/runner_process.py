@@ -1,26 +1,23 @@
 """The runs that a node agent has, and the runner processes that they are in."""
 
 import asyncio
-import math
 import os
 import signal
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 from gpubroker.runtime.journal import START_OVER
 from gpubroker.runtime.messages import RESIZES, SPOKEN, Report, RunKey, RunOrder, newest_shared
-from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
 from ray.exceptions import OutOfMemoryError, RayError
 
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import ProcessId, WatchedProcess, private_mb_below
 from gpubroker_server.adapters.ray.wire import WireSample, unpack
-from gpubroker_server.core.domain.orders import ReportedDevice
 
 log = structlog.get_logger("gpubroker.agent")
 
@@ -276,17 +273,6 @@ class RunTable:
             for kind in ("started", "ready", "checkpointed", "items", "part", "ended", "gone"):
                 if kind in run.reports:
                     yield run.reports[kind]
-
-
-def with_fractions(order: RunOrder, devices: Iterable[ReportedDevice]) -> RunOrder:
-    """With the share that each lease is of its device's memory, if one is of less than a whole device."""
-    size_mb = {device.uuid: device.physical_mb for device in devices}
-    shares = [mb / size_mb.get(uuid, mb) for uuid, mb in order.leases]
-    if all(share >= 1 for share in shares):
-        return order
-    # Down: the shares of a device together must fit.
-    texts = (f"{math.floor(share * 10_000) / 10_000:g}" for share in shares)
-    return replace(order, env={**order.env, FRACTIONS: ",".join(texts)})
 
 
 def own_start(order: RunOrder, config: AgentConfig, log: Path, host: str) -> tuple[Any, ...]:

@@ -28,7 +28,6 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     over_memory_limit,
     own_start,
     retry_until_done,
-    with_fractions,
 )
 from gpubroker_server.adapters.ray.agent.shared_objects import SharedObjects
 from gpubroker_server.adapters.ray.agent.stacks import tell_stack
@@ -267,8 +266,7 @@ class NodeRuns:
             begin: tuple[Any, ...] = ("share", order.to_wire())
         elif self._write_record(run, process):
             self._cgroups.hold(order, process.watched.id.pid)
-            limited = with_fractions(order, self._meter.inventory().devices)
-            begin = own_start(limited, self._config, self._files.log_of(order.key), self._runners.host)
+            begin = own_start(order, self._config, self._files.log_of(order.key), self._runners.host)
         else:
             self.pool.give_back(process)
             self._cancel_start(run)

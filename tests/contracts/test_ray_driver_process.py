@@ -1,0 +1,64 @@
+"""The driver process: its environment, and what it asks of Ray's autoscaler."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.autoscaler.sdk
+from gpubroker_server.adapters.ray.driver import link
+from gpubroker_server.adapters.ray.driver.process import Driver, Opening
+from gpubroker_server.adapters.ray.options import RayOptions
+
+from tests.contracts.test_ray_driver_link import Bench, bench  # noqa: F401  # a fixture
+from tests.e2e.service_process import until
+from tests.patience import PATIENCE_SECONDS
+
+FEW, MANY = [{"CPU": 1.0}], [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}]
+
+
+def test_its_environment_names_the_ray_that_is_joined_whatever_that_of_the_service_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "other:6379")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, link._start_driver(RayOptions(tmp_path, "head:6379"), "head:6379", theirs) as child:
+        try:
+            environ = Path(f"/proc/{child.pid}/environ")
+            until(environ.read_bytes, "its environment is there")
+            given = environ.read_bytes()
+        finally:
+            child.kill()
+    assert [it for it in given.split(b"\0") if it.startswith(b"RAY_ADDRESS=")] == [b"RAY_ADDRESS=head:6379"]
+
+
+async def test_what_is_asked_of_the_executor_is_asked_of_the_autoscaler_again_after_a_failure(
+    bench: Bench,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+
+    def request_resources(*, bundles: Any) -> None:
+        asked.append(bundles)
+        loop.call_soon_threadsafe(heard.set)
+        if bundles == FEW:
+            raise ConnectionError("its head is away")
+
+    monkeypatch.setattr(ray.autoscaler.sdk, "request_resources", request_resources)
+    ours, theirs = socket.socketpair()
+    _reader, writer = await asyncio.open_unix_connection(sock=ours)
+    service = await bench.driver()
+    with theirs:
+        async with asyncio.TaskGroup() as tasks:
+            driver = Driver(Opening("", "", "", "", 0, 1), writer, tasks)
+            asking = tasks.create_task(driver._request_resources())
+            for bundles in (FEW, MANY):
+                bench.executor.request_resources(bundles)
+                heard.clear()
+                await driver.on_message(await service.next("resources"))
+                await asyncio.wait_for(heard.wait(), PATIENCE_SECONDS)
+            asking.cancel()
+        writer.close()
+    assert asked == [FEW, MANY]
