@@ -393,6 +393,17 @@ def test_a_process_that_is_not_there_is_not_healthy(gpubroker: Run, tmp_path: Pa
     assert (ended.code, ended.err.count("\n")) == (1, 1)
 
 
+def test_the_doctor_finds_work_in_vain_but_nothing_that_is_broken(gpubroker: Run, holder: str) -> None:
+    found = gpubroker("doctor -o json").json
+    assert "critical" not in {one["severity"] for one in found}
+
+
+def test_work_streams_are_listed(gpubroker: Run) -> None:
+    assert gpubroker("streams put ladder 3").code == 0
+    assert gpubroker("streams -o json").json[0]["name"] == "ladder"
+    assert gpubroker("streams delete ladder").code == 0
+
+
 def test_this_file_covers_every_command() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
