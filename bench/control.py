@@ -13,14 +13,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 from gpubroker_server.core.control.controller import Gains
+from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
 from gpubroker_server.core.control.targets import FleetTarget, Measure
 from gpubroker_server.core.domain.device import Device, DeviceSample, DiskSample, Node, NodeSample
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, device_key
 from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.cluster.diagnostics import MOST_JUDGED, stuck_tasks
 
 from bench.measuring import Figure, report
+from tests.builders import GIB, a_task
 from tests.core.control.fleet_model import LOADS, overshoot, settled_after, simulate, swings
 from tests.simulation.idle_day import use_of, waits_of
 
@@ -46,6 +49,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
         over = max(overshoot(run, load.since) for run in runs)
         yield Figure("control", f"control.{name}.overshoot", over, "of all GPUs", options.seeds)
     yield _look(options.nodes, options.looks)
+    yield from _diagnoses(options.nodes, options.looks)
     yield from _day(options.hours, options.seeds)
 
 
@@ -61,6 +65,28 @@ def _look(nodes: int, looks: int) -> Figure:
         world.control(background_room(world, policy, control.seen.background_mb), {})
         seconds.append(time.perf_counter() - began)
     return Figure("control", "control.look_ms", statistics.median(seconds) * 1000, "ms", looks)
+
+
+def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:
+    """All that `GET /diagnostics` looks for, in a fleet without findings; and the search for tasks that
+    nothing but a change will start, where there are as many as it names."""
+    world, policy, now = _fleet(nodes), Policy(), Instant(1.0)
+    agents = {node: {"python": "3.12.1", "ray": "2.50.0", "clock_ahead_seconds": 0} for node in world.nodes}
+    known = FleetKnown({"state": "connected", "agents": agents}, has_leader=True)
+    seconds = []
+    for _ in range(looks):
+        began = time.perf_counter()
+        assert not list(diagnose_fleet(world, policy, known, now))
+        seconds.append(time.perf_counter() - began)
+    yield Figure("control", "control.diagnosis_ms", statistics.median(seconds) * 1000, "ms", looks)
+    for number in range(MOST_JUDGED):
+        world.add_task(a_task(f"t{number}", gpu_mb=100 * GIB + number, submitted_at=Instant(now - 3600)))
+    seconds = []
+    for _ in range(looks // 10 or 1):
+        began = time.perf_counter()
+        assert len(list(stuck_tasks(world, policy, now))) == MOST_JUDGED
+        seconds.append(time.perf_counter() - began)
+    yield Figure("control", "control.stuck_ms", statistics.median(seconds) * 1000, "ms", len(seconds))
 
 
 def _day(hours: float, seeds: int) -> Iterator[Figure]:

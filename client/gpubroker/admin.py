@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from gpubroker.cluster.fleet import IdleTemplate, Node
+from gpubroker.cluster.fleet import IdleTemplate, Node, NodeDisk
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.submission import AnySubmission, body_of
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
@@ -136,6 +136,18 @@ class AdminApi(Operations):
     def uncordon(self, node: str, reason: str = "") -> Steps[Node]:
         """Let tasks start on the node again."""
         return (yield from self._ask_node(node, "uncordon", reason=reason))
+
+    @operation
+    def disk(self, node: str) -> Steps[NodeDisk]:
+        """How full the node's disks are, which files its disk guard would delete, and why others stay."""
+        return decode(NodeDisk, (yield from self._ask("GET", f"/nodes/{path_part(node)}/disk")))
+
+    @operation
+    def clean(self, node: str, *, dry_run: bool = True) -> Steps[NodeDisk]:
+        """Delete what the node's disk guard may delete, until its disks are no fuller than they should be;
+        with `dry_run`, only say what would go. Sync commands are run in both cases."""
+        path = f"/nodes/{path_part(node)}/disk/clean"
+        return decode(NodeDisk, (yield from self._ask_once("POST", path, {"dry_run": dry_run})).json())
 
     def _ask_node(self, node: str, what: str, **body: Any) -> Steps[Node]:
         answer = yield from self._ask_once("POST", f"/nodes/{path_part(node)}/{what}", without_none(body))

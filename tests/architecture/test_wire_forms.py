@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "99efbd1bfa13",
+    "agent-9": "faa95126c6d0",
     "runner-5": "159adbd1a83c",
     "runner-6": "bd3f1abdb241",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "aca6e40b720f"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "2d134028bb80"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "69cdf664f028"),
     ],
     ids=["driver and agent", "agent and run process"],

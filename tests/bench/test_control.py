@@ -18,4 +18,4 @@ def test_it_measures_each_load_a_look_and_a_day() -> None:
     assert 0.0 < figures["control.falling.settle_s"] < 300.0
     assert figures["control.look_ms"] > 0.0
     assert figures["control.day.filled.held"] > figures["control.day.plain.held"]
-    assert len(figures) == 19
+    assert len(figures) == 21

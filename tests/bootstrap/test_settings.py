@@ -6,7 +6,10 @@ import pytest
 import typer
 import yaml
 from gpubroker_server.__main__ import commands
-from gpubroker_server.bootstrap.compose import fleet_rules_of
+from gpubroker_server.bootstrap.compose import disk_guard_of, fleet_rules_of
+from gpubroker_server.core.control.disk_guard import DiskRules
+from gpubroker_server.core.domain.device import FileClass, WatchedRoot
+from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
 from pydantic import BaseModel
 from typer.testing import CliRunner
@@ -203,6 +206,19 @@ simulated_devices: [{memory_mb: 24GiB}]
         ),
         ("fleet: {watched_directories: [/data, scratch]}\n", "'scratch' is not the path of a directory"),
         ("fleet: {target_util_min_percent: 85}\n", "85 is not below target_util_max_percent 80"),
+        ("fleet: {disk: {warn_percent: 66}}\n", "66 is not below clean_percent 65"),
+        ("fleet: {disk: {overrides: {rack: {}}}}\n", "write node:NAME or label:KEY=VALUE"),
+        ("fleet: {disk: {roots: [{path: logs, class: logs}]}}\n", "write its whole path, and not /"),
+        ("fleet: {disk: {roots: [{path: //, class: logs}]}}\n", "write its whole path, and not /"),
+        ("fleet: {disk: {roots: [{path: /a, class: redundant}]}}\n", "needs a sync_command, a list"),
+        (
+            "fleet: {disk: {roots: [{path: /a, class: logs, sync_command: [true]}]}}\n",
+            "sync_command",
+        ),
+        (
+            "fleet: {disk: {roots: [{path: /a/, class: logs}, {path: /a/b, class: databases}]}}\n",
+            "root /a/b is in root /a",
+        ),
         ("fleet: {backpressure: {queue_length: {high: 5, low: 5}}}\n", "low 5 is not below high 5"),
         ("submit_from_tasks: true\nray: {address: 'h:6379'}\n", "needs tasks_url with ray.address"),
         ("tasks_url: 'gpubroker.lab'\n", "must begin with http:// or https://"),
@@ -319,3 +335,20 @@ def test_a_variable_that_looks_like_one_of_ours_is_not_ignored(monkeypatch: pyte
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsRefused, match=r"nowhere\.yaml"):
         load_settings(tmp_path / "nowhere.yaml")
+
+
+def test_the_disk_guard_deletes_nowhere_by_default_and_coordinators_have_levels_of_their_own() -> None:
+    guard = disk_guard_of(load_settings(data_dir=Path("/var/gpubroker")))
+    assert (guard.roots, guard.rules) == ((), DiskRules(0.6, 0.65, 0.7))
+    assert guard.labelled == (("role=coordinator", DiskRules(0.4, 0.45, 0.5)),)
+    assert "/var/gpubroker" in guard.spared
+    disk = {
+        "old_seconds": "8d",
+        "overrides": {"node:n1": {"block_percent": 90}, "label:provider=lab": {"warn_percent": 10}},
+        "roots": [{"path": "/scratch/", "class": "redundant", "sync_command": ["sync", "a b"]}],
+    }
+    guard = disk_guard_of(load_settings(fleet={"disk": disk}))
+    old = Seconds(8 * 86_400.0)
+    assert guard.nodes == ((NodeName("n1"), DiskRules(0.6, 0.65, 0.9, old)),)
+    assert [label for label, _ in guard.labelled] == ["role=coordinator", "provider=lab"]
+    assert guard.roots == (WatchedRoot("/scratch", FileClass.REDUNDANT, ("sync", "a b"), 600.0),)

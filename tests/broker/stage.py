@@ -19,6 +19,7 @@ from gpubroker_server.broker.model_dispatch import ModelDispatcher
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.control.fleet import FleetRules
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
 from gpubroker_server.core.domain.orders import Order, Report, ReportedDevice, TermRefused
 from gpubroker_server.core.domain.policy import Policy
@@ -67,6 +68,11 @@ class WitnessedExecutor(WaitingExecutor):
         """Each order with its task's row as the store had it then."""
         self.measured: list[NodeName] = []
         """Those that were to measure their devices at once."""
+        self.looked: list[DiskOrder] = []
+
+    def look_at_disks(self, order: DiskOrder) -> None:
+        self.looked.append(order)
+        super().look_at_disks(order)
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         for order in orders:

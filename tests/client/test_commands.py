@@ -217,6 +217,8 @@ def test_a_node_is_closed_emptied_and_opened(gpubroker: Run) -> None:
     assert "cordoned" in gpubroker("cordon local --because", "a fan").out
     assert gpubroker("drain local --deadline 1h -o json").json["drain"]["deadline_at"] is not None
     assert "ready" in gpubroker("uncordon local").out
+    assert "no roots are configured" in gpubroker("disk local").out
+    assert "no roots are configured" in gpubroker("clean local --yes").out
     ended = gpubroker("cordon elsewhere")
     assert (ended.code, "nodes: local" in ended.err) == (6, True)
 
@@ -389,6 +391,17 @@ def test_a_map_is_submitted_looked_at_and_cancelled(gpubroker: Run, tmp_path: Pa
 def test_a_process_that_is_not_there_is_not_healthy(gpubroker: Run, tmp_path: Path) -> None:
     ended = gpubroker("health --data-dir", str(tmp_path))
     assert (ended.code, ended.err.count("\n")) == (1, 1)
+
+
+def test_the_doctor_finds_work_in_vain_but_nothing_that_is_broken(gpubroker: Run, holder: str) -> None:
+    found = gpubroker("doctor -o json").json
+    assert "critical" not in {one["severity"] for one in found}
+
+
+def test_work_streams_are_listed(gpubroker: Run) -> None:
+    assert gpubroker("streams put ladder 3").code == 0
+    assert gpubroker("streams -o json").json[0]["name"] == "ladder"
+    assert gpubroker("streams delete ladder").code == 0
 
 
 def test_this_file_covers_every_command() -> None:

@@ -18,11 +18,13 @@ from gpubroker_server.adapters.ray.wire import (
     MEASURE,
     TELLS_LOGS,
     OrderWriter,
+    disk_order,
     log_order,
     object_order,
     pack,
     write_reports,
 )
+from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
@@ -140,6 +142,14 @@ ANSWERS = (
     object_order(PartAnswer(AT[2], _PART, 4, "")),
 )
 """About objects."""
+FOUND = FoundFile("/scratch", "a/old.log", FileClass.LOG, 9, 10**18, 7)
+DISK_ORDER = disk_order(
+    DiskOrder(
+        AT[2], "r2", (WatchedRoot("/scratch", FileClass.LOG),), ("/data",), 0.6, Seconds(604_800.0), (FOUND,),
+        live=("/scratch/state",),
+    )
+)  # fmt: skip
+DISK_REPORT = ("disk", 1000.0, "r2", [tuple(FOUND)], [("young", 3)], True, "")
 STACK = ("stack", "t", 3, 1, 1000.0, "r1", "Thread 1", "")
 RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
 CONFIG = AgentConfig(
@@ -206,13 +216,13 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     about_logs = agent >= TELLS_LOGS
     orders = [
         *(form.write(o, PAYLOAD) for o in orders_in(agent)),
-        *([LOG_ORDER, *ANSWERS] if about_logs else []),
+        *([LOG_ORDER, *ANSWERS, DISK_ORDER] if about_logs else []),
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
     first, *others = [news for news in NEWS if about_logs or news[0] not in SINCE_LOGS]
     reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
-    reports += [LOGGED, STACK, ASKED, PART] if about_logs else []
+    reports += [LOGGED, STACK, ASKED, PART, DISK_REPORT] if about_logs else []
     reports.append(NODE_SAMPLED)  # the form before leaves it out
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()

@@ -21,6 +21,7 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import unpack
 from gpubroker_server.core.domain.device import (
     DeviceSample,
+    DiskReport,
     DiskSample,
     GpuHealth,
     Node,
@@ -53,7 +54,9 @@ from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
 from tests.contracts.form_samples import (
     ANSWERS,
     CONFIG,
+    DISK_ORDER,
     FORMS,
+    FOUND,
     LOG_ORDER,
     PAYLOAD,
     RECORD,
@@ -103,7 +106,7 @@ def test_orders_are_read(agent: int) -> None:
     assert RunOrder.from_wire(start[3]) == RUN
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
-    about_logs = [LOG_ORDER, *ANSWERS] if agent >= wire.TELLS_LOGS else []
+    about_logs = [LOG_ORDER, *ANSWERS, unpack(wire.pack(DISK_ORDER))] if agent >= wire.TELLS_LOGS else []
     assert others == [*about_runs, *about_logs, wire.MEASURE]
 
 
@@ -135,6 +138,7 @@ def test_reports_are_read(agent: int) -> None:
         *([] if agent == 8 else [Stacked(*OF_RUN, "r1", "Thread 1", "", 1)]),
         *([] if agent == 8 else [ObjectWanted(*OF_RUN, "abc", 5, 1)]),
         *([] if agent == 8 else [ObjectPart(*OF_RUN, "abc", 9, 5, b"data", 1)]),
+        *([] if agent == 8 else [DiskReport(N, AT, "r2", (FOUND,), (("young", 3),), is_first=True)]),
         *([] if agent == 8 else [NODE_SAMPLED]),
     ]
 

@@ -3,15 +3,17 @@
 from typing import Any
 
 import httpx
+import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.gateway.cluster.diagnostics import stuck_tasks
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.ports.backends import Trouble
 
-from tests.builders import GIB, NOW, a_device, a_node, a_sample, key
+from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_sample, a_task, key
 from tests.gateway.harness import Client, Gateway
 
 
@@ -80,11 +82,43 @@ async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start
     gateway.clock.advance(601.0)
     gateway.world.measure([a_sample(device, gateway.clock.at) for device in gateway.world.ledgers])
     [found] = await diagnosed(api)
-    assert (found["kind"], found["evidence"]["reason"]) == ("pending-for-ever", "NodeCordoned")
-    assert (found["subject"], found["remedy"]) == (task, f"gpubroker explain {task}")
-    assert (
-        found["evidence"]["would_start"] == "with gpu_mb at most 20480 (20.0 GiB), it starts now on n2/gpu0"
-    )
+    assert (found["kind"], found["subject"]) == ("pending-for-ever", task)
+    assert found["cause"].endswith("it fits on n1, which is cordoned (repair)")
+    assert found["remedy"] == "gpubroker uncordon n1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"gpu_mb": 90 * GIB}, "exceed"),
+        ({"gpu_mb": 40 * GIB}, "it fits on n1, which does not answer"),
+        (
+            {"bundles": (a_demand(gpu_mb=40 * GIB),) * 2, "strategy": "strict_spread"},
+            "some of the nodes that it needs take no work",
+        ),
+    ],
+)
+async def test_it_says_why_no_open_node_can_run_a_task(
+    gateway: Gateway, fields: dict[str, Any], said: str
+) -> None:
+    world = gateway.world
+    for name in ("n1", "n2"):
+        world.add_node(a_node(name, ready=False))
+        world.add_device(a_device("gpu0", name))
+    world.add_task(a_task("t", **fields))
+    [found] = stuck_tasks(world, gateway.policy, Instant(NOW + 601.0))
+    assert said in found.why
+    assert found.remedy == "gpubroker explain t"
+    assert list(stuck_tasks(world, gateway.policy, Instant(NOW + 599.0))) == []
+
+
+async def test_a_full_disk_keeps_a_task_waiting_until_there_is_room(gateway: Gateway) -> None:
+    gateway.world.full_disks[NodeName("n1")] = "/data"
+    gateway.world.add_task(a_task("t", gpu_mb=GIB))
+    [found] = stuck_tasks(gateway.world, gateway.policy, Instant(NOW + 601.0))
+    assert found.why == "it fits on n1, which has a full disk (/data)"
+    gateway.world.full_disks.clear()
+    assert list(stuck_tasks(gateway.world, gateway.policy, Instant(NOW + 601.0))) == []
 
 
 async def test_a_model_server_that_does_not_answer_is_found(gateway: Gateway) -> None:

@@ -26,7 +26,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "gpu_commands": "gpus",
     "cluster_commands": "estimates tenants stats policy profiles demand",
     "fleet_commands": "targets doctor",
-    "node_commands": "nodes cordon drain uncordon",
+    "node_commands": "nodes cordon drain uncordon disk clean",
     "infer_command": "infer",
     "model_commands": "load unload pin models",
     "object_commands": "upload objects",

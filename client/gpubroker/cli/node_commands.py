@@ -1,4 +1,4 @@
-"""`gpubroker nodes`, `cordon`, `drain` and `uncordon`."""
+"""`gpubroker nodes`, `cordon`, `drain`, `uncordon`, `disk` and `clean`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.text import Text
 from gpubroker.cli import parsing
 from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, emit, emit_all
-from gpubroker.cli.tables import Column, PlainTable, gib, timestamp
+from gpubroker.cli.tables import Column, PlainTable, gib, size_of_bytes, timestamp
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import Node
+    from gpubroker.cluster.fleet import Node, NodeDisk
 
 Name = Annotated[str, typer.Argument(metavar="NODE", help="As `gpubroker nodes` names it.")]
 Because = Annotated[
@@ -69,6 +69,75 @@ def uncordon(
     """Let tasks start on a node again."""
     with connect(context) as broker:
         emit(output, broker.uncordon(node, because), _node)
+
+
+def disk(context: typer.Context, node: Name, output: Output = Format.TABLE) -> None:
+    """Show how full a node's disks are, and what its disk guard would delete."""
+    with connect(context) as broker:
+        emit(output, broker.disk(node), _disk)
+
+
+def clean(
+    context: typer.Context,
+    node: Name,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Delete; otherwise only show what would go.")
+    ] = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """Delete old logs, empty databases, stale checkpoints and copied data below the operator's roots.
+
+    Runs the operator's sync commands first. Stops when the disk is no fuller than `warn_percent`.
+    """
+    with connect(context) as broker:
+        emit(output, broker.clean(node, dry_run=not yes), _disk)
+
+
+_DISK_COLUMNS = (Column("DISK", share=0.5), Column("USED"), Column("FREE"), Column("LEVEL"))
+_FILE_COLUMNS = (Column("FILE", share=0.7), Column("CLASS"), Column("SIZE"), Column("MODIFIED"))
+_MOST_FILES = 50
+
+
+def _disk(seen: NodeDisk) -> RenderableType:
+    parts: list[RenderableType] = []
+    used = [
+        (
+            one["path"],
+            f"{1 - one['free_bytes'] / max(1, one['total_bytes']):.0%}",
+            size_of_bytes(one["free_bytes"]),
+            one["level"],
+        )
+        for one in seen.disks
+    ]
+    if used:
+        parts.append(PlainTable(_DISK_COLUMNS, used))
+    files = [
+        (
+            one["path"],
+            one["class"],
+            size_of_bytes(one["size_bytes"]),
+            timestamp(datetime.fromisoformat(one["modified_at"])),
+        )
+        for one in seen.files[:_MOST_FILES]
+    ]
+    if files:
+        parts.append(PlainTable(_FILE_COLUMNS, files))
+    if len(seen.files) > _MOST_FILES:
+        parts.append(Text(f"and {len(seen.files) - _MOST_FILES} more"))
+    verb = "deleted" if seen.deleted else "would go"
+    parts.append(Text(f"{len(seen.files)} files, {size_of_bytes(seen.freed_bytes)} {verb}"))
+    parts += [Text(f"{count} kept: {why}") for why, count in sorted(seen.kept.items())]
+    parts += [Text(f"! {note}", style="yellow") for note in _disk_notes(seen)]
+    return Group(*parts)
+
+
+def _disk_notes(seen: NodeDisk) -> Iterator[str]:
+    if not seen.roots:
+        yield "no roots are configured (fleet.disk.roots), so nothing is ever deleted"
+    if seen.first_pass and seen.roots:
+        yield "the first pass after a change of configuration deletes nothing"
+    if seen.message:
+        yield seen.message
 
 
 def _node(node: Node) -> RenderableType:
@@ -145,5 +214,5 @@ def _state(node: Node) -> Text:
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (nodes, cordon, drain, uncordon):
+    for command in (nodes, cordon, drain, uncordon, disk, clean):
         app.command(rich_help_panel="Cluster")(command)

@@ -92,6 +92,28 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeDisk:
+    """How full a node's disks are, and what of the operator's roots may go. Each of `disks` has `path`,
+    `total_bytes`, `free_bytes` and `level`; each of `files` has `path`, `class`, `size_bytes` and
+    `modified_at`."""
+
+    node: str
+    taken_at: datetime | None = None
+    disks: tuple[Mapping[str, Any], ...] = ()
+    roots: tuple[Mapping[str, Any], ...] = ()
+    deleted: bool = False
+    """Whether `files` are gone, or would go."""
+    first_pass: bool = False
+    """The first pass after a change of configuration deletes nothing."""
+    files: tuple[Mapping[str, Any], ...] = ()
+    freed_bytes: int = 0
+    kept: Mapping[str, int] = field(default_factory=dict)
+    """Why other files stay, and how many for each reason."""
+    message: str = ""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One machine. `cpu`, `memory_mb`, `gpu_mb` and `runs` say what is held of the total. `agent` has the
     agent's `release`, whether it is `outdated`, a `message` if something has to be done, and `gpu_faults`:

@@ -14,6 +14,7 @@ from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.adapters.triton.server_process import is_gone
 from gpubroker_server.bootstrap.compose import (
+    disk_guard_of,
     fleet_rules_of,
     host_use,
     hosts_of,
@@ -207,6 +208,7 @@ class BrokerRole:
                 follower.progress,
                 boot_seconds,
                 {host.name: host.address for host in self._hosts},
+                disk_guard_of(settings),
             ),
             dispatcher=self._dispatcher(),
             clock=follower.clock,

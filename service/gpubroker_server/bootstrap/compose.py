@@ -15,10 +15,11 @@ from gpubroker_server.bootstrap.model_servers import batch_rules_of, server_of
 from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.controller import Gains
+from gpubroker_server.core.control.disk_guard import DiskGuard, DiskRules
 from gpubroker_server.core.control.fleet import FleetRules
 from gpubroker_server.core.control.idle import IdleRules
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
-from gpubroker_server.core.domain.device import GpuKind
+from gpubroker_server.core.domain.device import FileClass, GpuKind, WatchedRoot
 from gpubroker_server.core.domain.leader_term import UNTIL_PROCESS_EXIT, LeaderTermRules
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.policy import (
@@ -31,7 +32,7 @@ from gpubroker_server.core.domain.policy import (
     TaskMaximum,
     TenantPolicy,
 )
-from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.domain.units import Mib, NodeName, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.connections import ConnectionLimits
@@ -39,7 +40,7 @@ from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import Clock
-from gpubroker_server.settings.fleet import BackpressureSettings, FleetSettings
+from gpubroker_server.settings.fleet import BackpressureSettings, DiskLevelSettings, FleetSettings
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.sections import (
     MaximumSettings,
@@ -151,8 +152,13 @@ def ray_options_of(settings: Settings) -> RayOptions:
         log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
         task_env=settings.task_env,
-        watched_directories=tuple(settings.fleet.watched_directories),
+        watched_directories=_watched(settings.fleet),
     )
+
+
+def _watched(given: FleetSettings) -> tuple[str, ...]:
+    """The roots of the disk guard too: they are cleaned by how full their disks are."""
+    return tuple(dict.fromkeys([*given.watched_directories, *(root.path for root in given.disk.roots)]))
 
 
 def hosts_of(settings: Settings) -> list[ModelHost]:
@@ -290,7 +296,39 @@ def fleet_rules_of(settings: Settings) -> FleetRules:
         thresholds=_thresholds(given.backpressure),
         next_band_seconds=Seconds(given.backpressure.next_band_seconds),
         retry_after_seconds=Seconds(given.backpressure.retry_after_seconds),
+        disk=disk_guard_of(settings),
     )
+
+
+FILE_CLASSES = {
+    "logs": FileClass.LOG,
+    "databases": FileClass.EMPTY_DATABASE,
+    "checkpoints": FileClass.CHECKPOINT,
+    "redundant": FileClass.REDUNDANT,
+}
+
+
+def disk_guard_of(settings: Settings) -> DiskGuard:
+    """The directories of the service are spared on every node: they may be shared."""
+    given = settings.fleet.disk
+    overrides = [(scope.partition(":"), one) for scope, one in given.overrides.items()]
+    rules = [(kind, name, _disk_rules(one, given.old_seconds)) for (kind, _, name), one in overrides]
+    return DiskGuard(
+        _disk_rules(given, given.old_seconds),
+        labelled=tuple((name, one) for kind, name, one in rules if kind == "label"),
+        nodes=tuple((NodeName(name), one) for kind, name, one in rules if kind == "node"),
+        roots=tuple(
+            WatchedRoot(one.path, FILE_CLASSES[one.holds], tuple(one.sync_command), one.sync_seconds)
+            for one in given.roots
+        ),
+        spared=tuple(str(path.absolute()) for path in (settings.data_dir, settings.objects)),
+        clean_seconds=Seconds(given.clean_every_seconds),
+    )
+
+
+def _disk_rules(given: DiskLevelSettings, old_seconds: float) -> DiskRules:
+    levels = given.warn_percent / 100, given.clean_percent / 100, given.block_percent / 100
+    return DiskRules(*levels, old_seconds=Seconds(old_seconds))
 
 
 def _targets(given: FleetSettings) -> Iterable[FleetTarget]:

@@ -108,7 +108,7 @@ class LeaderStatus:
         self._published = values.leader or self._published
         if values.leader is not None and (fleet := values.leader.fleet) is not None:
             room = background_room(world, self._policy, fleet.background_mb)
-            world.control(room, world.full_disks, fleet.stream_weights)
+            world.control(room, fleet.full_disks, fleet.stream_weights)
         if self._broker is not None:
             await self._broker.check_ray(values.leader)
         for task, progress in values.progress.items():

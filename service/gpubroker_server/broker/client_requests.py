@@ -3,6 +3,7 @@ once, and its answer becomes an object."""
 
 import json
 
+from gpubroker_server.broker.disk_passes import DISK_REQUESTS
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Stacked, StackOrder
 from gpubroker_server.core.domain.policy import Policy
@@ -26,7 +27,11 @@ class ClientRequests:
         """All, except those that an agent may still answer."""
         given_up = now - STACK_SECONDS
         requests = self._world.requests.values()
-        due = [it for it in requests if it.id not in self._asked or it.made_at < given_up]
+        due = [
+            it
+            for it in requests
+            if it.what not in DISK_REQUESTS and (it.id not in self._asked or it.made_at < given_up)
+        ]
         decisions = carry_out_all(self._world, due, now, self._policy)
         orders = (order for decision in decisions for order in decision.orders)
         asked = {order.request for order in orders if isinstance(order, StackOrder)}

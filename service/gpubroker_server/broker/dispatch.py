@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from urllib.parse import unquote, urlsplit
 
 import structlog
 
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
@@ -90,6 +92,7 @@ class Dispatcher:
         self._inferences = inferences
         self._specs: Mapping[TaskId, RunSpec] = {}
         """What `look_up` read last."""
+        self._looks: set[asyncio.Task[None]] = set()
 
     async def look_up(self, decisions: Sequence[Decision]) -> None:
         """Read what their starts need, while they are committed. `send` reads what is missing."""
@@ -115,6 +118,10 @@ class Dispatcher:
                     self._desk.send(order)
             elif isinstance(order, InferOrder | DropOrder):
                 self._send_inference(order, payloads)
+            elif isinstance(order, DiskOrder):
+                look = asyncio.create_task(self._look_at_disks(order))
+                self._looks.add(look)
+                look.add_done_callback(self._looks.discard)
             elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
                 sendable.append(order)
         if sendable:
@@ -167,6 +174,22 @@ class Dispatcher:
                 why = f"the stored arguments cannot be used: {fault}; submit the task again"
                 impossible += self._never_started(order, Failure("corrupt_order", why))
         return payloads, impossible
+
+    async def _look_at_disks(self, order: DiskOrder) -> None:
+        """With the paths of checkpoints from which tasks would go on. Beside the cycles: it reads each."""
+        saved = [
+            task.id for task in self._world.tasks.values() if task.checkpoint_at and not task.is_terminal
+        ]
+        uris: set[str] = set()
+        try:
+            for task in saved:
+                uris |= {checkpoint.uri or "" for checkpoint in await self._store.checkpoints(task)}
+        except StoreUnavailable as fault:
+            log.warning("the disks of a node are not looked at now", node=order.node, fault=str(fault))
+            return
+        local = (urlsplit(uri) for uri in sorted(uris))
+        paths = (unquote(uri.path).rstrip("/") for uri in local if uri.scheme in ("", "file"))
+        self._executor.look_at_disks(replace(order, live=tuple(path for path in paths if path)))
 
     def _withdrawn(self, spec: RunSpec) -> Failure | None:
         """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""

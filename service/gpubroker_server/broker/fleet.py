@@ -77,7 +77,7 @@ class FleetKeeper:
         if self._is_new:
             self._is_new = False
             room = background_room(self._world, self._policy, self.seen.background_mb)
-            self._world.control(room, self._world.full_disks, self.seen.stream_weights)
+            self._world.control(room, self.seen.full_disks, self.seen.stream_weights)
         return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news]
 
     def told(self, decisions: Sequence[Decision]) -> None:

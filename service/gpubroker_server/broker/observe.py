@@ -9,8 +9,10 @@ import structlog
 
 from gpubroker_server.broker.arrays import Arrays, with_pages_stored
 from gpubroker_server.broker.client_requests import ClientRequests
+from gpubroker_server.broker.disk_passes import DiskPasses
+from gpubroker_server.core.control.disk_guard import DiskGuard
 from gpubroker_server.core.domain.decisions import Decision, Outcome
-from gpubroker_server.core.domain.device import DeviceSample, NodeSample
+from gpubroker_server.core.domain.device import DeviceSample, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
@@ -119,6 +121,7 @@ class Observer:
         progress: dict[TaskId, Progress],
         ticks: ReadTicks,
         servers: Mapping[str, str] | None = None,
+        guard: DiskGuard | None = None,
     ) -> None:
         """`servers`: the addresses of all servers of models, by name; None if they are unknown."""
         self._servers = servers
@@ -142,6 +145,7 @@ class Observer:
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
         self._requests = ClientRequests(world, policy, blobs)
+        self._disks = DiskPasses(world, policy, guard or DiskGuard(), blobs)
         self.to_ask: list[NodeName] = []
         """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
         have."""
@@ -179,6 +183,8 @@ class Observer:
                     decisions += model_adoption.server_gone(self._world, report.process)
                 case ModelsInUse():
                     decisions += model_turns.turns(self._world, report.names, now)
+                case DiskReport():
+                    decisions += await self._disks.answered(report, now)
                 case Stacked():
                     decisions += await self._requests.answered(report)
                 case NodeReport():
@@ -232,7 +238,7 @@ class Observer:
         for request in self._world.requests.values():
             if request.what == "resume":
                 self.heartbeats.resume(request.fields["nodes"])
-        return self._requests.carry_out(now)
+        return [*self._requests.carry_out(now), *self._disks.carry_out(now)]
 
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
         """`listening`: whether reports of agents reach this leader, as far as it knows."""
@@ -252,6 +258,7 @@ class Observer:
         more += ask_to_leave(self._world, self._policy, now)
         more += members.due(self._world, self._loads, self._autoscaler, now)
         more += self._scattered.look(self._world, self._policy, now)
+        more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
 
     def to_measure(self) -> list[NodeName]:

@@ -22,6 +22,7 @@ from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
     diagnostics,
+    disks,
     idle_templates,
     nodes,
     pauses,
@@ -87,6 +88,7 @@ _RESOURCES = (
     *(
         devices,
         nodes,
+        disks,
         targets,
         diagnostics,
         idle_templates,
@@ -169,7 +171,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     )
     yield ClusterParts(
         world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
-        rules.kinds, servers, parts.residencies, parts.disk_full, parts.history,
+        rules.kinds, servers, parts.residencies, parts.disk_full, parts.history, blobs,
     )  # fmt: skip
     yield IdleTemplateParts(store, clock, parts.tokens, leadership, submissions)
     yield EventParts(records)

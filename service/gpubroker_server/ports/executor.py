@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import LogName, Order, Report, TermRefused
 from gpubroker_server.core.domain.submission import RunSpec
@@ -104,6 +105,10 @@ class Executor(Protocol):
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
         """Have this node tell what these logs have from a byte on; its agent answers with Logged."""
+        ...
+
+    def look_at_disks(self, order: DiskOrder) -> None:
+        """Have this node look for what may be deleted, or delete it; the answer is a DiskReport."""
         ...
 
     def answer(self, answer: ObjectAnswer) -> None:

@@ -1,5 +1,7 @@
-"""Fleet health: targets, the controller of background work, idle devices, backpressure and work streams."""
+"""Fleet health: targets, background work, idle devices, backpressure, work streams and disks."""
 
+import os
+from itertools import pairwise
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -81,6 +83,71 @@ class BackpressureSettings(Section):
     retry_after_seconds: Annotated[float, Field(ge=1, le=3600)] = 30.0
 
 
+class DiskLevelSettings(Section):
+    warn_percent: Percent = 60.0
+    clean_percent: Percent = 65.0
+    block_percent: Percent = 70.0
+
+    @model_validator(mode="after")
+    def _levels_rise(self) -> Self:
+        _check_order("warn_percent", self.warn_percent, "clean_percent", self.clean_percent)
+        _check_order("clean_percent", self.clean_percent, "block_percent", self.block_percent)
+        return self
+
+
+COORDINATORS: Final = "label:role=coordinator"
+COORDINATOR_LEVELS: Final = DiskLevelSettings(warn_percent=40, clean_percent=45, block_percent=50)
+
+
+class DiskRootSettings(Section):
+    path: str
+    holds: Literal["logs", "databases", "checkpoints", "redundant"] = Field(alias="class")
+    sync_command: list[str] = Field(default_factory=list)
+    sync_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_a_directory_of_its_own(cls, path: str) -> str:
+        if not path.startswith("/") or os.path.normpath(path) in ("/", "//"):
+            raise ValueError(f"{path!r} is no directory to clean; write its whole path, and not /")
+        return os.path.normpath(path)
+
+    @model_validator(mode="after")
+    def _what_is_redundant_is_synced(self) -> Self:
+        if (self.holds == "redundant") is not bool(self.sync_command):
+            raise ValueError(
+                f"{self.path}: class redundant needs a sync_command, a list of a program and its arguments, "
+                "and no other class has one"
+            )
+        return self
+
+
+class DiskSettings(DiskLevelSettings):
+    overrides: dict[str, DiskLevelSettings] = Field(
+        default_factory=lambda: {COORDINATORS: COORDINATOR_LEVELS}
+    )
+    old_seconds: Annotated[float, Field(ge=3600)] = 7 * 86_400.0
+    clean_every_seconds: Annotated[float, Field(ge=60)] = 600.0
+    roots: list[DiskRootSettings] = Field(default_factory=list)
+
+    @field_validator("overrides")
+    @classmethod
+    def _of_nodes_or_labels(cls, given: dict[str, DiskLevelSettings]) -> dict[str, DiskLevelSettings]:
+        for scope in given:
+            kind, _, name = scope.partition(":")
+            if not (kind == "node" and name) and not (kind == "label" and "=" in name):
+                raise ValueError(f"{scope!r} names no nodes; write node:NAME or label:KEY=VALUE")
+        return {COORDINATORS: COORDINATOR_LEVELS, **given}
+
+    @model_validator(mode="after")
+    def _roots_are_apart(self) -> Self:
+        paths = sorted(f"{root.path}/" for root in self.roots)
+        for one, other in pairwise(paths):
+            if other.startswith(one):
+                raise ValueError(f"root {other[:-1]} is in root {one[:-1]}; give each file one class")
+        return self
+
+
 class StreamSettings(Section):
     velocity_gain: Annotated[float, Field(ge=0, le=1000)] = 0.01
     least_velocity_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -106,6 +173,7 @@ class FleetSettings(Section):
     idle_below_percent: Percent = 5.0
     idle_grace_seconds: Duration = 300.0
     backpressure: BackpressureSettings = Field(default_factory=BackpressureSettings)
+    disk: DiskSettings = Field(default_factory=DiskSettings)
     streams: StreamSettings = Field(default_factory=StreamSettings)
 
     @field_validator("watched_directories")

@@ -9,7 +9,7 @@ import structlog
 
 LOG_FIELDS: Mapping[str, str] = {
     "request": "id of the HTTP request, as in the Request-Id header",
-    "path": "path of the HTTP request, or of a directory",
+    "path": "path of the HTTP request, or of a directory or file",
     "method": "method of the HTTP request",
     "status": "of its answer; 0 if the client was gone before",
     "seconds": "how long it took",

@@ -6,18 +6,24 @@ from typing import Any
 import pytest
 from gpubroker_server.core.control.disk_guard import (
     CLASSES,
+    DiskGuard,
     DiskLevel,
     DiskRules,
-    FileClass,
+    DiskStanding,
     FileSeen,
     KeptBecause,
     choose,
+    follow_disks,
     level_of,
     needed_bytes,
+    nodes_to_clean,
 )
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.device import DiskSample, FileClass, NodeSample, WatchedRoot
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.builders import a_node, a_world
 
 RULES = DiskRules()
 DAY = 86_400.0
@@ -28,6 +34,11 @@ ALL = 10**18
 def a_file(path: str, file_class: FileClass = FileClass.LOG, *, days: float = 8.0, **about: Any) -> FileSeen:
     modified_at = Instant(NOW - days * DAY)
     return FileSeen("/scratch", path, file_class, 100, modified_at)._replace(**about)
+
+
+def a_sample_of(node: str, used_percent: float, at: float = NOW) -> NodeSample:
+    disks = (DiskSample("/a", 1000, round(1000 - 10 * used_percent)),)
+    return NodeSample(NodeName(node), Instant(at), 0.0, Mib(10), Mib(5), disks=disks)
 
 
 def why_kept(*files: FileSeen, live: tuple[str, ...] = ()) -> dict[KeptBecause, int]:
@@ -125,3 +136,54 @@ def test_whatever_there_is_nothing_goes_that_must_stay(
     assert order == sorted(order)
     without_last = replace(cleaning, files=cleaning.files[:-1]) if cleaning.files else cleaning
     assert without_last.freed_bytes < needed or not cleaning.files
+
+
+def test_the_newest_entry_of_a_directory_stays_with_all_that_is_in_it() -> None:
+    """Whose it is may be known to its owner alone. Directories of jobs, directly below the root, are no
+    entries."""
+    parts = ("model", "rank-0/optimizer")
+    files = [
+        a_file(f"job/step-{step}/{part}", FileClass.CHECKPOINT, days=20 - step)
+        for step in (1, 2)
+        for part in parts
+    ]
+    files += [a_file("other/a/old/1", FileClass.CHECKPOINT, days=90), a_file("x", FileClass.CHECKPOINT)]
+    gone = {one.path for one in choose(files, (), ALL, NOW, RULES).files}
+    assert gone == {"job/step-1/model"}  # of equally new ones the last by name stays
+    live = ["/scratch/job/step-1"]
+    assert {one.path for one in choose(files, live, ALL, NOW, RULES).files} == set()
+
+
+def test_a_node_has_rules_of_its_own_before_those_of_its_labels() -> None:
+    one, two, rest = DiskRules(0.1), DiskRules(0.2), DiskRules(0.3)
+    guard = DiskGuard(
+        rest, labelled=(("role=coordinator", one), ("disk=small", two)), nodes=((NodeName("n1"), two),)
+    )
+    labels = (("disk", "small"), ("role", "coordinator"))
+    assert guard.rules_of(replace(a_node("n1"), labels=labels)) == two
+    assert guard.rules_of(replace(a_node("n2"), labels=labels)) == one
+    assert guard.rules_of(replace(a_node("n3"), labels=labels[:1])) == two
+    assert guard.rules_of(a_node("n4")) == rest
+
+
+def test_a_disk_leaves_a_level_when_it_is_one_percent_below_it() -> None:
+    guard, standings = DiskGuard(), dict[tuple[NodeName, str], DiskStanding]()
+    levels = []
+    for used in (59, 60, 59.5, 60, 58.9, 65, 66, 64.5, 63.9, 71, 50):
+        sample = a_sample_of("n1", used)
+        standings = {
+            (one.node, one.path): one for one in follow_disks(standings, guard, [(a_node("n1"), sample)])
+        }
+        levels.append(int(standings[NodeName("n1"), "/a"].level))
+    assert levels == [0, 1, 1, 1, 0, 2, 2, 2, 1, 3, 0]
+
+
+def test_only_nodes_that_answer_and_were_measured_are_cleaned_and_none_without_roots() -> None:
+    root = WatchedRoot("/scratch", FileClass.LOG)
+    world = a_world(
+        a_node("n1"), replace(a_node("n2"), ready=False), a_node("n3"), a_node("n4"), a_node("n5")
+    )
+    for name, used, at in (("n1", 65, 0.0), ("n2", 90, 0.0), ("n3", 90, -60.0), ("n4", 64, 0.0)):
+        world.node_samples[NodeName(name)] = a_sample_of(name, used, NOW + at)
+    assert nodes_to_clean(world, DiskGuard(roots=(root,)), NOW) == ["n1"]
+    assert nodes_to_clean(world, DiskGuard(), NOW) == []

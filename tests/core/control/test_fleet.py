@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 from gpubroker_server.core.control.alarm import Threshold
+from gpubroker_server.core.control.disk_guard import DiskGuard
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
 from gpubroker_server.core.domain.decisions import Notice, StreamState
-from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.device import DiskSample, FileClass, NodeSample, WatchedRoot
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.world.world import World
@@ -153,3 +154,43 @@ def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with
     assert kinds(control.step(world, {"queue:acme": 3.0}, Instant(NOW))) == [
         ("fleet.BACKPRESSURE_ACTIVATED", "queue:acme")
     ]
+
+
+def with_disks(world: World, at: float, **used: float) -> Instant:
+    """By node: the share of its only disk."""
+    for name, share in used.items():
+        node, disks = NodeName(name), (DiskSample("/data", 1000, round(1000 - 1000 * share)),)
+        world.node_samples[node] = NodeSample(node, Instant(at), 0.5, Mib(10), Mib(5), disks=disks)
+    return Instant(at)
+
+
+def test_a_disk_that_fills_up_is_in_the_log_once_for_each_rise() -> None:
+    world, control = a_fleet(), FleetControl(FleetRules(disk=DiskGuard()), POLICY)
+    heard = []
+    for n, used in enumerate((0.5, 0.61, 0.62, 0.72, 0.72, 0.5, 0.65)):
+        heard += control.step(world, {}, with_disks(world, NOW + 2 * n, n1=used, n2=0.1))
+    assert [(one.kind, one.key, one.fields["level"], one.fields["threshold"]) for one in heard] == [
+        ("fleet.DISK_SPACE_LOW", "n1", "warn", 0.60),
+        ("fleet.DISK_SPACE_LOW", "n1", "block", 0.70),
+        ("fleet.DISK_SPACE_LOW", "n1", "clean", 0.65),
+    ]
+    assert (heard[1].fields["path"], round(heard[1].fields["value"], 2)) == ("/data", 0.72)
+
+
+def test_a_full_disk_closes_its_node_only_if_there_is_something_that_may_be_deleted() -> None:
+    root = WatchedRoot("/scratch", FileClass.LOG)
+    for roots, full in (((), {}), ((root,), {"n1": "/data (70% used, 70% allowed)"})):
+        world, control = a_fleet(), FleetControl(FleetRules(disk=DiskGuard(roots=roots)), POLICY)
+        control.step(world, {}, with_disks(world, NOW, n1=0.7, n2=0.69))
+        assert control.seen.full_disks == full
+
+
+def test_a_node_that_is_not_measured_keeps_its_level_until_it_is_gone() -> None:
+    guard = DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),))
+    world, control = a_fleet(), FleetControl(FleetRules(disk=guard), POLICY)
+    control.step(world, {}, with_disks(world, NOW, n1=0.9))
+    assert control.step(world, {}, Instant(NOW + 600)) == []
+    assert list(control.seen.full_disks) == ["n1"]
+    del world.nodes[N1]
+    control.step(world, {}, Instant(NOW + 602))
+    assert control.seen.full_disks == {}

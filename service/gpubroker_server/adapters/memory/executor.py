@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpubroker_server.adapters.clock import boot_seconds
-from gpubroker_server.core.domain.device import DeviceSample, Node, NodeSample
+from gpubroker_server.core.domain.device import DeviceSample, DiskOrder, DiskReport, Node, NodeSample
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -167,6 +167,10 @@ class WaitingExecutor:
     def measure(self, nodes: Sequence[NodeName]) -> None:
         if self._node.name in nodes:
             self._measure()
+
+    def look_at_disks(self, order: DiskOrder) -> None:
+        said = "a simulated node has no disks"
+        self._report(DiskReport(order.node, self._clock.now(), order.request, message=said))
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
         """Tasks that wait print nothing."""

@@ -11,7 +11,7 @@ from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
 
-from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
@@ -45,6 +45,8 @@ release that changes the form also speaks the one before. Both sides take the ne
 
 TELLS_LOGS = 9
 """From this form on, agents report the output of runs."""
+GUARDS_DISKS = 9
+"""From this form on, agents look for files that may go, and delete them."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
 """From this form on. An earlier agent would run a worker's function or command once, without an item, and
 give a function the name of an object in its place."""
@@ -61,6 +63,12 @@ MEASURE = ("measure",)
 def log_order(log: LogName, first_byte: int) -> tuple[Any, ...]:
     """The order to tell what a run has printed from there on."""
     return "log", *log, first_byte
+
+
+def disk_order(order: DiskOrder) -> tuple[Any, ...]:
+    """The order to look for what may be deleted, or to delete it."""
+    about = order.roots, order.spared, order.warn, order.old_seconds
+    return "disk", order.request, *about, order.deletes, order.runs_sync, order.live
 
 
 def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
@@ -197,7 +205,7 @@ def _without_order_time(report: WireReport) -> WireReport:
 
 def run_of(report: Report | ObjectQuestion) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
-    about_nodes = NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | NodeSample
+    about_nodes = NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | NodeSample | DiskReport
     if isinstance(report, about_nodes | ServerReport):
         return None
     return report.task, report.fence, report.rank

@@ -1,12 +1,14 @@
 """How full a node's disks may become, and which files go first."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.device import FileClass, Node, NodeSample, WatchedRoot
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.world.world import World
 
 WEEK_SECONDS = Seconds(7 * 86_400.0)
 
@@ -24,6 +26,8 @@ class DiskRules(NamedTuple):
 
 
 class DiskLevel(IntEnum):
+    """A node is as full as its fullest watched disk."""
+
     ROOMY = 0
     WARN = 1
     CLEAN = 2
@@ -39,18 +43,72 @@ def level_of(used_share: float | None, rules: DiskRules) -> DiskLevel:
     return DiskLevel.CLEAN if used_share < rules.block else DiskLevel.BLOCK
 
 
-class FileClass(StrEnum):
-    """In the order in which they are deleted."""
-
-    LOG = "log"
-    EMPTY_DATABASE = "empty_database"
-    """A SQLite file without a row."""
-    CHECKPOINT = "checkpoint"
-    REDUNDANT = "redundant"
-    """The operator's sync command has confirmed that there is a copy elsewhere."""
-
-
 CLASSES = tuple(FileClass)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskGuard:
+    """The operator's choices. Without `roots` it only reports: it deletes nothing and closes no node."""
+
+    rules: DiskRules = field(default_factory=DiskRules)
+    labelled: tuple[tuple[str, DiskRules], ...] = ()
+    """Of nodes with a label `KEY=VALUE`; the first that applies, before `rules`."""
+    nodes: tuple[tuple[NodeName, DiskRules], ...] = ()
+    """Of single nodes; before those of labels."""
+    roots: tuple[WatchedRoot, ...] = ()
+    spared: tuple[str, ...] = ()
+    """Directories of the service: nothing in them is deleted by this guard."""
+    clean_seconds: Seconds = Seconds(600.0)
+    """A node is cleaned unasked no more often than this."""
+
+    def rules_of(self, node: Node) -> DiskRules:
+        labels = {f"{key}={text}" for key, text in node.labels}
+        by_label = next((rules for label, rules in self.labelled if label in labels), self.rules)
+        return dict(self.nodes).get(node.name, by_label)
+
+
+FALL = 0.01
+"""A disk leaves a level when it is so far below it: one that hovers there is not reported again and again."""
+
+
+class DiskStanding(NamedTuple):
+    """One watched disk of a node."""
+
+    node: NodeName
+    path: str
+    used_share: float
+    level: DiskLevel
+    threshold: float
+    """Of that level; 0 if it has none."""
+
+
+def follow_disks(
+    before: Mapping[tuple[NodeName, str], DiskStanding],
+    guard: DiskGuard,
+    nodes: Iterable[tuple[Node, NodeSample]],
+) -> Iterator[DiskStanding]:
+    for node, sample in nodes:
+        rules = guard.rules_of(node)
+        for disk in sample.disks:
+            share, known = disk.used_share, before.get((node.name, disk.path))
+            level = level_of(share, rules)
+            if known is not None and known.level > level:
+                level = min(known.level, level_of(share + FALL, rules))
+            threshold = (0.0, rules.warn, rules.clean, rules.block)[level]
+            yield DiskStanding(node.name, disk.path, share, level, threshold)
+
+
+def nodes_to_clean(world: World, guard: DiskGuard, fresh_since: Instant) -> list[NodeName]:
+    """Those with a disk that is to be cleaned, by a sample of this time or later."""
+    if not guard.roots:
+        return []
+    found = []
+    for name, node in sorted(world.nodes.items()):
+        sample = world.node_samples.get(name)
+        share = None if sample is None or sample.at < fresh_since else sample.disk_share
+        if node.ready and level_of(share, guard.rules_of(node)) >= DiskLevel.CLEAN:
+            found.append(name)
+    return found
 
 
 class FileSeen(NamedTuple):
@@ -69,10 +127,9 @@ class FileSeen(NamedTuple):
     """Of a database: it has no row."""
     is_synced: bool = False
     """The listing of the copy has it, with this size."""
-
-    @property
-    def directory(self) -> str:
-        return f"{self.root}/{self.path}".rpartition("/")[0]
+    inode: int = 0
+    modified_ns: int = 0
+    """`modified_at` as the file system says it."""
 
     @property
     def whole_path(self) -> str:
@@ -115,8 +172,8 @@ def choose(
 ) -> Cleaning:
     """The files that free `needed_bytes`, by class and the oldest first.
 
-    `live_checkpoints`: whole paths from which tasks that are not over would go on. The newest checkpoint of
-    each directory stays as well: whose it is may be known to its owner alone.
+    `live_checkpoints`: whole paths, of files or directories, from which tasks that are not over would go on.
+    The newest checkpoint of each directory stays as well: whose it is may be known to its owner alone.
     """
     files, live = list(seen), frozenset(live_checkpoints)
     newest = _newest_checkpoints(files)
@@ -146,15 +203,31 @@ def needed_bytes(total_bytes: int, free_bytes: int, rules: DiskRules) -> int:
 
 
 def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
-    """Whole paths: the newest in each directory; of equally new ones the last by name."""
-    newest: dict[str, FileSeen] = {}
+    """Whole paths: the newest entry of each directory, which is a file or all that a directory has; of
+    equally new ones the last by name. A directory directly below the root holds the checkpoints of one job,
+    so it is no entry itself."""
+    newest: dict[str, tuple[Instant, str]] = {}
     for one in files:
-        known = newest.get(one.directory)
-        if one.file_class is FileClass.CHECKPOINT and (
-            known is None or (one.modified_at, one.path) > (known.modified_at, known.path)
-        ):
-            newest[one.directory] = one
-    return frozenset(one.whole_path for one in newest.values())
+        if one.file_class is FileClass.CHECKPOINT:
+            for directory, entry in _entries(one):
+                newest[directory] = max(newest.get(directory, (Instant(0.0), "")), (one.modified_at, entry))
+    return frozenset(entry for _, entry in newest.values())
+
+
+def _entries(one: FileSeen) -> Iterator[tuple[str, str]]:
+    """Whole paths: each directory above the file, and which entry of it the file is or is in."""
+    entry = one.whole_path
+    while entry != one.root:
+        directory = entry.rpartition("/")[0]
+        if directory != one.root or entry == one.whole_path:
+            yield directory, entry
+        entry = directory
+
+
+def _is_in(one: FileSeen, places: frozenset[str]) -> bool:
+    """Whether it, or a directory that it is in, is one of these whole paths."""
+    parts = one.whole_path.split("/")
+    return any("/".join(parts[:end]) in places for end in range(2, len(parts) + 1))
 
 
 def _why_kept(
@@ -169,9 +242,9 @@ def _why_kept(
             return KeptBecause.HAS_JOURNAL
         case FileClass.EMPTY_DATABASE if not one.is_empty:
             return KeptBecause.HAS_ROWS
-        case FileClass.CHECKPOINT if one.whole_path in live:
+        case FileClass.CHECKPOINT if _is_in(one, live):
             return KeptBecause.OF_LIVE_TASK
-        case FileClass.CHECKPOINT if one.whole_path in newest:
+        case FileClass.CHECKPOINT if _is_in(one, newest):
             return KeptBecause.NEWEST_CHECKPOINT
         case FileClass.REDUNDANT if not one.is_synced:
             return KeptBecause.NOT_SYNCED

@@ -9,6 +9,7 @@ from gpubroker_server.core.control.alarm import Alarm, Threshold
 from gpubroker_server.core.control.backpressure import Pressure, closed_below, threshold_name
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
+from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
 from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
@@ -40,6 +41,7 @@ class FleetRules:
     """Of backpressure, by name; `queue:*` is for each tenant by itself."""
     next_band_seconds: Seconds = Seconds(60.0)
     retry_after_seconds: Seconds = Seconds(30.0)
+    disk: DiskGuard = field(default_factory=DiskGuard)
 
 
 class TargetSeen(NamedTuple):
@@ -71,6 +73,10 @@ class FleetSeen:
     """Of tasks that failed so again and again."""
     stream_weights: dict[str, float] = field(default_factory=dict)
     """By which every process orders the queue."""
+    full_disks: dict[NodeName, str] = field(default_factory=dict)
+    """Nodes where nothing may start, and which disk is too full."""
+    idle_grace_seconds: Seconds = Seconds(300.0)
+    """What is idle has been so for longer."""
 
 
 class FleetControl:
@@ -87,6 +93,7 @@ class FleetControl:
         self._filled: dict[str, Instant] = {}
         """When each device or node that had only idle work was last seen so."""
         self._alarms: dict[str, Alarm] = {}
+        self._disks: dict[tuple[NodeName, str], DiskStanding] = {}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
 
@@ -101,6 +108,7 @@ class FleetControl:
         background_mb = self._follow_controls(world, now)
         notices += self._follow_idle(world, now)
         notices += self._follow_pressures(pressures, now)
+        notices += self._follow_disks(world, now)
         self._stepped_at = now
         self.seen = FleetSeen(
             tuple(self._target_seen(target) for target in rules.targets),
@@ -110,6 +118,8 @@ class FleetControl:
             self.fill.seen,
             self.memory_failures.often(now),
             steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
+            self._full_disks(),
+            rules.idle.grace_seconds,
         )
         return notices
 
@@ -199,6 +209,35 @@ class FleetControl:
                 what = "ACTIVATED" if alarm.is_on else "RELEASED"
                 about = {"value": values[name], "threshold": limit}
                 yield Notice(f"fleet.BACKPRESSURE_{what}", name, about)
+
+    def _follow_disks(self, world: World, now: Instant) -> Iterator[Notice]:
+        """A node that is not measured now keeps the levels that it had."""
+        before, known = self._disks, world.node_samples
+        fresh = [
+            (node, known[name])
+            for name, node in world.nodes.items()
+            if name in known and now - known[name].at <= 3 * self._policy.sample_period_seconds
+        ]
+        measured_now = {node.name for node, _ in fresh}
+        self._disks = {
+            key: one for key, one in before.items() if key[0] in world.nodes and key[0] not in measured_now
+        }
+        for one in follow_disks(before, self._rules.disk, fresh):
+            self._disks[one.node, one.path] = one
+            was = before.get((one.node, one.path))
+            if one.level > (DiskLevel.ROOMY if was is None else was.level):
+                about = {"value": one.used_share, "threshold": one.threshold}
+                place = {"path": one.path, "level": one.level.name.lower()}
+                yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
+
+    def _full_disks(self) -> dict[NodeName, str]:
+        if not self._rules.disk.roots:
+            return {}
+        full = [one for one in self._disks.values() if one.level is DiskLevel.BLOCK]
+        return {
+            one.node: f"{one.path} ({one.used_share:.0%} used, {one.threshold:.0%} allowed)"
+            for one in sorted(full, key=lambda one: one.used_share)
+        }
 
     def _pressures_seen(self, values: Mapping[str, float | None], now: Instant) -> Iterator[Pressure]:
         thresholds = self._rules.thresholds

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.device import Device, DiskOrder, Node
 from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.domain.values import value
 
-AnyOrder = Order | ModelOrder | InferenceOrder
+AnyOrder = Order | DiskOrder | ModelOrder | InferenceOrder
 """To a node agent, to a model server, or to the sender of inferences."""
 
 

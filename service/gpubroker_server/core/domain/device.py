@@ -1,12 +1,13 @@
-"""Nodes and devices, their kinds, and the last measurement of each device."""
+"""Nodes and devices, their kinds, the last measurement of each, and what a node is asked about its disks."""
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Seconds
 
 
 class GpuKind(NamedTuple):
@@ -194,3 +195,78 @@ class NodeSample:
     def disk_share(self) -> float | None:
         """Of its fullest disk; None if none is watched."""
         return max((disk.used_share for disk in self.disks), default=None)
+
+
+class FileClass(StrEnum):
+    """Published, and in the order in which they are deleted."""
+
+    LOG = "log"
+    EMPTY_DATABASE = "empty_database"
+    """A SQLite file without a row."""
+    CHECKPOINT = "checkpoint"
+    REDUNDANT = "redundant"
+    """The operator's sync command has confirmed that there is a copy elsewhere."""
+
+
+class WatchedRoot(NamedTuple):
+    """A directory of nodes below which the disk guard may delete files of one class."""
+
+    path: str
+    file_class: FileClass
+    sync_command: tuple[str, ...] = ()
+    """Of redundant files: the program and its arguments."""
+    sync_seconds: float = 600.0
+    """The command gets no longer."""
+
+
+class FoundFile(NamedTuple):
+    """A file that may go, and by what it is known again."""
+
+    root: str
+    path: str
+    """Below the root."""
+    file_class: FileClass
+    size_bytes: int
+    modified_ns: int
+    inode: int
+
+    @property
+    def whole_path(self) -> str:
+        return f"{self.root}/{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOrder:
+    """Look for what may be deleted, or delete what such a look has found."""
+
+    node: NodeName
+    request: str
+    """What the DiskReport answers."""
+    roots: tuple[WatchedRoot, ...]
+    spared: tuple[str, ...]
+    warn: float
+    """The share of a disk down to which it is cleaned."""
+    old_seconds: Seconds
+    deletes: tuple[FoundFile, ...] | None = None
+    """None: look."""
+    runs_sync: bool = False
+    """Run the sync commands; without that, nothing redundant is found."""
+    live: tuple[str, ...] = ()
+    """Checkpoints from which tasks would go on, as whole paths. Dispatch adds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReport:
+    """The answer to a DiskOrder. Kept by the leader that asked; not an event."""
+
+    node: NodeName
+    at: Instant
+    request: str
+    files: tuple[FoundFile, ...] = ()
+    """What may go, in this order; or what has gone."""
+    kept: tuple[tuple[str, int], ...] = ()
+    """Why the other files stay, and how many for each reason."""
+    is_first: bool = False
+    """Nothing was looked at with these roots and rules before, so this may only be a dry run."""
+    message: str = ""
+    """What went wrong; empty if nothing did."""

@@ -8,7 +8,7 @@ it has already started.
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.device import DeviceSample, Node, NodeSample
+from gpubroker_server.core.domain.device import DeviceSample, DiskReport, Node, NodeSample
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.task import StopReason
@@ -353,8 +353,7 @@ class NodesListed:
 
 @value
 class TermRefused:
-    """An agent takes no orders of this term, because it knows a later one: another leader's, or one that the
-    database has lost."""
+    """An agent takes no orders of this term: it knows a later one, perhaps one that the database has lost."""
 
     node: NodeName
     lineage: Lineage
@@ -395,6 +394,7 @@ Report = (
     | Heartbeat
     | Sampled
     | NodeSample
+    | DiskReport
     | ServerReport
 )
 """`task`, `fence` and `rank` of the first nine name the run; a report with a stale fence changes nothing."""

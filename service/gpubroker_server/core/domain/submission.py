@@ -174,7 +174,8 @@ class Request:
     - of a model, also: want (priority, uses), pin (pinned, by)
     - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
       uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
-    - of operators for no task: pause and unpause (queue, by, reason)
+    - of operators for no task: pause and unpause (queue, by, reason); disk, and clean (by, dry_run), of a
+      node, whose name is in `task`
     - of a worker set, whose id is in `task`: form (its fields), scale (what is given of least, most and
       count), signal (value)
     - of a work stream, whose name is in `task`: stream (curriculum or none, by, reason), stream_signal

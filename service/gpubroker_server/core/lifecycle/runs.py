@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, assert_never
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
-from gpubroker_server.core.domain.device import Node, NodeSample
+from gpubroker_server.core.domain.device import DiskReport, Node, NodeSample
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd, Proof
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
@@ -113,6 +113,7 @@ def apply_reports(
                 | NodesListed()
                 | Heartbeat()
                 | Sampled()
+                | DiskReport()
                 | NodeSample()
                 | Progressed()
                 | Loaded()

@@ -13,15 +13,13 @@ from gpubroker_server.core.control.findings.parts import ServerWay
 from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.reasons import Reason
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.diagnosis import diagnose
-from gpubroker_server.core.explain.explain import explain_pending
-from gpubroker_server.core.explain.survey import survey_nodes
-from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.explain.admission import check_demand, check_task
 from gpubroker_server.core.world.queue import Member
+from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
@@ -31,11 +29,8 @@ resource = Resource("cluster")
 
 WAITED_SECONDS = Seconds(600.0)
 """What keeps a task waiting may be mended before."""
-MOST_EXPLAINED = 3
-"""Demands of which one task is explained; each takes tens of milliseconds with a thousand devices."""
-_FOR_EVER = frozenset(
-    {Reason.EXCEEDS_CAPACITY, Reason.NO_MATCHING_DEVICE, Reason.NODE_CORDONED, Reason.DISK_FULL}
-)
+MOST_JUDGED = 3
+"""Demands of which one task is judged; each takes some milliseconds with a thousand devices."""
 
 
 class FindingView(TypedDict):
@@ -78,7 +73,7 @@ def diagnose_now(parts: Parts) -> list[Finding]:
         leader is not None,
         FleetSeen() if leader is None or leader.fleet is None else leader.fleet,
         [*_servers_down(parts)],
-        [*_stuck(parts, now)],
+        [*stuck_tasks(world, parts.policy, now)],
         parts.freshness.last_seen()["age_seconds"],
         parts.freshness.is_stale,
         parts.disk_full(),
@@ -97,26 +92,49 @@ def _servers_down(parts: Parts) -> Iterator[ServerWay]:
                 yield ServerWay(server.name, way.protocol, way.breaker.fault, not server.is_up)
 
 
-def _stuck(parts: Parts, now: Instant) -> Iterator[StuckTask]:
-    """Of the demands that have waited longest, those of which no task can start as things are."""
-    forecasts = parts.leadership.forecasts()
-    for task in _longest_waiting(parts, now):
-        diagnosis = diagnose(survey_nodes(Draft(parts.world), task, parts.policy, now, forecasts))
-        found = explain_pending(diagnosis)
-        if found.reason in _FOR_EVER:
-            remedies = advise(diagnosis).remedies
-            would_start = remedies[0].message if remedies else ""
-            yield StuckTask(task, found.reason.value, found.message, would_start)
+def stuck_tasks(world: World, policy: Policy, now: Instant) -> Iterator[StuckTask]:
+    """Of the demands that have waited longest, those of which no task can start on the open nodes."""
+    nodes = [node for node in world.nodes.values() if not _why_closed(world, node)]
+    devices = [world.ledgers[key].device for node in nodes for key in world.by_node.get(node.name, ())]
+    for task in _longest_waiting(world, now):
+        refusal = check_demand(task.demand, devices, nodes, policy)
+        if nodes and refusal is None:
+            continue
+        if len(nodes) < len(world.nodes):
+            refusal = check_task(task, world, policy)
+        if refusal is not None:
+            yield StuckTask(task, refusal.message, f"gpubroker explain {task.id}")
+        else:
+            yield _closed_out(world, task, policy)
 
 
-def _longest_waiting(parts: Parts, now: Instant) -> list[Task]:
+def _closed_out(world: World, task: Task, policy: Policy) -> StuckTask:
+    """Only nodes that are not open could run it."""
+    for node in sorted(world.nodes.values(), key=lambda node: node.name):
+        devices = [world.ledgers[key].device for key in world.by_node.get(node.name, ())]
+        why = _why_closed(world, node)
+        if why and check_demand(task.demand, devices, [node], policy) is None:
+            remedy = f"gpubroker uncordon {node.name}" if node.cordoned else f"gpubroker explain {task.id}"
+            return StuckTask(task, f"it fits on {node.name}, which {why}", remedy)
+    return StuckTask(task, "some of the nodes that it needs take no work", f"gpubroker explain {task.id}")
+
+
+def _why_closed(world: World, node: Node) -> str:
+    """Empty if it takes work."""
+    if node.cordoned:
+        return f"is cordoned ({node.cordon_reason})" if node.cordon_reason else "is cordoned"
+    if node.name in world.full_disks:
+        return f"has a full disk ({world.full_disks[node.name]})"
+    return "" if node.ready else "does not answer"
+
+
+def _longest_waiting(world: World, now: Instant) -> list[Task]:
     first: dict[Demand, Member] = {}
-    for group in parts.world.queue.groups.values():
+    for group in world.queue.groups.values():
         oldest = group.member(0)
         if now - oldest[0] >= WAITED_SECONDS:
             first[group.demand] = min(oldest, first.get(group.demand, oldest))
-    tasks = parts.world.tasks
-    return [tasks[task] for _, task in sorted(first.values())[:MOST_EXPLAINED]]
+    return [world.tasks[task] for _, task in sorted(first.values())[:MOST_JUDGED]]
 
 
 def _view(one: Finding) -> FindingView:

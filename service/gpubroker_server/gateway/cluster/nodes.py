@@ -272,14 +272,18 @@ async def uncordon_node(
 
 
 async def _ask(call: Call, parts: Parts, name: str, what: str, about: dict[str, Any]) -> Response:
-    """Raises Problem if there is no such node."""
-    await parts.freshness.catch_up()
-    parts.freshness.as_of()
-    _known(parts, name)
+    node = await known_node(parts, name)
     fields = {**about, "by": call.identity.name}
-    settled = await parts.requests.ask(name, call.identity.tenant, what, fields)
+    settled = await parts.requests.ask(node, call.identity.tenant, what, fields)
     view = _node_view(call, parts, _known(parts, name), HistoryQuery())
     return answer(view, 200 if settled else 202)
+
+
+async def known_node(parts: Parts, name: str) -> NodeName:
+    """For a request to the leader. Raises Problem if there is no such node."""
+    await parts.freshness.catch_up()
+    parts.freshness.as_of()
+    return _known(parts, name).name
 
 
 def _known(parts: ClusterParts, name: str) -> Node:

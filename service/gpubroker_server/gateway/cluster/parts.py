@@ -17,7 +17,7 @@ from gpubroker_server.gateway.http.waiters import LeaderRequests, Leadership, On
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.demand import Defaults
-from gpubroker_server.ports.store import Clock
+from gpubroker_server.ports.store import BlobStore, Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class ClusterParts:
     residencies: Residencies | None
     disk_full: Callable[[], str]
     history: FleetHistory
+    blobs: BlobStore
     first_seen: dict[tuple[str, str], Instant] = field(default_factory=dict)
     """Of the findings of the last diagnosis that this process made."""
     diagnoses: OneAtATime = field(

@@ -262,6 +262,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "ended; ask again",
         retryable=True,
     ),
+    "disk-unavailable": ProblemKind(
+        503,
+        "The node agent said nothing of its disks in time",
+        "the agent of node {node} has not answered within {seconds} s; it may still be at work: what it "
+        "deletes is in the audit log and in the events; ask again later",
+        retryable=True,
+    ),
     "store-unavailable": ProblemKind(
         503,
         "The database cannot be reached",

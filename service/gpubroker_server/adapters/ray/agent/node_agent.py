@@ -20,6 +20,7 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
 from gpubroker_server.adapters.nvml.probe import NODE_GPUS, find_probes
+from gpubroker_server.adapters.ray.agent.disk_cleaning import DiskCleaner
 from gpubroker_server.adapters.ray.agent.host_meter import HostMeter
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
 from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
@@ -40,7 +41,6 @@ FIRST_SAMPLE_SECONDS = 0.2
 
 OPENING_MEASURE_SECONDS = 5.0
 """The answer to an announcement waits no longer for the devices; they can be measured later."""
-
 LOG_LIMIT_SECONDS = 30.0
 WATCH_HEAD_SECONDS = 1.0
 LOST_HEAD_GRACE_SECONDS = 30.0
@@ -62,6 +62,7 @@ class NodeAgent:
         self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS)))
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
+        self._disks = DiskCleaner(Path(self._config.run_dir) / self._config.node, self.report)
         self._host = HostMeter(self._runners.session, self._config.watched_directories)
         self._id = uuid4().hex[:8]
         self._announcements = 0
@@ -226,6 +227,8 @@ class NodeAgent:
                 runs.stop(RunKey(task, fence, rank), grace_seconds)
             case ("stack", task, fence, rank, request) if not is_over:
                 runs.tell_stack(RunKey(task, fence, rank), request)
+            case ("disk", *about) if not is_over:
+                self._disks.take(about)
             case ("forget", task, fence, rank) if not is_over:
                 runs.forget(RunKey(task, fence, rank))
             case ("log", task, fence, rank, stream, first_byte) if not is_over:
@@ -380,19 +383,16 @@ class NodeAgent:
         self.report(self._described(runs))
         for key in list(runs.table.runs):
             runs.stop(key, LOST_HEAD_GRACE_SECONDS)
-        while runs.table.has_processes or (self._is_polled and self._keeps_news(runs)):
+        while runs.table.has_processes or self._keeps_news(runs):
             self._keep_alive()
             await asyncio.sleep(WATCH_HEAD_SECONDS / 10)
         os._exit(0)
 
     def _keeps_news(self, runs: NodeRuns) -> bool:
         """The last checkpoint of a run that was stopped here is in the mailbox only."""
+        is_polled = time.monotonic() - self._polled_at < DESERTED_SECONDS
         is_received = self._mailbox is None or self._mailbox.journal.is_received(self._acknowledged)
-        return runs.has_unrecorded_state or not is_received
-
-    @property
-    def _is_polled(self) -> bool:
-        return time.monotonic() - self._polled_at < DESERTED_SECONDS
+        return is_polled and (runs.has_unrecorded_state or not is_received)
 
     def _keep_alive(self) -> None:
         if self._config.keepalive:

@@ -16,16 +16,19 @@ from gpubroker_server.adapters.ray.driver.worker_calls import RayWorkerCalls
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
+    GUARDS_DISKS,
     KNOWS_ARRAYS_AND_OBJECTS,
     MEASURE,
     TELLS_LOGS,
     OrderWriter,
+    disk_order,
     log_order,
     needs_arrays_or_objects,
     object_order,
     pack,
     run_of,
 )
+from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -177,8 +180,7 @@ class RayExecutor:
         """An agent that has yet to answer measures before it does."""
         for node in nodes:
             if node in self._agents:
-                self._written.setdefault(node, []).append(MEASURE)
-                self._dispatch(node)
+                self._give(node, MEASURE)
 
     def request_resources(self, bundles: Sequence[Mapping[str, float]]) -> None:
         """Have the autoscaler of a joined cluster keep room for these, used or not, and no more for those
@@ -188,13 +190,15 @@ class RayExecutor:
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
         """An agent of an earlier release cannot tell them."""
         if self._agents.protocol(node) >= TELLS_LOGS:
-            self._written.setdefault(node, []).extend(log_order(*log) for log in logs.items())
-            self._dispatch(node)
+            self._give(node, *(log_order(*log) for log in logs.items()))
+
+    def look_at_disks(self, order: DiskOrder) -> None:
+        if self._agents.protocol(order.node) >= GUARDS_DISKS:
+            self._give(order.node, disk_order(order))
 
     def answer(self, answer: ObjectAnswer) -> None:
         if answer.node in self._agents:  # else its agent asks again
-            self._written.setdefault(answer.node, []).append(object_order(answer))
-            self._dispatch(answer.node)
+            self._give(answer.node, object_order(answer))
 
     async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         while not self._reports:
@@ -211,8 +215,7 @@ class RayExecutor:
     def status(self) -> Mapping[str, Any]:
         message = self._head_fault or self._message
         about = {"state": self._state, "address": self._driver.address, "message": message}
-        more = {"home": self._home, "agents": self._agents.views(), "head_fault": self._head_fault}
-        return {**about, **more}
+        return {**about, "home": self._home, "agents": self._agents.views(), "head_fault": self._head_fault}
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
@@ -230,6 +233,10 @@ class RayExecutor:
     @property
     def _term(self) -> Term:
         return NO_TERM if self._leader_term is None else self._leader_term.term
+
+    def _give(self, node: NodeName, *written: tuple[Any, ...]) -> None:
+        self._written.setdefault(node, []).extend(written)
+        self._dispatch(node)
 
     def _on_message(self, message: tuple[Any, ...]) -> None:
         match message:
@@ -257,8 +264,7 @@ class RayExecutor:
                 now = Instant(self._clock.now())
                 self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
             case ("nodes", names) if self._term:
-                now = Instant(self._clock.now())
-                self._report(NodesListed(frozenset(map(NodeName, names)), now))
+                self._report(NodesListed(frozenset(map(NodeName, names)), self._clock.now()))
             case ("head", fault):
                 self._head_fault = fault
             case ("trouble", what):
@@ -273,9 +279,8 @@ class RayExecutor:
         self.calls.on_driver_end(fault)
         self._head_fault = ""  # the state says it
         if head_ended:
-            now = Instant(self._clock.now())
             for name, incarnation in self._agents.incarnations().items():
-                self._report(NodeLost(name, incarnation, now, fault, confirmed=True))
+                self._report(NodeLost(name, incarnation, self._clock.now(), fault, confirmed=True))
         self._agents.clear()
         self._untaken_bytes = 0
         self._ready.clear()
@@ -287,15 +292,14 @@ class RayExecutor:
         """Notes a start that is sent, and answers one that is not."""
         run = order.task, order.fence, order.rank
         is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
-        if is_earlier and needs_arrays_or_objects(payload):
-            log.warning(
-                "the agent is of a release without arrays and objects; this start waits", task=order.task
-            )
-            self._report_never_started(run, self._clock.now())
-            return False
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
-        if self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
-            log.warning("too much is on its way to the agents; this start waits", task=order.task)
+        why = ""
+        if is_earlier and needs_arrays_or_objects(payload):
+            why = "the agent is of a release without arrays and objects"
+        elif self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
+            why = "too much is on its way to the agents"
+        if why:
+            log.warning(f"{why}; this start waits", task=order.task)
             self._report_never_started(run, self._clock.now())
             return False
         self._note_answer(run)
@@ -363,8 +367,7 @@ class RayExecutor:
         """Its process may still be there, although its report cannot be read."""
         agent = self._agents.incarnations().get(node, "")
         stop = StopOrder(ended.task, ended.fence, node, agent, StopReason.CANCEL, Seconds(0.0), ended.rank)
-        self._written.setdefault(node, []).append(self._orders.write(stop, None))
-        self._dispatch(node)
+        self._give(node, self._orders.write(stop, None))
 
     def _on_node(self, seen: NodeReport, protocol: int) -> None:
         """The agent starts nothing that was ordered before it answered: a run that it lacks never began."""

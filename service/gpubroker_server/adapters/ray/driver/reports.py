@@ -8,14 +8,7 @@ import structlog
 from msgspec import Meta, Struct
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
-from gpubroker_server.core.domain.device import (
-    DeviceSample,
-    DiskSample,
-    GpuHealth,
-    Node,
-    NodeSample,
-    StoreSample,
-)
+from gpubroker_server.core.domain import device
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     MOST_HELD,
@@ -147,6 +140,15 @@ class NodeSampledForm(Form, tag="node_sampled"):
     gpus: dict[Name, Health]
 
 
+class DiskForm(Form, tag="disk"):
+    at: Time
+    request: Name
+    files: tuple[device.FoundFile, ...]
+    kept: tuple[tuple[Name, Count], ...]
+    is_first: bool
+    message: Text
+
+
 class NodeForm(Struct):
     name: Name
     cpu: Number
@@ -268,7 +270,7 @@ OfRun = (
     | PartForm
     | GoneForm
 )
-OfNode = BeatForm | SampledForm | NodeSampledForm | NodeSeenForm | NodeLostForm
+OfNode = BeatForm | SampledForm | NodeSampledForm | DiskForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
@@ -360,34 +362,30 @@ def _of_node(source: Source, it: OfNode) -> Report:
         case SampledForm():
             return Sampled(source.node, at, _samples(source, at, it.samples))
         case NodeSampledForm():
-            return NodeSample(
+            return device.NodeSample(
                 source.node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb),
-                it.memory_pressure, tuple(DiskSample(*disk) for disk in it.disks),
-                it.received_bytes, it.sent_bytes, None if it.store is None else StoreSample(*it.store),
-                {uuid: GpuHealth(*health) for uuid, health in it.gpus.items()},
+                it.memory_pressure, tuple(device.DiskSample(*disk) for disk in it.disks),
+                it.received_bytes, it.sent_bytes, None if it.store is None else device.StoreSample(*it.store),
+                {uuid: device.GpuHealth(*health) for uuid, health in it.gpus.items()},
             )  # fmt: skip
+        case DiskForm():
+            return device.DiskReport(source.node, at, it.request, it.files, it.kept, it.is_first, it.message)
         case NodeLostForm():
             return NodeLost(source.node, it.incarnation, at, it.why)
         case NodeSeenForm():
             node = it.node
-            memory_mb = Mib(node.memory_mb)
-            return NodeReport(
-                Node(NodeName(node.name), node.cpu, memory_mb, node.max_runs, node.incarnation, node.boot_id),
-                tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices),
-                tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs),
-                at,
-                node.release,
-                tuple(node.faults.items()),
-                node.complete,
-                tuple(node.versions.items()),
-            )
+            rest = node.cpu, Mib(node.memory_mb), node.max_runs, node.incarnation, node.boot_id
+            devices = tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices)
+            runs = tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs)
+            more = node.release, tuple(node.faults.items()), node.complete, tuple(node.versions.items())
+            return NodeReport(device.Node(NodeName(node.name), *rest), devices, runs, at, *more)
         case _:
             assert_never(it)
 
 
-def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[DeviceSample, ...]:
+def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[device.DeviceSample, ...]:
     return tuple(
-        DeviceSample(
+        device.DeviceSample(
             device_key(source.cluster, source.node, uuid),
             at,
             Mib(used_mb),

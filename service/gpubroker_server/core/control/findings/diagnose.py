@@ -63,7 +63,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         unreachable_servers(known.servers_down),
     )
     of_fleet: Iterable[Iterator[Finding]] = (
-        held_idle(world, known.fleet.idle, now),
+        held_idle(world, known.fleet, now),
         waits_for_ever(known.stuck),
         repeated_memory_failures(known.fleet.memory_failures),
         all_on_one_node(world),

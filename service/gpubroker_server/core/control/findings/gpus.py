@@ -1,25 +1,23 @@
 """GPUs that are held and not used, and the likely cause."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from gpubroker_server.core.control.findings.finding import Finding, Severity
-from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Seconds, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.world.background import IDLE_TOP
-from gpubroker_server.core.world.ledger import DeviceLedger, Holding
+from gpubroker_server.core.world.ledger import NOISE_DIVISOR, DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
 
-HELD_SECONDS = Seconds(300.0)
-"""A holder may prepare for so long before its GPU counts as idle because of it."""
 BUSY_SHARE = 0.5
 """Of a node's CPUs: above it they do what the GPU might."""
 
 
-def held_idle(world: World, idle: Iterable[Idle], now: Instant) -> Iterator[Finding]:
-    """One for each holder. `idle`: devices and nodes that have done next to nothing for a while."""
-    for one in idle:
+def held_idle(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Finding]:
+    """One for each holder that has had its GPU for as long as one must be idle: it may prepare first."""
+    for one in fleet.idle:
         ledger = world.ledgers.get(DeviceKey(one.name))
         if ledger is None or ledger.sample is None:
             continue  # a node, or a GPU that is gone
@@ -30,7 +28,7 @@ def held_idle(world: World, idle: Iterable[Idle], now: Instant) -> Iterator[Find
             # What a model server takes for itself does not compute; idle work runs where it is idle.
             if lease.holder_kind is HolderKind.SERVER or lease.priority <= IDLE_TOP:
                 continue
-            if task is not None and is_held and now - since >= HELD_SECONDS:
+            if task is not None and is_held and now - since >= fleet.idle_grace_seconds:
                 yield _finding(world, ledger, holding, task, since)
 
 
@@ -52,10 +50,11 @@ def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, s
     elif elsewhere is not None:
         kind, remedy = "gpu-held-wrong-device", f"gpubroker stack {task.id}"
         cause = (
-            f"{task.name} computes on {elsewhere.device.label}, which it did not lease: it chooses a GPU by "
-            "number instead of taking those in CUDA_VISIBLE_DEVICES."
+            f"{task.name} uses nothing of its GPU, and {elsewhere.device.label} is used without a lease: "
+            "does it choose a GPU by number, instead of those in CUDA_VISIBLE_DEVICES?"
         )
-        evidence["uses"] = elsewhere.device.label
+        evidence["used_without_lease"] = elsewhere.device.label
+        evidence["without_lease_mb"] = _unleased_mb(elsewhere)
     elif task.external is None and seen is not None and seen.cpu >= BUSY_SHARE:
         kind, remedy = "gpu-held-on-cpu", f"gpubroker stack {task.id}"
         cause = f"{task.name} does not use the GPU, and its node's CPUs are busy: does its model run on them?"
@@ -68,11 +67,14 @@ def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, s
 
 
 def _used_elsewhere(world: World, ledger: DeviceLedger, holding: Holding) -> DeviceLedger | None:
-    """Another GPU of the node that its process uses and has no lease of."""
-    mark = holding.lease.mark
-    for key in world.by_node[ledger.device.node]:
-        other = world.ledgers[key]
-        leased = {held.lease.mark for held in other.holdings.values()}
-        if other.sample is not None and other.sample.by_holder.get(mark) and mark not in leased:
-            return other
-    return None
+    """Another GPU of the node that a process without a lease uses, if the holder uses nothing of its own."""
+    if holding.measured_mb > ledger.device.context_mb:
+        return None
+    others = (world.ledgers[key] for key in world.by_node[ledger.device.node])
+    return next((it for it in others if it is not ledger and _unleased_mb(it)), None)
+
+
+def _unleased_mb(ledger: DeviceLedger) -> int:
+    """Without what the operator has declared, and what contexts and the driver take."""
+    used_mb = ledger.foreign_mb - ledger.device.declared_foreign_mb
+    return used_mb if used_mb > ledger.device.physical_mb // NOISE_DIVISOR else 0

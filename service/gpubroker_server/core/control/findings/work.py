@@ -26,20 +26,14 @@ class StuckTask(NamedTuple):
     """A task that nothing but a change will start."""
 
     task: Task
-    reason: str
-    """As `gpubroker explain` says it; so is the message."""
-    message: str
-    would_start: str
-    """The smallest change with which it starts; empty: none was found."""
+    why: str
+    remedy: str
 
 
 def waits_for_ever(stuck: Iterable[StuckTask]) -> Iterator[Finding]:
-    for task, reason, message, would_start in stuck:
-        evidence: dict[str, str | float] = {"task": task.id, "reason": reason}
-        if would_start:
-            evidence["would_start"] = would_start
-        remedy, since = f"gpubroker explain {task.id}", task.queued_at
-        cause = f"{task.name} waits and will not start by itself: {message}"
+    for task, why, remedy in stuck:
+        evidence, since = {"task": task.id}, task.queued_at
+        cause = f"{task.name} waits and will not start by itself: {why}"
         yield Finding(
             "pending-for-ever", task.id, Severity.WARNING, cause, evidence, remedy, since, task.tenant
         )

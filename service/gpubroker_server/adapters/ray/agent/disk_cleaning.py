@@ -1,0 +1,361 @@
+"""The disk guard of one node: which files may go, and their deletion, when the leader asks.
+
+In a thread of its own, one question at a time: a file system that hangs holds up nothing else.
+"""
+
+import asyncio
+import errno
+import fcntl
+import hashlib
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+from gpubroker.runtime.messages import Report
+
+from gpubroker_server.adapters.ray.agent.disk_walk import (
+    _FILE,
+    Entry,
+    FileId,
+    OpenFiles,
+    Unsafe,
+    Walk,
+    file_id,
+    is_empty_database,
+    open_files,
+    opened,
+    opened_directory_of,
+    opened_root,
+)
+from gpubroker_server.core.control.disk_guard import DiskRules, FileSeen, choose, needed_bytes
+from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.units import Instant, Seconds
+
+log = structlog.get_logger("gpubroker.agent")
+
+MOST_FILES = 100_000
+"""Of each root, in one look."""
+MOST_DELETED = 1_000
+"""In one pass."""
+PASS_SECONDS = 600.0
+"""Besides the sync commands."""
+LISTING_BYTES = 64 * 2**20
+
+
+class DiskTask(NamedTuple):
+    """What a `disk` order asks, as it travels."""
+
+    request: str
+    roots: tuple[WatchedRoot, ...]
+    spared: tuple[str, ...]
+    warn: float
+    old_seconds: float
+    deletes: tuple[FoundFile, ...] | None
+    runs_sync: bool
+    live: tuple[str, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "DiskTask":
+        request, roots, spared, warn, old_seconds, deletes, runs_sync, live = values
+        found = None if deletes is None else tuple(_found(*one) for one in deletes)
+        watched = tuple(WatchedRoot(one[0], FileClass(one[1]), *one[2:]) for one in roots)
+        return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live)
+
+    @property
+    def digest(self) -> str:
+        """Of the configuration."""
+        about = self.roots, self.spared, self.warn, self.old_seconds
+        return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
+def _found(root: str, path: str, file_class: str, *rest: int) -> FoundFile:
+    return FoundFile(root, path, FileClass(file_class), *rest)
+
+
+class Answer(NamedTuple):
+    files: Sequence[FoundFile] = ()
+    kept: Mapping[str, int] = {}
+    is_first: bool = False
+    message: str = ""
+
+
+class DiskCleaner:
+    def __init__(
+        self, folder: Path, report: Callable[[Report], None], now: Callable[[], float] = time.time
+    ) -> None:
+        """`folder`: where the agent keeps its records."""
+        self._folder = folder
+        self._report = report
+        self._now = now
+        self._thread = ThreadPoolExecutor(1, "disk guard")
+        self._job: asyncio.Task[None] | None = None
+
+    def take(self, values: Sequence[Any]) -> None:
+        """Answer an order with a report, some time later; at once if it is busy."""
+        task = DiskTask.of(values)
+        if self._job is not None:
+            self._tell(
+                task, Answer(message="the node's agent is busy with another look at its disks; ask again")
+            )
+            return
+        self._job = asyncio.create_task(self._do(task))
+
+    async def _do(self, task: DiskTask) -> None:
+        """A thread that hangs keeps it busy."""
+        loop = asyncio.get_running_loop()
+        seconds = PASS_SECONDS + sum(root.sync_seconds for root in task.roots if task.runs_sync)
+        working = loop.run_in_executor(self._thread, self.answer, task)
+        try:
+            self._tell(task, await asyncio.wait_for(asyncio.shield(working), seconds))
+        except TimeoutError:
+            self._tell(task, Answer(message=f"its disks did not answer within {seconds:g} s"))
+            await asyncio.wait([working])
+        finally:
+            self._job = None
+
+    def answer(self, task: DiskTask) -> Answer:
+        try:
+            return self._look(task) if task.deletes is None else self._delete(task, task.deletes)
+        except (OSError, Unsafe) as fault:
+            return Answer(message=str(fault))
+        except Exception as fault:
+            log.exception("looking at the disks failed")
+            return Answer(message=repr(fault))
+
+    def _tell(self, task: DiskTask, answer: Answer) -> None:
+        files = [tuple(one) for one in answer.files]
+        kept = sorted((str(why), count) for why, count in answer.kept.items())
+        self._report(("disk", self._now(), task.request, files, kept, answer.is_first, answer.message))
+
+    def _look(self, task: DiskTask) -> Answer:
+        """The first with this configuration is remembered, once it has looked at what may go."""
+        spared = self._spared(task)
+        messages: list[str] = []
+        seen: dict[int, list[FileSeen]] = {}
+        needed: dict[int, int] = {}
+        is_open = open_files().ids
+        rules = DiskRules(task.warn, old_seconds=Seconds(task.old_seconds))
+        for root in task.roots:
+            try:
+                place = os.statvfs(root.path)
+                files = list(self._files_of(root, task, spared, is_open, messages))
+                device = os.stat(root.path).st_dev
+            except (OSError, Unsafe) as fault:
+                messages.append(f"{root.path}: {fault}")
+                continue
+            block = place.f_frsize
+            needed[device] = needed_bytes(place.f_blocks * block, place.f_bavail * block, rules)
+            seen.setdefault(device, []).extend(files)
+        chosen: list[FileSeen] = []
+        kept: Counter[str] = Counter()
+        live = {form for path in task.live for form in (path, os.path.realpath(path))}
+        for device, files in seen.items():
+            cleaning = choose(files, live, needed[device], Instant(self._now()), rules)
+            chosen += cleaning.files
+            kept.update({str(why): count for why, count in cleaning.kept.items()})
+        if len(chosen) > MOST_DELETED:
+            kept["next_pass"] += len(chosen) - MOST_DELETED
+        is_first = self._known() != task.digest
+        if task.runs_sync and is_first:
+            self._remember(task.digest)
+        found = [
+            FoundFile(one.root, one.path, one.file_class, one.size_bytes, one.modified_ns, one.inode)
+            for one in chosen[:MOST_DELETED]
+        ]
+        return Answer(found, kept, is_first, "; ".join(messages))
+
+    def _files_of(
+        self,
+        root: WatchedRoot,
+        task: DiskTask,
+        spared: frozenset[FileId],
+        is_open: frozenset[FileId],
+        messages: list[str],
+    ) -> Iterator[FileSeen]:
+        synced: Mapping[str, int] = {}
+        if root.file_class is FileClass.REDUNDANT and task.runs_sync:
+            try:
+                synced = listing_of(root)
+            except Unsafe as fault:
+                messages.append(str(fault))
+        walk = Walk(root.path, MOST_FILES, spared)
+        walk.run()
+        if not walk.is_complete:
+            messages.append(
+                f"{root.path}: not all of it could be read, or it has more than {MOST_FILES} files"
+            )
+            if root.file_class is FileClass.CHECKPOINT:
+                return  # the newest one may be among what was not seen
+        for entry in walk.entries:
+            yield self._seen(root, entry, task, spared, is_open, synced)
+
+    def _seen(
+        self,
+        root: WatchedRoot,
+        entry: Entry,
+        task: DiskTask,
+        spared: frozenset[FileId],
+        is_open: frozenset[FileId],
+        synced: Mapping[str, int],
+    ) -> FileSeen:
+        status, is_database = entry.status, root.file_class is FileClass.EMPTY_DATABASE
+        is_held = file_id(status) in is_open
+        may_go = is_database and not (is_held or entry.has_journal)
+        is_old = self._now() - status.st_mtime >= task.old_seconds
+        return FileSeen(
+            root.path,
+            entry.path,
+            root.file_class,
+            status.st_size,
+            Instant(status.st_mtime),
+            is_held,
+            entry.has_journal,
+            is_empty=may_go and is_old and is_empty_database(root.path, entry.path, spared),
+            is_synced=synced.get(entry.path) == status.st_size,
+            inode=status.st_ino,
+            modified_ns=max(0, status.st_mtime_ns),
+        )
+
+    def _delete(self, task: DiskTask, files: Sequence[FoundFile]) -> Answer:
+        """What has not changed since it was found, is below a root of the order, and is not open."""
+        if self._known() != task.digest:
+            raise Unsafe("nothing is deleted in the first pass after a change of configuration")
+        spared, held = self._spared(task), open_files()
+        roots = {root.path: root.file_class for root in task.roots}
+        live = {form for path in task.live for form in (path, os.path.realpath(path))}
+        gone: list[FoundFile] = []
+        kept: Counter[str] = Counter()
+        until = time.monotonic() + PASS_SECONDS
+        for file in files[:MOST_DELETED]:
+            if time.monotonic() > until:
+                kept["next_pass"] += 1
+            elif roots.get(file.root) is not file.file_class or _is_live(file, live):
+                kept["of_live_task"] += 1
+            elif why := self._left_because(file, task, spared, held):
+                kept[why] += 1
+            else:
+                gone.append(file)
+                log.info("deleted", path=file.whole_path)
+        return Answer(gone, kept)
+
+    def _left_because(
+        self, file: FoundFile, task: DiskTask, spared: frozenset[FileId], known: OpenFiles
+    ) -> str:
+        """Empty: it is deleted."""
+        name = file.path.rpartition("/")[2]
+        try:
+            with (
+                opened_root(file.root, spared) as (root, device),
+                opened_directory_of(root, file.path, device, spared) as directory,
+                opened(name, _FILE, directory) as held,
+            ):
+                status = os.fstat(held)
+                same = file.inode, file.modified_ns, file.size_bytes
+                if not stat.S_ISREG(status.st_mode) or status.st_dev != device:
+                    return "changed"
+                if (status.st_ino, status.st_mtime_ns, status.st_size) != same:
+                    return "changed"
+                if self._now() - status.st_mtime < task.old_seconds:
+                    return "young"
+                if file.file_class is FileClass.EMPTY_DATABASE and _has_journal(name, directory):
+                    return "has_journal"
+                with not_opened_by_others(held) as is_ours:
+                    # Without the kernel's answer, and without a look at all processes, this is not known.
+                    if is_ours is False or (is_ours is None and not known.is_complete):
+                        return "open"
+                    if file_id(status) in known.ids:
+                        return "open"
+                    if file_id(os.stat(name, dir_fd=directory, follow_symlinks=False)) != file_id(status):
+                        return "changed"
+                    os.unlink(name, dir_fd=directory)
+        except (OSError, Unsafe) as fault:
+            log.warning("a file is left", path=file.whole_path, fault=str(fault))
+            return "changed"
+        return ""
+
+    def _spared(self, task: DiskTask) -> frozenset[FileId]:
+        """Directories of the service, whatever names they have here."""
+        found = set()
+        for path in (*task.spared, str(self._folder)):
+            try:
+                found.add(file_id(os.stat(path)))
+            except FileNotFoundError:
+                continue
+        return frozenset(found)
+
+    @property
+    def _memory(self) -> Path:
+        return self._folder / "disk-guard"
+
+    def _known(self) -> str:
+        return self._memory.read_text() if self._memory.exists() else ""
+
+    def _remember(self, digest: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._memory.write_text(digest)
+
+
+def listing_of(root: WatchedRoot) -> Mapping[str, int]:
+    """Run the sync command in the root. Path below the root -> size, of each file that its copy has. Raises
+    Unsafe if it fails, or prints anything else than lines `SIZE PATH`."""
+    said = f"{root.path}: its sync command {root.sync_command[0]}"
+    try:
+        done = subprocess.run(  # noqa: S603  # the operator's
+            root.sync_command, cwd=root.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, timeout=root.sync_seconds, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        raise Unsafe(f"{said} failed: {fault}") from None
+    if done.returncode:
+        raise Unsafe(f"{said} ended with {done.returncode}")
+    if len(done.stdout) > LISTING_BYTES:
+        raise Unsafe(f"{said} printed more than {LISTING_BYTES} bytes")
+    listing = {}
+    for line in os.fsdecode(done.stdout).splitlines():
+        size, _, path = line.partition(" ")
+        if not size.isdecimal() or not path:
+            raise Unsafe(
+                f"{said} printed {line[:80]!r}; each line has to be a size in bytes, a space and a path"
+            )
+        listing[path] = int(size)
+    return listing
+
+
+def _is_live(file: FoundFile, live: set[str]) -> bool:
+    parts = file.whole_path.split("/")
+    return any("/".join(parts[:end]) in live for end in range(2, len(parts) + 1))
+
+
+def _has_journal(name: str, directory: int) -> bool:
+    for beside in (f"{name}-wal", f"{name}-journal"):
+        try:
+            os.stat(beside, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        return True
+    return False
+
+
+@contextmanager
+def not_opened_by_others(held: int) -> Iterator[bool | None]:
+    """Whether nothing else has the file open; while this lasts, the kernel lets nothing else open it. None
+    where the file system has no such leases, or lets only the file's owner have them."""
+    fcntl.fcntl(held, fcntl.F_SETSIG, signal.SIGURG)  # the signal of a waiting open would end this process
+    try:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as fault:
+        yield False if fault.errno == errno.EAGAIN else None
+        return
+    try:
+        yield True
+    finally:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)

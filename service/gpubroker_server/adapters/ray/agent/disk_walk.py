@@ -1,0 +1,192 @@
+"""The files below the roots of the disk guard. No symbolic link is followed, and no other file system is
+entered: every directory is opened by its name relative to the descriptor of the one above it."""
+
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+FileId = tuple[int, int]
+"""Device and inode."""
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+DEEPEST = 64
+"""Levels of directories."""
+SQLITE_HEADER = b"SQLite format 3\x00"
+LARGEST_DATABASE_BYTES = 64 * 2**20
+"""A larger one is not read, and counts as one with rows."""
+KERNEL_THREAD = 0x00200000
+"""PF_KTHREAD: it has no open files."""
+
+
+class Unsafe(Exception):
+    """The text says why nothing here may be deleted."""
+
+
+class Entry(NamedTuple):
+    """A regular file below a root."""
+
+    path: str
+    """Relative to the root."""
+    status: os.stat_result
+    has_journal: bool
+
+
+@dataclass(slots=True)
+class Walk:
+    root: str
+    most: int
+    """Files; the walk ends there."""
+    spared: frozenset[FileId]
+    """Directories that are not entered."""
+    is_complete: bool = True
+    """It has seen all that is there."""
+    entries: list[Entry] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Raises OSError and Unsafe."""
+        with opened_root(self.root, self.spared) as (root, device):
+            self._enter(root, "", device, 0)
+
+    def _enter(self, directory: int, prefix: str, device: int, depth: int) -> None:
+        with os.scandir(directory) as listing:
+            names = sorted(entry.name for entry in listing)
+        known = frozenset(names)
+        for name in names:
+            try:
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    self._enter_below(directory, name, f"{prefix}{name}/", device, depth + 1)
+                elif stat.S_ISREG(status.st_mode) and status.st_dev == device:
+                    if len(self.entries) >= self.most:
+                        self.is_complete = False
+                        return
+                    has_journal = not known.isdisjoint((f"{name}-wal", f"{name}-journal"))
+                    self.entries.append(Entry(prefix + name, status, has_journal))
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self.is_complete = False
+
+    def _enter_below(self, directory: int, name: str, prefix: str, device: int, depth: int) -> None:
+        if depth > DEEPEST:
+            self.is_complete = False
+            return
+        with opened(name, _DIRECTORY, directory) as below:
+            seen = os.fstat(below)
+            if seen.st_dev == device and file_id(seen) not in self.spared:
+                self._enter(below, prefix, device, depth)
+
+
+def file_id(status: os.stat_result) -> FileId:
+    return status.st_dev, status.st_ino
+
+
+@contextmanager
+def opened(name: str, flags: int, directory: int | None = None) -> Iterator[int]:
+    descriptor = os.open(name, flags, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, int]]:
+    """Its descriptor and device. Raises OSError, and Unsafe if it is in a directory that is spared."""
+    with opened(root, _DIRECTORY) as found:
+        above = os.dup(found)
+        try:
+            while True:
+                seen = os.fstat(above)
+                if file_id(seen) in spared:
+                    raise Unsafe(f"{root} is in a directory of the service (data_dir, objects or runs)")
+                higher = os.open("..", _DIRECTORY, dir_fd=above)
+                os.close(above)
+                above = higher
+                if os.path.sameopenfile(above, found) or file_id(os.fstat(above)) == file_id(seen):
+                    break
+        finally:
+            os.close(above)
+        yield found, os.fstat(found).st_dev
+
+
+@contextmanager
+def opened_directory_of(root: int, path: str, device: int, spared: frozenset[FileId]) -> Iterator[int]:
+    """The directory of a file below the root. Raises OSError, and Unsafe if the way leads elsewhere."""
+    here = os.dup(root)
+    try:
+        for name in path.split("/")[:-1]:
+            if name in ("", ".", ".."):
+                raise Unsafe(f"{path} is no path below its root")
+            below = os.open(name, _DIRECTORY, dir_fd=here)
+            os.close(here)
+            here = below
+            seen = os.fstat(here)
+            if seen.st_dev != device or file_id(seen) in spared:
+                raise Unsafe(f"{path} is on another file system, or in a directory of the service")
+        yield here
+    finally:
+        os.close(here)
+
+
+class OpenFiles(NamedTuple):
+    """What processes have open."""
+
+    ids: frozenset[FileId]
+    is_complete: bool
+    """False: there are processes that this one may not look at."""
+
+
+def open_files() -> OpenFiles:
+    found: set[FileId] = set()
+    is_complete = True
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(FileNotFoundError):
+                    found.add(file_id(os.stat(f"/proc/{pid}/fd/{name}")))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except PermissionError:
+            is_complete = is_complete and _is_kernel_thread(pid)
+    return OpenFiles(frozenset(found), is_complete)
+
+
+def _is_kernel_thread(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return bool(int(file.read().rpartition(")")[2].split()[6]) & KERNEL_THREAD)
+    except OSError:
+        return True  # it has ended
+
+
+def is_empty_database(root: str, path: str, spared: frozenset[FileId]) -> bool:
+    """Whether it is a SQLite file of which no table has a row. It is read from one descriptor, as bytes: its
+    path may lead elsewhere meanwhile."""
+    try:
+        with (
+            opened_root(root, spared) as (top, device),
+            opened_directory_of(top, path, device, spared) as directory,
+            opened(path.rpartition("/")[2], _FILE, directory) as file,
+        ):
+            if os.fstat(file).st_size > LARGEST_DATABASE_BYTES:
+                return False
+            with open(file, "rb", closefd=False) as readable:
+                data = bytearray(readable.read(LARGEST_DATABASE_BYTES))
+        return bytes(data[:16]) == SQLITE_HEADER and not _has_rows(data)
+    except (OSError, Unsafe, sqlite3.Error):
+        return False
+
+
+def _has_rows(data: bytearray) -> bool:
+    data[18:20] = b"\x01\x01"  # a copy in memory has no write-ahead log
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.deserialize(bytes(data))
+        tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        quoted = ('"' + name.replace('"', '""') + '"' for (name,) in tables)
+        return any(database.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() for name in quoted)  # noqa: S608

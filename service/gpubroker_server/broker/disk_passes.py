@@ -1,0 +1,150 @@
+"""Passes of the disk guard: a node says what may go, the audit log takes note, then the node deletes it."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, level_of, nodes_to_clean
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Notice, Request
+from gpubroker_server.core.domain.device import DiskOrder, DiskReport, FoundFile, Node
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import BlobStore
+
+DISK_REQUESTS: Final = frozenset({"disk", "clean"})
+GIVEN_UP_SECONDS = Seconds(3600.0)
+"""A request that no agent has answered for so long is settled without an answer."""
+SETTINGS_TENANT = "default"
+"""Of what the operator's configuration does."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    node: NodeName
+    at: Instant
+    tenant: str
+    actor: str
+    deletes: bool
+    found: DiskReport | None = None
+    """What may go; its deletion is ordered."""
+
+
+class DiskPasses:
+    """In one leader's memory: the next leader asks again."""
+
+    def __init__(self, world: World, policy: Policy, guard: DiskGuard, blobs: BlobStore) -> None:
+        self._world = world
+        self._policy = policy
+        self._guard = guard
+        self._blobs = blobs
+        self._passes: dict[str, _Pass] = {}
+        """By request; those of the leader itself by `auto/` and the node."""
+
+    def carry_out(self, now: Instant) -> list[Decision]:
+        """The requests of clients."""
+        requests = self._world.requests
+        known = self._passes.items()
+        self._passes = {id: one for id, one in known if id in requests or id.startswith("auto/")}
+        decisions = []
+        for request in requests.values():
+            if request.what in DISK_REQUESTS:
+                is_over = request.id in self._passes and now > request.made_at + GIVEN_UP_SECONDS
+                if is_over or NodeName(request.task) not in self._world.nodes:
+                    decisions.append(Decision(request.task, request.what, requests_done=(request.id,)))
+                elif request.id not in self._passes:
+                    decisions.append(self._begin(request, now))
+        return decisions
+
+    def due(self, now: Instant) -> list[Decision]:
+        """Cleaning of nodes with a disk that is too full."""
+        fresh_since = Instant(now - 3 * self._policy.sample_period_seconds)
+        decisions = []
+        for name in nodes_to_clean(self._world, self._guard, fresh_since):
+            id, last = f"auto/{name}", self._passes.get(f"auto/{name}")
+            if last is None or now - last.at >= self._guard.clean_seconds:
+                self._passes[id] = _Pass(name, now, SETTINGS_TENANT, "settings", deletes=True)
+                decisions.append(Decision(name, "clean", orders=(self._order(id, name, runs_sync=True),)))
+        return decisions
+
+    async def answered(self, report: DiskReport, now: Instant) -> list[Decision]:
+        """The same for the same report. Raises StoreUnavailable."""
+        asked = self._passes.get(report.request)
+        if asked is None or asked.node != report.node:
+            return []
+        finds = asked.found in (None, report)
+        if finds and asked.deletes and report.files and not report.is_first:
+            asked.found = report
+            return [self._delete(asked, report, now)]
+        if report.request not in self._world.requests:
+            return []
+        told = self._told(report, None if finds else asked.found)
+        digest = await self._blobs.put(json.dumps(told).encode(), owner=report.node)
+        return [Decision(report.node, "disk", requests_done=(report.request,), answer=digest)]
+
+    def _begin(self, request: Request, now: Instant) -> Decision:
+        node, cleans = NodeName(request.task), request.what == "clean"
+        deletes = cleans and not request.fields.get("dry_run", True)
+        actor = str(request.fields.get("by", ""))
+        self._passes[request.id] = _Pass(node, now, request.tenant, actor, deletes)
+        return Decision(node, request.what, orders=(self._order(request.id, node, runs_sync=cleans),))
+
+    def _delete(self, asked: _Pass, report: DiskReport, now: Instant) -> Decision:
+        """Each file is in the audit log before it goes."""
+        audit = tuple(
+            AuditNote(now, asked.tenant, asked.actor, "disk.delete", f"{report.node}:{file.whole_path}",
+                      f"{file.file_class.value}, {file.size_bytes} bytes")
+            for file in report.files
+        )  # fmt: skip
+        about = {"files": len(report.files), "bytes": sum(file.size_bytes for file in report.files)}
+        order = self._order(report.request, report.node, runs_sync=False, deletes=report.files)
+        notice = Notice("fleet.DISK_CLEANED", report.node, about)
+        return Decision(report.node, "clean", audit=audit, notices=(notice,), orders=(order,))
+
+    def _order(
+        self, request: str, node: NodeName, *, runs_sync: bool, deletes: tuple[FoundFile, ...] | None = None
+    ) -> DiskOrder:
+        guard = self._guard
+        rules = guard.rules_of(self._world.nodes[node])
+        about = guard.roots, guard.spared, rules.warn, rules.old_seconds
+        return DiskOrder(node, request, *about, deletes=deletes, runs_sync=runs_sync)
+
+    def _told(self, report: DiskReport, found: DiskReport | None) -> Mapping[str, Any]:
+        """`found`: if this is the report of a deletion, what was looked at before it."""
+        looked = (report,) if found is None else (found, report)
+        kept: Counter[str] = Counter()
+        for one in looked:
+            kept.update(dict(one.kept))
+        node, sample = self._world.nodes.get(report.node), self._world.node_samples.get(report.node)
+        disks = () if node is None or sample is None else sample.disks
+        return {
+            "at": report.at,
+            "deleted": found is not None,
+            "first_pass": report.is_first,
+            "message": "; ".join(one.message for one in looked if one.message),
+            "kept": dict(kept),
+            "roots": [{"path": root.path, "class": root.file_class.value} for root in self._guard.roots],
+            "disks": [
+                {
+                    "path": disk.path,
+                    "total_bytes": disk.total_bytes,
+                    "free_bytes": disk.free_bytes,
+                    "level": self._level(node, disk.used_share).name.lower(),
+                }
+                for disk in disks
+            ],
+            "files": [
+                {
+                    "path": file.whole_path,
+                    "class": file.file_class.value,
+                    "size_bytes": file.size_bytes,
+                    "modified_at": file.modified_ns / 1e9,
+                }
+                for file in report.files
+            ],
+        }
+
+    def _level(self, node: Node | None, used_share: float) -> DiskLevel:
+        return level_of(used_share, self._guard.rules if node is None else self._guard.rules_of(node))
