@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -284,15 +284,28 @@ class LeaderRequests:
             for id, subject in zip(ids, subjects, strict=True)
         ]
 
-    async def _settle(self, requests: Sequence[Request], times: int = 1) -> bool:
-        """Store them in one commit. True if the leader has carried them out."""
-        with contextlib.ExitStack() as stack:
-            done = [stack.enter_context(self._waiters.expect(request.id)) for request in requests]
-            await self._store.request(*requests)
+    @contextmanager
+    def expected(
+        self, requests: Sequence[Request], times: int = 1
+    ) -> Iterator[Callable[[], Awaitable[bool]]]:
+        """Enter it before they are stored. What it yields waits until the leader has carried them out: True
+        if it has."""
+
+        async def settle() -> bool:
             for request in requests:
                 log.info("asked", what=request.what, task=request.task, tenant=request.tenant)
             until = monotonic() + self._settle_seconds * times
             for one in done:
                 if not await one.within(Seconds(max(0.0, until - monotonic()))):
                     return False
-        return True
+            return True
+
+        with contextlib.ExitStack() as stack:
+            done = [stack.enter_context(self._waiters.expect(request.id)) for request in requests]
+            yield settle
+
+    async def _settle(self, requests: Sequence[Request], times: int = 1) -> bool:
+        """Store them in one commit. True if the leader has carried them out."""
+        with self.expected(requests, times) as settle:
+            await self._store.request(*requests)
+            return await settle()

@@ -198,11 +198,13 @@ async def submit_worker_set(
     new = await new_worker_set(submissions, body, task, spec)
     submissions.check_queue(worker.task for worker in new.batch.submissions)
     batch = replace(new.batch, idempotency_key=key, body_hash=hashed)
-    outcome = await submissions.store.submit_batch(batch)
-    if outcome.verdict is SubmitVerdict.KEY_REUSED:
-        raise key_reused(str(key), outcome.task, PURPOSE)
-    if outcome.verdict is SubmitVerdict.DUPLICATE:
-        return _accepted(await _find(call, parts, outcome.task), parts, is_new=False)
+    with parts.requests.expected(batch.requests) as settle:
+        outcome = await submissions.store.submit_batch(batch)
+        if outcome.verdict is SubmitVerdict.KEY_REUSED:
+            raise key_reused(str(key), outcome.task, PURPOSE)
+        if outcome.verdict is SubmitVerdict.DUPLICATE:
+            return _accepted(await _find(call, parts, outcome.task), parts, is_new=False)
+        await settle()
     log.info("worker set accepted", task=new.workers.id, tenant=tenant)
     return _accepted(new.workers, parts, is_new=True)
 
