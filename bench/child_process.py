@@ -9,6 +9,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+NO_UV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+"""Else Ray packs the folder and has each worker run by `uv run` wherever the benchmark was."""
+
 
 class ChildProcess:
     """Runs `python -m MODULE` during the with-block; the module answers with `answer_commands`."""
@@ -24,7 +27,7 @@ class ChildProcess:
             [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **self.environment()},
+            env={**os.environ, **NO_UV, **self.environment()},
             text=True,
         )
         return self
