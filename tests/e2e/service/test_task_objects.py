@@ -86,7 +86,7 @@ def test_a_small_form_of_the_benchmark_compares_with_plain_ray(broker: Broker) -
     assert all(figure.baseline and figure.ratio for figure in (stored, read))
 
 
-SIZE_MB, MOST_MB = 128, 48
+SIZE_MB, MOST_MB = 256, 96
 COMMAND = """
 import atexit, sys
 from pathlib import Path
