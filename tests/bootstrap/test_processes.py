@@ -144,10 +144,13 @@ def tell_the_same(a: ServiceProcess, b: ServiceProcess, path: str, body: Any = N
 
 
 def timeless(view: Any) -> Any:
-    """Without what depends on the moment at which it was told."""
+    """Without what depends on the moment at which it was told, and the history, which each process has for
+    itself."""
     match view:
         case dict():
-            kept = {name: value for name, value in view.items() if not TIME.search(name)}
+            kept = {
+                name: value for name, value in view.items() if not (TIME.search(name) or name == "history")
+            }
             return {name: timeless(value) for name, value in kept.items()}
         case list():
             return [timeless(one) for one in view]

@@ -243,4 +243,5 @@ def test_a_task_asks_the_broker_that_it_came_from(service: RecordedService) -> N
         "/tasks/task_1/stack",
         "/tasks/task_1/logs",
     ]
-    assert [request.params for request in service.requests[-2:]] == [[("rank", "1")], [("stream", "stderr")]]
+    asked, followed = (dict(request.params) for request in service.requests[-2:])
+    assert (asked, followed["stream"]) == ({"rank": "1"}, "stderr")

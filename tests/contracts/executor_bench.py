@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.orders import (
     Heartbeat,
     NodeLost,
     NodeReport,
+    NodesListed,
     Order,
     Report,
     RunId,
@@ -215,6 +216,8 @@ class Bench:
                         self.beats.append(asyncio.get_running_loop().time())
                     case Sampled():
                         self.samples.append(report)
+                    case NodesListed():
+                        pass
                     case NodeSample():
                         self.node_samples.append(report)
                     case _:
