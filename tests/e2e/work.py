@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpubroker import Broker, Stopped, current_task
-from gpubroker.runtime.task import Workers
 
 from examples.gang import all_reduce
+
+if TYPE_CHECKING:
+    from gpubroker.runtime.task import Workers  # 0.2.0 has none
 
 PATIENCE_SECONDS = 30.0
 """No rank of a broken gang waits longer for the others."""
@@ -165,7 +167,7 @@ def go_on_with_those_at_work(witness: str) -> list[int]:
     task = current_task()
     note(witness, f"{task.rank} began")
 
-    def tell(workers: Workers) -> None:
+    def tell(workers: "Workers") -> None:
         note(witness, f"{task.rank} works with {workers.ranks} in {workers.number}")
 
     task.on_resize(tell)
