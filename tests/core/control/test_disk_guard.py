@@ -18,7 +18,7 @@ from gpubroker_server.core.control.disk_guard import (
     needed_bytes,
     nodes_to_clean,
 )
-from gpubroker_server.core.domain.device import DiskSample, FileClass, NodeSample, WatchedRoot
+from gpubroker_server.core.domain.device import DiskSample, FileClass, FoundFile, NodeSample, WatchedRoot
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,3 +187,7 @@ def test_only_nodes_that_answer_and_were_measured_are_cleaned_and_none_without_r
         world.node_samples[NodeName(name)] = a_sample_of(name, used, NOW + at)
     assert nodes_to_clean(world, DiskGuard(roots=(root,)), NOW) == ["n1"]
     assert nodes_to_clean(world, DiskGuard(), NOW) == []
+
+
+def test_a_file_is_known_by_its_whole_path() -> None:
+    assert FoundFile("/scratch", "a/b.log", FileClass.LOG, 1, 2, 3).whole_path == "/scratch/a/b.log"

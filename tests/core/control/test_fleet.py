@@ -131,6 +131,7 @@ def test_idle_devices_and_nodes_are_looked_for_now_and_then_and_told_once() -> N
     assert set(control.seen.idle) == {Idle(name, 0.0, NOW) for name in idle}
     control.step(world, {}, Instant(NOW + 460))  # all samples are old by now: nothing is known
     assert len(control.seen.idle) == 2
+    assert [control.is_idle_check_due(Instant(NOW + at)) for at in (461, 530)] == [False, True]
 
 
 def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with_time() -> None:
