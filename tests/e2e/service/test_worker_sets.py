@@ -29,7 +29,7 @@ def at_work(broker: Broker, workers: WorkerSet, count: int) -> WorkerSet:
 def ended(broker: Broker, workers: WorkerSet) -> None:
     broker.end_worker_set(workers)
     until(lambda: broker.worker_set(workers).state == "over", "the set is over")
-    assert broker.worker_sets() == []
+    until(lambda: broker.worker_sets() == [], "it is listed no more")
 
 
 def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -> None:
