@@ -207,7 +207,7 @@ async def test_the_question_of_a_run_that_ends_is_asked_for_the_next_that_waits(
     node.runners.runner_of("b").report(ended(RunKey("b", 1, 0), failed("exception", "no"), b""))
     await node.leader.receive("gone", "b")
     await node.answer("b", 0, BYTES)
-    assert node.runners.shared == [], "nobody waits for it any longer"
+    assert node.runners.shared == [], "no run waits for it any longer"
 
 
 async def test_a_part_of_a_result_is_passed_on_and_its_answer_is_passed_back(node: Node) -> None:

@@ -296,7 +296,7 @@ async def test_damaged_results_are_told(gateway: Gateway, api: Client) -> None:
 
 
 async def test_the_leader_forgets_an_array_whose_workers_have_ended(gateway: Gateway, api: Client) -> None:
-    """Items may be left: nobody works on them any more."""
+    """Items may be left: no worker is left for them."""
     seen = await submitted(api, (1, 2), max_parallel=1)
     await gateway.admit(seen["id"])
     task, arrays = gateway.task(seen["id"]), Arrays(gateway.store, gateway.world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,7 +72,7 @@ def delete(context: typer.Context, name: Name) -> None:
 
 def _task_in(file: str) -> dict[str, Any]:
     try:
-        text = sys.stdin.read() if file == "-" else open(file, encoding="utf-8").read()  # noqa: SIM115
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         task = json.loads(text)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"cannot read a task from {file}: {error}") from None

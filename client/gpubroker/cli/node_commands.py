@@ -27,7 +27,7 @@ Because = Annotated[
 def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
     """List nodes: what is held of them (CPU, MEMORY, RUNS), and how busy and full they are.
 
-    USED is host memory and DISK the fullest of the watched disks, whoever uses them.
+    USED is host memory and DISK the fullest of the watched disks, by all programs.
     """
     with connect(context) as broker:
         emit_all(output, broker.nodes().items, _nodes)

@@ -135,7 +135,7 @@ class Node:
     gpus: int = 0
     gpu_mb: Mapping[str, int] = field(default_factory=dict)
     measured: Mapping[str, Any] | None = None
-    """What is in use, whoever uses it: `cpu` (0 to 1), `memory_total_mb`, `memory_available_mb`,
+    """What all programs use: `cpu` (0 to 1), `memory_total_mb`, `memory_available_mb`,
     `memory_pressure`, `disks`, `received_bytes`, `sent_bytes`, `object_store`, `sampled_at`, `stale`."""
     holders: tuple[Mapping[str, Any], ...] = ()
     history: Mapping[str, Any] = field(default_factory=dict)

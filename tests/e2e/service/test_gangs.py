@@ -80,11 +80,14 @@ def test_ranks_that_a_gang_can_do_without_make_room_and_others_join_when_it_is_f
     urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
     assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
     for rank in (0, 1):
-        until(lambda rank=rank: f"{rank} works with (0, 1) in 2" in lines_of(witness), "it heard who is left")
+        until(
+            lambda rank=rank: f"{rank} works with (0, 1) in 2" in lines_of(witness),
+            "it heard which ranks are left",
+        )
     assert {"2 left", "3 left"} <= set(lines_of(witness))
     for rank in (0, 1, 4, 5):
         news = f"{rank} works with (0, 1, 4, 5) in 4"
-        until(lambda news=news: news in lines_of(witness), "it heard who has joined")
+        until(lambda news=news: news in lines_of(witness), "it heard which ranks have joined")
     shown = broker.get(gang)
     assert [rank.state for rank in shown.ranks] == [
         "running", "running", "left", "left", "running", "running",

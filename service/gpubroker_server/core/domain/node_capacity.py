@@ -61,7 +61,7 @@ class NodeHeadroom(NamedTuple):
     node: Node | None = None
     """The node, for demands that may not use every node."""
     gives_gpus: bool = True
-    """False: whoever looks may take none of its GPUs now, whatever is free."""
+    """False: a task of the priority that is asked about may take none of its GPUs now."""
 
     def fits(self, task: Task) -> bool:
         """A resource that is not asked for is never lacking, even where it is overcommitted."""

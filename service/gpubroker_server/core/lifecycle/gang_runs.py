@@ -55,7 +55,7 @@ def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Insta
 
 
 def beginning_orders(world: World, task: Task, member: Member) -> tuple[Order, ...]:
-    """What a rank at work may have missed: with whom it is, before it begins."""
+    """What a rank at work may have missed: the ranks of its world, before it begins."""
     world_order = (order for order in world_orders(world, task) if order.rank == member.rank)
     return (*world_order, go_order(world, task, member))
 

@@ -61,7 +61,7 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
         return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
     match task.stop_reason:
         case StopReason.PREEMPT:
-            # A worker that its set wants no more is held from its notice on; it made room for nobody.
+            # A worker that its set wants no more is held from its notice on; it made room for no task.
             return Move.REQUEUED, requeued_fields(task, preemptions=task.preemptions + (not task.held))
         case StopReason.MOVE:
             moved = {"preemptions": task.preemptions + 1, "stop_reason": StopReason.MOVE}

@@ -172,7 +172,7 @@ class ObjectStorage:
 resource = Resource("objects")
 
 _SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
-"""Objects are for inferences and for tasks: whoever may submit either may have some."""
+"""Objects are for inferences and for tasks: a token that may submit either may have some."""
 
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 

@@ -159,7 +159,7 @@ class NodeAgent:
         return read[-1][0], packed
 
     async def runner_of(self, task: str, fence: int, rank: int) -> str:
-        """The name of the actor that has this run, for those who call it; empty if none has."""
+        """The name of the actor that has this run, for calls to it; empty if none has."""
         return "" if self._runs is None else self._runs.table.runner_of(RunKey(task, fence, rank))
 
     async def leave(self) -> None:
