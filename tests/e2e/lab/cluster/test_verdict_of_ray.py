@@ -25,6 +25,7 @@ def test_two_of_three_nodes_that_ray_says_are_dead_are_given_up_without_a_person
     cluster: Broker, second_node: RayNode, third_node: RayNode, hands: Hands
 ) -> None:
     until(lambda: len(cluster.nodes()) == 3 and "n3" in ready(cluster), "three nodes are there")
+    until(lambda: not any(gpu.stale for gpu in cluster.gpus()), "and their GPUs are measured")
     lost = {"n2": second_node, "n3": third_node}
     small = {"gpu_mb": 4096, "kinds": ["sim-small"]}
     runs = [hands.at_work(f"on-{name}", **small, prefer_nodes={"node": [name]}) for name in lost]
