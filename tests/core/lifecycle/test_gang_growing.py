@@ -200,15 +200,6 @@ def test_the_newest_leave_first_and_numbers_of_worlds_rise() -> None:
     check_ledger(gang.world)
 
 
-@pytest.mark.parametrize("node", ["n0", "n2"])
-def test_the_newest_leaves_first_whichever_node_it_is_on(node: str) -> None:
-    gang = on_one_node(elastic(4, 1))
-    arrives(gang, node)
-    gang.tell(gang.started(2), gang.started(3), gang.ready(2), gang.ready(3))
-    comes(gang)
-    assert states(gang.task) == [READY, READY, READY, LEAVING]
-
-
 def test_an_old_report_of_a_rank_that_joined_changes_nothing_twice() -> None:
     gang = grown()
     before = gang.task
