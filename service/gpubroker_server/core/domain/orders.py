@@ -202,6 +202,8 @@ class Loaded(_RunReport):
     waiting: int
     cpu_percent: float
     rank: int = 0
+    answered: int = 0
+    """Calls that this run has answered."""
 
 
 @value
