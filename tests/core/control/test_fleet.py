@@ -200,7 +200,7 @@ def test_a_full_disk_closes_its_node_only_if_there_is_something_that_may_be_dele
 
 def test_a_disk_that_is_slow_to_answer_keeps_its_level_and_is_told_once() -> None:
     guard = DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),))
-    world, control = a_fleet(), FleetControl(FleetRules(disk=guard), POLICY)
+    world, control = a_fleet(), a_control(FleetRules(disk=guard))
     heard = control.step(world, {}, with_disks(world, NOW, n1=0.9))
     world.node_samples[N1] = replace(world.node_samples[N1], at=Instant(NOW + 2), disks=())
     heard += control.step(world, {}, Instant(NOW + 2))
