@@ -94,6 +94,7 @@ class Leader:
         self._inbox = Inbox()
         self._arrays = Arrays(store, world)
         self._timer = CycleTimer()
+        self._between_cycles = asyncio.Event()
         self._commits = Committer(leader_term, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
         self.fleet = None if new_fleet is None else new_fleet(self._commits.seconds)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
@@ -141,7 +142,7 @@ class Leader:
             if self._logs is not None:
                 group.create_task(self._logs.follow())
             if self.fleet is not None:
-                group.create_task(self.fleet.keep())
+                group.create_task(self.fleet.keep(self._between_cycles))
             if self._objects is not None:
                 group.create_task(self._objects.serve())
 
@@ -222,10 +223,13 @@ class Leader:
 
     async def _lead(self) -> None:
         while True:
+            self._between_cycles.set()
             await self._timer.next()
+            self._between_cycles.clear()
             try:
                 await self.cycle()
             except StoreUnavailable as fault:
+                self._between_cycles.set()
                 await self._wait_for_store(fault)
 
     async def _wait_for_store(self, fault: StoreUnavailable) -> None:
