@@ -26,10 +26,12 @@ def at_work(broker: Broker, workers: WorkerSet, count: int) -> WorkerSet:
     return broker.worker_set(workers)
 
 
-def ended(broker: Broker, workers: WorkerSet) -> None:
-    broker.end_worker_set(workers)
-    until(lambda: broker.worker_set(workers).state == "over", "the set is over")
-    until(lambda: broker.worker_sets() == [], "it is listed no more")
+def ended(broker: Broker, *sets: WorkerSet) -> None:
+    for workers in sets:
+        broker.end_worker_set(workers)
+    for workers in sets:
+        until(lambda: broker.worker_set(workers).state == "over", "the set is over")  # noqa: B023  # at once
+    until(lambda: list(broker.worker_sets()) == [], "it is listed no more")
 
 
 def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -> None:
@@ -60,6 +62,29 @@ def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -
     at_work(broker, made, 1)
     assert handle.add(9)[1] == pid, "the older worker stays"
     ended(broker, made)
+
+
+def test_a_set_follows_its_calls_its_cpu_or_a_posted_number(broker: Broker, tmp_path: Path) -> None:
+    def follows(by: str, target: float) -> WorkerSet:
+        scale = {"by": by, "target": target, "down_after_seconds": 0}
+        return broker.create_worker_set(COUNTER, max_count=2, cpu=0.1, max_concurrency=2, scale=scale)
+
+    calls, cpu, signalled = sets = follows("calls", 1), follows("cpu", 20), follows("signal", 5)
+    witness, go = str(tmp_path / "witness"), tmp_path / "go"
+    with ThreadPoolExecutor(3) as threads:
+        under_way = [threads.submit(broker.workers(calls, **PLAIN).hold, witness, str(go)) for _ in range(2)]
+        under_way.append(threads.submit(broker.workers(cpu, **PLAIN).spin, str(go)))
+        try:
+            broker.signal_worker_set(signalled, 6)
+            for workers in sets:
+                at_work(broker, workers, 2)
+        finally:
+            go.touch()
+        broker.signal_worker_set(signalled, 0)
+        for workers in sets:
+            at_work(broker, workers, 1)
+        assert all(call.exception() is None for call in under_way)
+    ended(broker, *sets)
 
 
 def test_a_killed_worker_is_restarted_and_the_call_it_had_is_told_as_lost(broker: Broker) -> None:
@@ -151,11 +176,13 @@ def test_a_preempted_worker_ends_its_calls_first_and_comes_back(broker: Broker, 
     ended(broker, made)
 
 
-def test_roles_share_the_largest_demand_and_an_ill_worker_is_restarted_after_a_pause(broker: Broker) -> None:
+def test_roles_share_the_largest_demand_and_an_unhealthy_worker_is_restarted_after_a_pause(
+    broker: Broker,
+) -> None:
     judge = {"run": {"entrypoint": COUNTER, "args": [100]}, "gpu_mb": 8 * GIB}
     made = broker.create_worker_set(
         COUNTER, gpu_mb=4 * GIB, colocate_with={"judge": judge},
-        health={"method": "is_well", "period_seconds": 0.1, "failures": 2},
+        health={"method": "is_healthy", "period_seconds": 0.1, "failures": 2},
     )  # fmt: skip
     handle, other = broker.workers(made, **PLAIN), broker.workers(made, role="judge", **PLAIN)
     assert (handle.add(1), other.add(1), handle.pid() == other.pid()) == (1, 101, True)

@@ -22,8 +22,8 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
-from gpubroker_server.core.domain.submission import ARRAY_LABEL, KnownKey
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
+from gpubroker_server.core.domain.submission import WORKER_LABELS, KnownKey
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -292,7 +292,9 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMem
         self._require(term)
         left = [task for task in self._tasks.values() if not task.is_terminal]
         awaited = {dependency.task for task in left if task.awaits for dependency in task.after}
-        awaited |= {TaskId(self._specs[task.id].labels.get(ARRAY_LABEL, "")) for task in left}
+        awaited |= {
+            TaskId(self._specs[it.id].labels.get(label, "")) for it in left for label in WORKER_LABELS
+        }
         over = [it for it in self._tasks.values() if it.id not in awaited and self._is_over(it, cutoffs)]
         for task in over:
             del self._tasks[task.id], self._specs[task.id]
