@@ -64,8 +64,8 @@ class StartOrder(_RunOrder):
     """The process imports or unpickles, reports Ready, and begins user code at the GoOrder."""
     memory_mb: Mib = Mib(0)
     """Host memory it asked for: one of its processes may use this much, whatever others may."""
-    shares: tuple[float, ...] = ()
-    """Of each device's memory, what its libraries may allocate beside the context; empty: all of it."""
+    shares: tuple[tuple[Mib, float], ...] = ()
+    """MiB, and share of each device's memory, that libraries may allocate beside the context; empty: all."""
 
 
 @value
