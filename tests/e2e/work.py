@@ -253,8 +253,8 @@ class Counter:
             time.sleep(0.01)
         return os.getpid()
 
-    def spin(self, until: str) -> None:
-        """Use the CPU until the file is there."""
+    def spin(self, _witness: str, until: str) -> None:
+        """Use the CPU until the file `until` is there."""
         while not Path(until).exists():
             sum(range(100_000))
 

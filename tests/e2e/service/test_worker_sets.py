@@ -26,15 +26,13 @@ def at_work(broker: Broker, workers: WorkerSet, count: int) -> WorkerSet:
     return broker.worker_set(workers)
 
 
-def ended(broker: Broker, *sets: WorkerSet) -> None:
-    for workers in sets:
-        broker.end_worker_set(workers)
-    for workers in sets:
-        until(lambda: broker.worker_set(workers).state == "over", "the set is over")  # noqa: B023  # at once
+def ended(broker: Broker, workers: WorkerSet) -> None:
+    broker.end_worker_set(workers)
+    until(lambda: broker.worker_set(workers).state == "over", "the set is over")
     until(lambda: list(broker.worker_sets()) == [], "it is listed no more")
 
 
-def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -> None:
+def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(broker: Broker) -> None:
     class Adder:
         def __init__(self, start: int) -> None:
             self.values = {start}
@@ -46,7 +44,8 @@ def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -
         def fail(self) -> None:
             raise ValueError("no")
 
-    made = broker.create_worker_set(Adder, 1, count=1, max_count=2, cpu=0.1, max_concurrency=4)
+    scale = {"by": "signal", "target": 10, "down_after_seconds": 0}
+    made = broker.create_worker_set(Adder, 1, max_count=2, cpu=0.1, max_concurrency=4, scale=scale)
     handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS)
     values, pid = handle.add(5)
     assert values == {1, 5}
@@ -56,35 +55,34 @@ def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -
     assert failed.value.kind == "exception"
     assert "in fail" in (failed.value.traceback or "")
 
-    broker.scale_worker_set(made, 2)
+    broker.signal_worker_set(made, 11)
     at_work(broker, made, 2)
-    broker.scale_worker_set(made, 1)
+    broker.signal_worker_set(made, 0)
     at_work(broker, made, 1)
     assert handle.add(9)[1] == pid, "the older worker stays"
     ended(broker, made)
 
 
-def test_a_set_follows_its_calls_its_cpu_or_a_posted_number(broker: Broker, tmp_path: Path) -> None:
-    def follows(by: str, target: float) -> WorkerSet:
-        scale = {"by": by, "target": target, "down_after_seconds": 0}
-        return broker.create_worker_set(COUNTER, max_count=2, cpu=0.1, max_concurrency=2, scale=scale)
-
-    calls, cpu, signalled = sets = follows("calls", 1), follows("cpu", 20), follows("signal", 5)
-    witness, go = str(tmp_path / "witness"), tmp_path / "go"
-    with ThreadPoolExecutor(3) as threads:
-        under_way = [threads.submit(broker.workers(calls, **PLAIN).hold, witness, str(go)) for _ in range(2)]
-        under_way.append(threads.submit(broker.workers(cpu, **PLAIN).spin, str(go)))
+@pytest.mark.parametrize(
+    ("by", "target", "method"),
+    [("calls", 1, "hold"), pytest.param("cpu", 20, "spin", marks=pytest.mark.evidence)],
+)
+def test_a_set_follows_the_load_that_its_workers_report(
+    broker: Broker, tmp_path: Path, by: str, target: float, method: str
+) -> None:
+    scale = {"by": by, "target": target, "down_after_seconds": 0}
+    made = broker.create_worker_set(COUNTER, max_count=2, cpu=0.1, max_concurrency=2, scale=scale)
+    handle, go = broker.workers(made, **PLAIN), tmp_path / "go"
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(getattr(handle, method), str(tmp_path / "witness"), str(go)) for _ in range(2)
+        ]
         try:
-            broker.signal_worker_set(signalled, 6)
-            for workers in sets:
-                at_work(broker, workers, 2)
+            at_work(broker, made, 2)
         finally:
             go.touch()
-        broker.signal_worker_set(signalled, 0)
-        for workers in sets:
-            at_work(broker, workers, 1)
-        assert all(call.exception() is None for call in under_way)
-    ended(broker, *sets)
+        assert [call.exception() for call in calls] == [None, None]
+    ended(broker, made)
 
 
 def test_a_killed_worker_is_restarted_and_the_call_it_had_is_told_as_lost(broker: Broker) -> None:

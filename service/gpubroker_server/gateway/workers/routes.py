@@ -15,13 +15,7 @@ from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.lifecycle.worker_sets.members import scaled
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.bodies import (
-    Body,
-    PageQuery,
-    filter_hash,
-    read_cursor,
-    write_cursor,
-)
+from gpubroker_server.gateway.http.bodies import Body, PageQuery, filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.ids import is_task_id
