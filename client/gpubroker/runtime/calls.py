@@ -149,15 +149,15 @@ class CallWorker:
         objects = self._made.result()
         if role not in objects:
             known = ", ".join(sorted(filter(None, objects))) or "none"
-            return failed("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
+            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
         function = None if method.startswith("_") else getattr(objects[role], method, None)
         if not callable(function):
             kind = type(objects[role]).__qualname__
-            return failed("no_such_method", f"{kind} has no public method {method!r}")
+            return _not_called("no_such_method", f"{kind} has no public method {method!r}")
         try:
             args, kwargs = _arguments_of(form, arguments)
         except Exception as fault:
-            return failed("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
+            return _not_called("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
         try:
             value = self._result_of(function(*args, **kwargs))
         except BaseException as fault:
@@ -207,6 +207,10 @@ class CallWorker:
         for call in waiting:
             call.cancel()
         self._threads.shutdown(wait=self._task.should_stop)
+
+
+def _not_called(kind: str, message: str) -> RunOutcome:
+    return failed(kind, message)
 
 
 def _store_nothing(_data: bytes) -> str:
