@@ -12,8 +12,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
-from gpubroker_server.core.control.controller import Gains
 from gpubroker_server.core.control.alarm import Threshold
+from gpubroker_server.core.control.controller import Gains
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
 from gpubroker_server.core.control.targets import FleetTarget, Measure

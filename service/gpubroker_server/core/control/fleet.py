@@ -29,7 +29,6 @@ from gpubroker_server.core.world.background import BACKGROUND_TOP, IDLE_TOP, Bac
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
-
 WELL_BELOW = 0.95
 """Of the most that a target allows. What is above that again and again is told once."""
 
