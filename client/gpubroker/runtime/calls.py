@@ -68,7 +68,7 @@ class SetWorker:
         """Questions whether the objects are made."""
         self._waiting: dict[Future[Answer], Callable[[], Answer]] = {}
         """Calls that have not begun, in order. One that is given up leaves, with its arguments."""
-        self._running = 0
+        self._running = self._answered = 0
         self._is_leaving = False
         self._made: Mapping[str, Any] = {}
         """The objects by role, once they are made; the one of the set itself has no name."""
@@ -151,6 +151,7 @@ class SetWorker:
         answered = answer()
         with self._lock:
             self._running -= 1
+            self._answered += 1
             self._begin()
         call.set_result(answered)
 
@@ -208,10 +209,11 @@ class SetWorker:
             cpu, looked_at = used, now
             with self._lock:
                 load = (self._running, len(self._waiting), percent)
+                answered = self._answered
             is_new = load[:2] != told[:2] or abs(percent - told[2]) >= TOLD_CPU_PERCENT
             if is_new or now - told_at >= STILL_SECONDS:
                 told, told_at = load, now
-                self._journal.note(self._order.key, loaded(self._order.key, *load), AT_ONCE)
+                self._journal.note(self._order.key, loaded(self._order.key, *load, answered), AT_ONCE)
             if illness := watch.illness(now):
                 return failed("unhealthy", illness)
         return RunOutcome("stopped")

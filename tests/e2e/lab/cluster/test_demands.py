@@ -107,3 +107,6 @@ def test_tasks_go_where_others_are_or_where_nobody_is(hands: Hands) -> None:
     apart = hands.at_work("apart", gpu_mb=1000, kinds=["sim-small"], placement="spread")
     assert first.node == beside.node != apart.node
     hands.end(first, beside, apart)
+    one, other = (hands.at_work(name, cpu=0.1, placement="spread") for name in ("one", "other"))
+    assert one.node != other.node
+    hands.end(one, other)
