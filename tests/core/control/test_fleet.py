@@ -1,6 +1,7 @@
 """Fleet control step by step: background work follows its targets, and the log hears what changes."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel
@@ -195,6 +196,17 @@ def test_a_full_disk_closes_its_node_only_if_there_is_something_that_may_be_dele
         world, control = a_fleet(), a_control(FleetRules(disk=DiskGuard(roots=roots)))
         control.step(world, {}, with_disks(world, NOW, n1=0.7, n2=0.69))
         assert control.seen.full_disks == full
+
+
+def test_a_disk_that_is_slow_to_answer_keeps_its_level_and_is_told_once() -> None:
+    guard = DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),))
+    world, control = a_fleet(), a_control(FleetRules(disk=guard))
+    heard = control.step(world, {}, with_disks(world, NOW, n1=0.9))
+    world.node_samples[N1] = replace(world.node_samples[N1], at=Instant(NOW + 2), disks=())
+    heard += control.step(world, {}, Instant(NOW + 2))
+    assert list(control.seen.full_disks) == ["n1"]
+    heard += control.step(world, {}, with_disks(world, NOW + 4, n1=0.9))
+    assert kinds(heard) == [("fleet.DISK_SPACE_LOW", "n1")]
 
 
 def test_a_node_that_is_not_measured_keeps_its_level_until_it_is_gone() -> None:

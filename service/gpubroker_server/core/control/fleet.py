@@ -229,17 +229,14 @@ class FleetControl:
                 yield Notice(f"fleet.BACKPRESSURE_{what}", name, about)
 
     def _follow_disks(self, world: World, now: Instant) -> Iterator[Notice]:
-        """A node that is not measured now keeps the levels that it had."""
+        """A disk that is not measured now keeps its level: one that is full may be slow to answer."""
         before, known = self._disks, world.node_samples
         fresh = [
             (node, known[name])
             for name, node in world.nodes.items()
             if name in known and now - known[name].at <= 3 * self._policy.sample_period_seconds
         ]
-        measured_now = {node.name for node, _ in fresh}
-        self._disks = {
-            key: one for key, one in before.items() if key[0] in world.nodes and key[0] not in measured_now
-        }
+        self._disks = {key: one for key, one in before.items() if key[0] in world.nodes}
         for one in follow_disks(before, self._rules.disk, fresh):
             self._disks[one.node, one.path] = one
             was = before.get((one.node, one.path))
