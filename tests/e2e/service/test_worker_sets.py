@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,14 @@ def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(
         def fail(self) -> None:
             raise ValueError("no")
 
+        def sneak(self) -> Any:
+            self.values |= {max(self.values) + 1}
+            return Sneak()
+
+    class Sneak:
+        def __reduce__(self) -> Any:
+            sys.exit(1)
+
     scale = {"by": "signal", "target": 10, "down_after_seconds": 0}
     made = broker.create_worker_set(Adder, 1, max_count=2, cpu=0.1, max_concurrency=4, scale=scale)
     handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS)
@@ -54,6 +63,10 @@ def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(
         handle.fail()
     assert failed.value.kind == "exception"
     assert "in fail" in (failed.value.traceback or "")
+    with pytest.raises(CallFailed, match="SystemExit: 1") as failed:
+        handle.sneak()
+    assert failed.value.kind == "exception"
+    assert handle.add(1) == ({1, 5, 7, 14, 15}, pid), "it was called once"
 
     broker.signal_worker_set(made, 11)
     at_work(broker, made, 2)
