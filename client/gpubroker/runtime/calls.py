@@ -177,15 +177,15 @@ class SetWorker:
         """Raises what user code raises: the method, a property, what opens arguments or writes a result."""
         if role not in self._made:
             known = ", ".join(sorted(filter(None, self._made))) or "none"
-            return failed("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
+            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
         made = self._made[role]
         function = None if method.startswith("_") else getattr(made, method, None)
         if not callable(function):
-            return failed("no_such_method", f"{type(made).__qualname__} has no public method {method!r}")
+            return _not_called("no_such_method", f"{type(made).__qualname__} has no public method {method!r}")
         try:
             args, kwargs = _arguments_of(form, arguments)
         except BaseException as fault:
-            return failed("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
+            return _not_called("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
         value = self._result_of(function(*args, **kwargs))
         return succeeded(value, form, self._order.result_limit_bytes, _store_nothing)
 
@@ -231,6 +231,11 @@ class SetWorker:
         for call in refused:
             _settle(call, IS_LEAVING)
         self._threads.shutdown(wait=self._task.should_stop)
+
+
+def _not_called(kind: str, message: str) -> RunOutcome:
+    """These kinds end a call, and never a run."""
+    return failed(kind, message)
 
 
 def _store_nothing(_data: bytes) -> str:
