@@ -1,6 +1,7 @@
 """A database that has no connection left: for a start, for a gateway that runs, and for its clients."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ class Limited:
         with psycopg.connect(self._admin, autocommit=True) as connection:
             connection.execute(statement)
 
+    def are_open(self, connections: int) -> bool:
+        asked = "SELECT count(*) FROM pg_stat_activity WHERE usename = %s"
+        with psycopg.connect(self._admin) as connection:
+            return connection.execute(asked, [USER]).fetchall() == [(connections,)]
+
 
 @pytest.fixture
 def limited(postgres_server: PostgresServer) -> Iterator[Limited]:
@@ -70,6 +76,15 @@ def test_a_process_that_cannot_have_all_its_connections_does_not_start(
     assert f"keeps {NEEDED} connections: 1 that writes, 4 that read, 1 that listens" in said
 
 
+def test_a_start_waits_for_connections_that_are_being_closed(limited: Limited, tmp_path: Path) -> None:
+    limited.limit(NEEDED)
+    gateway = ForkedGateway(tmp_path / "data", **settings_of(limited, tmp_path))
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(limited.url):
+        starting = threads.submit(gateway.start)
+        until(lambda: starting.done() or limited.are_open(NEEDED), "the gateway lacks one connection")
+    starting.result().stop()
+
+
 def ask(gateway: ServiceProcess, path: str) -> httpx.Response:
     bearer = {"Authorization": f"Bearer {gateway.token}"}
     return httpx.get(f"{gateway.url}{path}", headers=bearer, timeout=PATIENCE_SECONDS)
@@ -80,6 +95,8 @@ def test_a_gateway_keeps_its_connections_and_says_so_when_it_lost_them_to_others
 ) -> None:
     limited.limit(NEEDED + 1)  # one more for the migration
     with ForkedGateway(tmp_path / "data", **settings_of(limited, tmp_path)) as gateway, ExitStack() as stack:
+        # A connection counts until its process has ended.
+        until(lambda: limited.are_open(NEEDED), "the gateway has its connections and no others")
         others = [stack.enter_context(psycopg.connect(limited.url))]
         with pytest.raises(psycopg.OperationalError, match="too many connections"):
             psycopg.connect(limited.url)
@@ -95,6 +112,6 @@ def test_a_gateway_keeps_its_connections_and_says_so_when_it_lost_them_to_others
         assert (refused.status_code, refused.json()["code"]) == (503, "store-unavailable")
         assert "out of database connections: too many connections for role" in refused.json()["detail"]
         others.pop().close()
-        limited.limit(NEEDED)
+        limited.limit(NEEDED + 1)
         until(lambda: ask(gateway, "/readyz").status_code == 200, "it has its connections again")
         assert gateway.broker.get(task).state == "pending"

@@ -4,6 +4,7 @@ moved away by `move_data`.
 psycopg is imported only where a server is spoken to: a service on SQLite runs without it.
 """
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
+CLOSING_SECONDS = 3.0
+"""So long a start waits for connections that were closed: one counts until the server has ended its process,
+and a start has closed several, or its predecessor has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +290,25 @@ def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
     """Open all readers, which stay open, and the others, which are opened again as soon as the process works:
     it starts with all connections that it needs, or not at all. Raises what a connection raises."""
     opening = [readers.connect] * READERS + list(others)
+    until = time.monotonic() + CLOSING_SECONDS
     with ThreadPoolExecutor(len(opening)) as threads:
-        opened = [threads.submit(connect) for connect in opening]
+        opened = [threads.submit(_connect_by, until, connect) for connect in opening]
     faults = [fault for one in opened if (fault := one.exception()) is not None]
     for one in opened:
         if one.exception() is None:
             one.result().close()
     if faults:
         raise faults[0]
+
+
+def _connect_by(until: float, connect: Callable[[], Any]) -> Any:
+    while True:
+        try:
+            return connect()
+        except StoreExhausted:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(0.1)
 
 
 def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:
