@@ -1,5 +1,6 @@
 """A database that has no connection left: for a start, for a gateway that runs, and for its clients."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,11 +10,14 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql.database import open_database
+from gpubroker_server.adapters.sql.session import DatabaseRefused
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.chaos.forked import ForkedGateway
+from tests.contracts.proxy import a_proxy, to_postgres, url_through
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 from tests.postgres import PostgresServer
@@ -83,6 +87,17 @@ def test_a_start_waits_for_connections_that_are_being_closed(limited: Limited, t
         starting = threads.submit(gateway.start)
         until(lambda: starting.done() or limited.are_open(NEEDED), "the gateway lacks one connection")
     starting.result().stop()
+
+
+async def test_a_start_whose_server_falls_silent_says_so(limited: Limited) -> None:
+    limited.limit(NEEDED)
+    async with a_proxy(to_postgres(limited.url)) as proxy:
+        starting = asyncio.create_task(asyncio.to_thread(open_database, url_through(proxy, limited.url)))
+        while not proxy.taken:  # noqa: ASYNC110  # until it is the first
+            await asyncio.sleep(0)
+        proxy.is_silent = True
+        with pytest.raises(DatabaseRefused, match="cannot use PostgreSQL at .*: connection timeout"):
+            await starting
 
 
 def ask(gateway: ServiceProcess, path: str) -> httpx.Response:
