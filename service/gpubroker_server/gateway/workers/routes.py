@@ -32,7 +32,7 @@ from gpubroker_server.gateway.submission.submissions import (
     arguments_of,
 )
 from gpubroker_server.gateway.submission.task_body import decoded
-from gpubroker_server.gateway.workers.fleet import Fleets, states_of
+from gpubroker_server.gateway.workers.call_routing import CallRouter, states_of
 from gpubroker_server.gateway.workers.submit import (
     NEEDS_ONE,
     MethodName,
@@ -55,7 +55,7 @@ class WorkerSetParts:
     freshness: Freshness
     submissions: Submissions
     requests: LeaderRequests
-    fleets: Fleets
+    router: CallRouter
 
 
 Parts = Annotated[WorkerSetParts, PARTS]
@@ -282,7 +282,7 @@ async def call_worker(call: Call, parts: Parts, set_id: str, body: CallWorkers) 
         call.identity.require(Scope.TASKS_CODE, "pickled arguments")
         form, arguments = "cloudpickle", body.pickled
     asked = WorkerCall(body.role, body.method, form, arguments)
-    run, got = await parts.fleets.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
+    run, got = await parts.router.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
     about = f'{{"worker":"{run.task}","attempt":{run.fence},"seconds":{got.seconds:.6f},'.encode()
     if form == "json":
         return json_answer(b"".join((about, b'"result":', got.result, b',"data_base64":null}')))
