@@ -96,7 +96,7 @@ async def test_a_start_whose_server_falls_silent_says_so(limited: Limited) -> No
         while not proxy.taken:  # noqa: ASYNC110  # until it is the first
             await asyncio.sleep(0)
         proxy.is_silent = True
-        with pytest.raises(DatabaseRefused, match="cannot use PostgreSQL at .*: connection timeout"):
+        with pytest.raises(DatabaseRefused, match=r"cannot use PostgreSQL at .*: connection timeout"):
             await starting
 
 
