@@ -1,8 +1,7 @@
 """A full disk is named to whoever asks, said once in the log, and over as soon as there is room."""
 
 import resource
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
+from tests.full_disk import small_disk
 
 SMALL_BYTES = 32 * 1024
 SAID, OVER = "disk full; make room", "the disk has room again"
@@ -33,6 +33,7 @@ def is_told_while_it_lasts(
     said = readiness(service)[1]
     assert said.startswith(f"disk full: {service.data_dir} (")
     assert broker.stats().disk_full == said
+    assert "service-disk-full" in {one.kind for one in broker.diagnostics()}
     bearer = {"Authorization": f"Bearer {service.token}"}
     large = {"run": {"entrypoint": "tests.e2e.work:add", "args": ["x" * 50_000]}}
     refused = httpx.post(f"{service.url}/tasks", json=large, headers=bearer)
@@ -46,6 +47,7 @@ def is_told_while_it_lasts(
     assert (log.count(SAID), log.count(OVER)) == (1, 1)
 
 
+@pytest.mark.provokes("service-disk-full")
 def test_files_that_cannot_grow_are_a_full_disk(tmp_path: Path) -> None:
     with ForkedService(tmp_path / "data", **WAITING) as service:
         soft, hard = resource.prlimit(service.pid, resource.RLIMIT_FSIZE)
@@ -56,21 +58,10 @@ def test_files_that_cannot_grow_are_a_full_disk(tmp_path: Path) -> None:
         )
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Needs the right to mount."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", place], check=True)
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
-
-
 @pytest.mark.evidence
-def test_a_file_system_without_room_is_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    data, filler = small_disk / "data", small_disk / "filler"
-    data.mkdir()
-    (tmp_path / "data").symlink_to(data)
+def test_a_file_system_without_room_is_a_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    data, filler = disk / "data", disk / "filler"
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file:
@@ -81,5 +72,8 @@ def test_a_file_system_without_room_is_a_full_disk(small_disk: Path, tmp_path: P
                     except OSError:
                         break
 
-    with ForkedService(tmp_path / "data", **WAITING) as service:
-        is_told_while_it_lasts(service, fill, filler.unlink)
+    with small_disk(disk):
+        data.mkdir()
+        (tmp_path / "data").symlink_to(data)
+        with ForkedService(tmp_path / "data", **WAITING) as service:
+            is_told_while_it_lasts(service, fill, filler.unlink)

@@ -1,6 +1,7 @@
 """What `GET /diagnostics` finds on real Ray, on a machine with real GPUs as far as it can tell."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,11 +29,21 @@ def service(tmp_path: Path, machine: Machine) -> Iterator[ServiceProcess]:
         yield service
 
 
+COMPUTES = f"for i in $(seq {os.cpu_count()}); do while :; do :; done & done; wait"
+"""On each CPU."""
+TAKES_MEMORY = "taken = b'x' * 2**28; import time; time.sleep(600)"
+
+
+def kinds(service: ServiceProcess) -> set[str]:
+    return {one.kind for one in service.broker.diagnostics()}
+
+
 def found(service: ServiceProcess, kind: str) -> list[Finding]:
     return [one for one in service.broker.diagnostics() if one.kind == kind]
 
 
-def test_idle_holders_repeated_failures_and_versions_are_found(
+@pytest.mark.provokes("gpu-held-unasked", "gpu-held-wrong-device", "gpu-held-on-cpu", "cpu-bottleneck")
+def test_a_gpu_that_is_held_and_not_used_is_found_with_its_cause(
     service: ServiceProcess, machine: Machine, tmp_path: Path
 ) -> None:
     broker, pid = service.broker, tmp_path / "pid"
@@ -42,7 +53,8 @@ def test_idle_holders_repeated_failures_and_versions_are_found(
     assert {"python", "ray"} <= node.agent.keys()
     assert abs(node.agent["clock_ahead_seconds"]) < 10
 
-    holding = ["sh", "-c", f"echo $$ > {pid}; exec sleep 600"]
+    compute = tmp_path / "compute"
+    holding = ["sh", "-c", f"echo $$ > {pid}; while [ ! -e {compute} ]; do sleep 0.1; done; {COMPUTES}"]
     task = broker.submit(holding, gpus=1, gpu_mb=20 * GIB, name="held")
     until(lambda: pid.exists() and pid.read_text().strip(), "it runs")
     until(lambda: found(service, "gpu-held-unasked"), "it does nothing")
@@ -54,11 +66,22 @@ def test_idle_holders_repeated_failures_and_versions_are_found(
     other.compute, other.used_mb = [Process(int(pid.read_text()), 5000)], 5000
     machine.apply()
     until(lambda: found(service, "gpu-held-wrong-device"), "its process is seen on the other GPU")
-    broker.cancel(task)
     other.compute, other.used_mb = [], 0
     machine.apply()
-    until(lambda: not found(service, "gpu-held-wrong-device"), "nothing is held any more")
 
-    broker.wait(broker.submit("tests.e2e.work:fail", "CUDA out of memory", name="train", max_retries=2))
-    until(lambda: found(service, "out-of-memory-cuda"), "it failed three times")
-    assert found(service, "out-of-memory-cuda")[0].subject == "train"
+    compute.touch()
+    until(lambda: found(service, "gpu-held-on-cpu"), "it computes without its GPU")
+    until(lambda: found(service, "cpu-bottleneck"), "and takes all CPUs of the node")
+    broker.cancel(task)
+    until(lambda: not kinds(service) & {"gpu-held-on-cpu", "cpu-bottleneck"}, "nothing is held any more")
+
+
+@pytest.mark.provokes("out-of-memory-cuda", "out-of-memory-host")
+def test_what_ran_out_of_memory_three_times_is_told_apart(service: ServiceProcess) -> None:
+    broker, again = service.broker, {"max_retries": 2}
+    message = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.99 GiB"
+    broker.submit("tests.e2e.work:fail_as", "OutOfMemoryError", message, name="train", **again)
+    broker.submit([sys.executable, "-c", TAKES_MEMORY], memory_mb=64, name="load", **again)
+    until(lambda: kinds(service) >= {"out-of-memory-cuda", "out-of-memory-host"}, "both failed three times")
+    subjects = [found(service, f"out-of-memory-{memory}")[0].subject for memory in ("cuda", "host")]
+    assert subjects == ["train", "load"]

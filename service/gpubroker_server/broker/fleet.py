@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.domain.decisions import Decision, Notice
+from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Seconds, TaskId
@@ -50,6 +51,10 @@ class FleetKeeper:
         self._is_new = False
         for task in world.tasks.values():
             self._control.fill.note(task, is_new=False)
+
+    def watch(self, loads: Mapping[TaskId, Loaded]) -> None:
+        """`loads`: what workers of sets last told, as it changes."""
+        self._control.loads = loads
 
     @property
     def seen(self) -> FleetSeen:

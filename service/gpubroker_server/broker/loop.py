@@ -96,6 +96,8 @@ class Leader:
         self._timer = CycleTimer()
         self._commits = Committer(leader_term, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
         self.fleet = None if new_fleet is None else new_fleet(self._commits.seconds)
+        if self.fleet is not None:
+            self.fleet.watch(observer.loads)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
         self._is_winding_up = False
         self._wound_up = asyncio.Event()
