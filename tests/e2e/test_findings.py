@@ -12,20 +12,21 @@ from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.nvml.machine import Gpu, Machine, Process, a_library
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
     with a_library() as folder:
         yield Machine(folder, Gpu("GPU-a", 24 * GIB), Gpu("GPU-b", 24 * GIB))
 
 
-@pytest.fixture
-def service(tmp_path: Path, machine: Machine) -> Iterator[ServiceProcess]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Iterator[ServiceProcess]:
     libraries = f"{machine.folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     settings = {
-        "ray": {"spares": 1}, "policy": {"sample_period_seconds": 0.5}, "simulated_devices": [],
+        "ray": {"spares": 1}, "policy": {"sample_period_seconds": 0.5, "retry_first_seconds": 0.1}, "simulated_devices": [],
         "fleet": {"idle_check_seconds": 0.5, "idle_grace_seconds": 1.0},
     }  # fmt: skip
-    with ServiceProcess(tmp_path / "data", env={"LD_LIBRARY_PATH": libraries}, **settings) as service:
+    home = tmp_path_factory.mktemp("findings") / "data"
+    with ServiceProcess(home, env={"LD_LIBRARY_PATH": libraries}, **settings) as service:
         yield service
 
 
@@ -53,14 +54,15 @@ def test_a_gpu_that_is_held_and_not_used_is_found_with_its_cause(
     assert {"python", "ray"} <= node.agent.keys()
     assert abs(node.agent["clock_ahead_seconds"]) < 10
 
+    with broker.lease(gpu_mb=20 * GIB, holder="a notebook") as lease:
+        until(lambda: found(service, "gpu-held-unasked"), "it does nothing")
+        [held] = found(service, "gpu-held-unasked")
+        assert (held.evidence["task"], held.remedy) == (lease.id, f"gpubroker lease release {lease.id}")
+
     compute = tmp_path / "compute"
     holding = ["sh", "-c", f"echo $$ > {pid}; while [ ! -e {compute} ]; do sleep 0.1; done; {COMPUTES}"]
     task = broker.submit(holding, gpus=1, gpu_mb=20 * GIB, name="held")
     until(lambda: pid.exists() and pid.read_text().strip(), "it runs")
-    until(lambda: found(service, "gpu-held-unasked"), "it does nothing")
-    [held] = found(service, "gpu-held-unasked")
-    assert (held.evidence["task"], held.remedy) == (task.id, f"gpubroker cancel {task.id}")
-
     [leased] = [gpu.uuid for gpu in broker.gpus() if gpu.leased_mb]
     [other] = [gpu for gpu in machine.gpus if gpu.uuid != leased]
     other.compute, other.used_mb = [Process(int(pid.read_text()), 5000)], 5000
