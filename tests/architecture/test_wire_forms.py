@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "faa95126c6d0",
+    "agent-9": "f803c37d5f51",
     "runner-5": "159adbd1a83c",
     "runner-6": "bd3f1abdb241",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "2d134028bb80"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "8eef2b1f1a2e"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "69cdf664f028"),
     ],
     ids=["driver and agent", "agent and run process"],

@@ -5,11 +5,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from gpubroker.cluster.fleet import Finding
 
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.nvml.machine import Gpu, Machine, Process, a_library
+
+
+QUICK = {"sample_period_seconds": 0.5, "retry_first_seconds": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def machine() -> Iterator[Machine]:
 def service(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Iterator[ServiceProcess]:
     libraries = f"{machine.folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     settings = {
-        "ray": {"spares": 1}, "policy": {"sample_period_seconds": 0.5, "retry_first_seconds": 0.1}, "simulated_devices": [],
+        "ray": {"spares": 1}, "policy": QUICK, "simulated_devices": [],
         "fleet": {"idle_check_seconds": 0.5, "idle_grace_seconds": 1.0},
     }  # fmt: skip
     home = tmp_path_factory.mktemp("findings") / "data"
@@ -32,7 +36,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Itera
 
 COMPUTES = f"for i in $(seq {os.cpu_count()}); do while :; do :; done & done; wait"
 """On each CPU."""
-TAKES_MEMORY = "taken = b'x' * 2**28; import time; time.sleep(600)"
+TAKES_MEMORY = "taken = b'x' * 2**{}; import time; time.sleep(600)"
 
 
 def kinds(service: ServiceProcess) -> set[str]:
@@ -83,7 +87,21 @@ def test_what_ran_out_of_memory_three_times_is_told_apart(service: ServiceProces
     broker, again = service.broker, {"max_retries": 2}
     message = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.99 GiB"
     broker.submit("tests.e2e.work:fail_as", "OutOfMemoryError", message, name="train", **again)
-    broker.submit([sys.executable, "-c", TAKES_MEMORY], memory_mb=64, name="load", **again)
+    broker.submit([sys.executable, "-c", TAKES_MEMORY.format(28)], memory_mb=64, name="load", **again)
     until(lambda: kinds(service) >= {"out-of-memory-cuda", "out-of-memory-host"}, "both failed three times")
     subjects = [found(service, f"out-of-memory-{memory}")[0].subject for memory in ("cuda", "host")]
     assert subjects == ["train", "load"]
+
+
+@pytest.mark.evidence
+@pytest.mark.provokes("out-of-memory-node")
+def test_runs_that_rays_memory_monitor_kills_are_told_from_those_that_took_too_much(tmp_path: Path) -> None:
+    """Ray takes the node for full 3 GiB from where it stands: other programs must not use as much meanwhile."""
+    memory = psutil.virtual_memory()
+    full = (memory.total - memory.available + 3 * 2**30) / memory.total
+    env = {"RAY_memory_usage_threshold": f"{full:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
+    ray = {"spares": 0, "warm_runners": 0, "inherit_env": [*env]}
+    with ServiceProcess(tmp_path / "data", env=env, ray=ray, policy=QUICK) as service:
+        service.broker.submit("tests.e2e.work:take", 4 * 1024, name="load", max_retries=2)
+        until(lambda: found(service, "out-of-memory-node"), "Ray has killed it three times")
+        assert found(service, "out-of-memory-node")[0].subject == "load"

@@ -85,6 +85,12 @@ def fail_as(name: str, message: str) -> None:
     raise type(name, (RuntimeError,), {})(message)
 
 
+def take(mb: int) -> None:
+    """Host memory, until it is killed."""
+    taken = b"x" * (mb * 2**20)
+    time.sleep(600.0 if taken else 0.0)
+
+
 def hold(witness: str, until: str) -> int:
     """Write one line at its start, and return its attempt once the file `until` is there."""
     task = current_task()

@@ -40,6 +40,7 @@ def a_firewall(port: str) -> Iterator[None]:
 
 
 @pytest.mark.evidence
+@pytest.mark.provokes("node-unreachable-from-node")
 def test_a_node_whose_object_manager_others_cannot_reach_is_named_until_the_firewall_is_open(
     cluster: Broker, shared_lab: Lab, second_node: RayNode
 ) -> None:

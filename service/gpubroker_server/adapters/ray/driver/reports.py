@@ -139,8 +139,7 @@ class NodeSampledForm(Form, tag="node_sampled"):
     """(MiB in total, spilled)"""
     gpus: dict[Name, Health]
     network: Share | None
-    unreached: tuple[tuple[Name, Name, Text], ...]
-    """(node, address, fault)"""
+    unreached: tuple[device.UnreachedNode, ...]
 
 
 class DiskForm(Form, tag="disk"):
@@ -370,7 +369,7 @@ def _of_node(source: Source, it: OfNode) -> Report:
                 it.memory_pressure, tuple(device.DiskSample(*disk) for disk in it.disks),
                 it.received_bytes, it.sent_bytes, None if it.store is None else device.StoreSample(*it.store),
                 {uuid: device.GpuHealth(*health) for uuid, health in it.gpus.items()}, it.network,
-                tuple(device.UnreachedNode(NodeName(node), *why) for node, *why in it.unreached),
+                it.unreached,
             )  # fmt: skip
         case DiskForm():
             return device.DiskReport(source.node, at, it.request, it.files, it.kept, it.is_first, it.message)
