@@ -1,10 +1,8 @@
-"""Disks without room: one without filling it, and a small one to fill."""
+"""A disk without room, without filling one."""
 
 import resource
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 
 @contextmanager
@@ -16,14 +14,3 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextmanager
-def small_disk(place: Path) -> Iterator[Path]:
-    """A file system of 8 MiB. Needs the right to mount."""
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", place], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], check=True)

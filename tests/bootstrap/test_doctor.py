@@ -22,7 +22,7 @@ from gpubroker_server.settings.loading import load_settings
 
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ROOT, environment, until
-from tests.full_disk import small_disk
+from tests.mounts import mounted
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -137,7 +137,9 @@ def test_packages_of_two_releases_are_found(tmp_path: Path) -> None:
 def test_disks_without_room_for_ray_and_for_the_data_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_disk(tmp_path / "disk") as disk:
+    disk = tmp_path / "disk"
+    with mounted(disk, "-t", "tmpfs", "-o", "size=8m", "none") as is_mounted:
+        assert is_mounted
         monkeypatch.setenv("RAY_TMPDIR", str(disk))
         ray = {"address": "127.0.0.1:1"}
         assert not kinds(disk, ray=ray).keys() & {"ray-disk-full", "data-disk-full"}

@@ -1,7 +1,7 @@
 """A full disk is named to whoever asks, said once in the log, and over as soon as there is room."""
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
-from tests.full_disk import small_disk
+from tests.mounts import mounted
 
 SMALL_BYTES = 32 * 1024
 SAID, OVER = "disk full; make room", "the disk has room again"
@@ -58,10 +58,19 @@ def test_files_that_cannot_grow_are_a_full_disk(tmp_path: Path) -> None:
         )
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Needs the right to mount."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "none") as is_mounted:
+        assert is_mounted
+        yield tmp_path / "disk"
+
+
 @pytest.mark.evidence
-def test_a_file_system_without_room_is_a_full_disk(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    data, filler = disk / "data", disk / "filler"
+def test_a_file_system_without_room_is_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    data, filler = small_disk / "data", small_disk / "filler"
+    data.mkdir()
+    (tmp_path / "data").symlink_to(data)
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file:
@@ -72,8 +81,5 @@ def test_a_file_system_without_room_is_a_full_disk(tmp_path: Path) -> None:
                     except OSError:
                         break
 
-    with small_disk(disk):
-        data.mkdir()
-        (tmp_path / "data").symlink_to(data)
-        with ForkedService(tmp_path / "data", **WAITING) as service:
-            is_told_while_it_lasts(service, fill, filler.unlink)
+    with ForkedService(tmp_path / "data", **WAITING) as service:
+        is_told_while_it_lasts(service, fill, filler.unlink)

@@ -30,7 +30,7 @@ from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_node, a_sample, a_task, a_world, holding
 from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
-from tests.full_disk import small_disk
+from tests.mounts import mounted
 from tests.nvml.heard import next_node_sample
 
 OpenLeader = Callable[..., Leader]
@@ -182,7 +182,9 @@ async def test_a_busy_network_beside_waiting_gpus_is_the_bottleneck(open_leader:
 @pytest.mark.evidence
 @pytest.mark.provokes("disk-full")
 async def test_a_full_disk_of_a_node_is_found(open_leader: OpenLeader, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk") as disk:
+    disk = tmp_path / "disk"
+    with mounted(disk, "-t", "tmpfs", "-o", "size=8m", "none") as is_mounted:
+        assert is_mounted
         leader, world = open_leader(watched_directories=(str(disk),)), a_world()
         await leader.announce()
         (disk / "filler").write_bytes(bytes(7_800_000))

@@ -12,7 +12,6 @@ from gpubroker.cluster.fleet import Finding
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.nvml.machine import Gpu, Machine, Process, a_library
 
-
 QUICK = {"sample_period_seconds": 0.5, "retry_first_seconds": 0.1}
 
 
@@ -96,7 +95,7 @@ def test_what_ran_out_of_memory_three_times_is_told_apart(service: ServiceProces
 @pytest.mark.evidence
 @pytest.mark.provokes("out-of-memory-node")
 def test_runs_that_rays_memory_monitor_kills_are_told_from_those_that_took_too_much(tmp_path: Path) -> None:
-    """Ray takes the node for full 3 GiB from where it stands: other programs must not use as much meanwhile."""
+    """Ray takes the node for full 3 GiB from where it stands; other programs must not take that meanwhile."""
     memory = psutil.virtual_memory()
     full = (memory.total - memory.available + 3 * 2**30) / memory.total
     env = {"RAY_memory_usage_threshold": f"{full:.4f}", "RAY_memory_monitor_refresh_ms": "100"}

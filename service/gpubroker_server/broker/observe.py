@@ -139,7 +139,7 @@ class Observer:
         self._model_meter = ModelMeter()
         self._scattered = ScatteredWatch()
         self._autoscaler = Autoscaler()
-        self.loads: dict[TaskId, Loaded] = {}
+        self._loads: dict[TaskId, Loaded] = {}
         """What the present runs of workers last told."""
         self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
@@ -256,7 +256,7 @@ class Observer:
         decisions += self._model_meter.measure(self._world, now, decided)
         more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
         more += ask_to_leave(self._world, self._policy, now)
-        more += members.due(self._world, self.loads, self._autoscaler, now)
+        more += members.due(self._world, self._loads, self._autoscaler, now)
         more += self._scattered.look(self._world, self._policy, now)
         more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
@@ -316,7 +316,7 @@ class Observer:
 
     def _on_load(self, report: Loaded) -> None:
         if report.task in self._world.tasks:
-            self.loads[report.task] = report
+            self._loads[report.task] = report
             said = (
                 f"{report.running} calls under way, {report.waiting} waiting, CPU {report.cpu_percent:.0f} %"
             )
@@ -324,7 +324,7 @@ class Observer:
 
     def on_events(self, events: Iterable[Event]) -> None:
         forget_ended(self._progress, events)
-        forget_ended(self.loads, events)
+        forget_ended(self._loads, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
         """Bytes before the row: a committed row never names an object that is not on disk.

@@ -203,6 +203,7 @@ class LoadedForm(RunForm, tag="loaded"):
     running: Count
     waiting: Count
     cpu_percent: Number
+    answered: Count
 
 
 class CheckpointedForm(RunForm, tag="checkpointed"):
@@ -308,7 +309,7 @@ def _of_run(source: Source, it: OfRun) -> Report | ObjectQuestion:
         case ProgressedForm():
             return Progressed(*run, it.fraction, it.message, it.rank)
         case LoadedForm():
-            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank)
+            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank, it.answered)
         case CheckpointedForm():
             if (it.data is None) == (it.uri is None):
                 raise MalformedReport("a checkpoint has either data or a uri")
@@ -368,8 +369,7 @@ def _of_node(source: Source, it: OfNode) -> Report:
                 source.node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb),
                 it.memory_pressure, tuple(device.DiskSample(*disk) for disk in it.disks),
                 it.received_bytes, it.sent_bytes, None if it.store is None else device.StoreSample(*it.store),
-                {uuid: device.GpuHealth(*health) for uuid, health in it.gpus.items()}, it.network,
-                it.unreached,
+                {uuid: device.GpuHealth(*one) for uuid, one in it.gpus.items()}, it.network, it.unreached,
             )  # fmt: skip
         case DiskForm():
             return device.DiskReport(source.node, at, it.request, it.files, it.kept, it.is_first, it.message)
