@@ -69,6 +69,7 @@ class FleetKeeper:
         """How long the task waited that was admitted last."""
         self._news: list[Notice] = []
         self._is_new = False
+        self._began_at = clock.now()
         self._told = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
         self._control.nodes.expect(node.name for node in world.nodes.values() if node.ready)
@@ -116,13 +117,16 @@ class FleetKeeper:
         self._throughput.done[ITEMS] += sum(page.count for one in decisions for page in one.items)
 
     def hear(self, reports: Sequence[Report]) -> None:
-        """A run that was there before this leader has answered calls that are not counted."""
+        """What a run answered before this leader began is not counted."""
         for report in reports:
-            if isinstance(report, Loaded) and report.task in self._world.tasks:
-                before = self._control.loads.get(report.task, report)
-                new = report.answered - (before.answered if before.fence == report.fence else 0)
-                self._throughput.done[CALLS] += max(0, new)
+            if isinstance(report, Loaded) and (row := self._world.tasks.get(report.task)) is not None:
+                if (before := self._control.loads.get(report.task)) is not None:
+                    counted = before.answered if before.fence == report.fence else 0
+                else:
+                    is_older = row.started_at is not None and row.started_at < self._began_at
+                    counted = report.answered if is_older else 0
                 self._control.loads[report.task] = report
+                self._throughput.done[CALLS] += max(0, report.answered - counted)
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
