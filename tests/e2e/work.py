@@ -264,7 +264,12 @@ class Counter:
             time.sleep(0.01)
         return os.getpid()
 
-    def is_well(self) -> bool:
+    def spin(self, _witness: str, until: str) -> None:
+        """Use the CPU until the file `until` is there."""
+        while not Path(until).exists():
+            sum(range(100_000))
+
+    def is_healthy(self) -> bool:
         return self.value >= 0
 
     def crash(self) -> None:
