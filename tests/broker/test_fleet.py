@@ -1,19 +1,22 @@
 """Fleet control in a leader: what it finds holds background work back, and is in the log."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.fleet import FleetRules
+from gpubroker_server.core.control.memory_failures import memory_of
 from gpubroker_server.core.control.targets import FleetTarget, Measure
 from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Loaded, NodeLost
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import CommitVerdict
 
-from tests.broker.stage import Stage, a_stage
+from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB
 
 BUSY = FleetTarget(Measure.GPU_UTILIZATION, 0.6, 0.8)
@@ -122,6 +125,33 @@ async def test_runs_that_fail_again_and_again_for_lack_of_memory_are_published(t
         assert fleet is not None
         [found] = fleet.seen.memory_failures
         assert (found.memory, found.name, found.times) == ("cuda", "train", 3)
+
+
+class RefusingStore(ForgetfulStore):
+    """Cannot store what it is told of failures for lack of memory."""
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        fits = [one.outcome is None or memory_of(one.outcome.failure) is None for one in decisions]
+        written = await super().commit(term, [one for one, fit in zip(decisions, fits, strict=True) if fit])
+        verdicts = iter(written)
+        return [next(verdicts) if fit else CommitVerdict.UNSTORABLE for fit in fits]
+
+
+async def test_what_the_database_refused_counts_as_no_failure(tmp_path: Path) -> None:
+    async with a_stage(tmp_path, RefusingStore(Hands().now)) as stage:
+        stage.fleet_rules = FleetRules()
+        await stage.lead()
+        full = Failure("exception", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+        for id in "abc":
+            await stage.submit(id, name="train", seconds=1e6, gpu_mb=GIB)
+            await stage.turns_until(id, TaskState.RUNNING)
+        now = stage.clock.now()
+        await stage.hear(*(Ended(TaskId(id), Fence(1), now, Ending.FAILED, failure=full) for id in "abc"))
+        assert [(await stage.row(id)).state for id in "abc"] == [TaskState.FAILED] * 3
+        await look(stage)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        assert fleet.seen.memory_failures == ()
 
 
 async def test_what_tasks_arrays_and_workers_get_done_is_counted_and_its_rate_is_in_the_log(
