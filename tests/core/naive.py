@@ -19,7 +19,7 @@ from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_gangs import a_rank, gang_step, runs
 from tests.core.naive_growth import growth_steps
 from tests.core.naive_leavers import NaiveLeavers, leave
-from tests.core.naive_moves import is_moving, kept
+from tests.core.naive_moves import is_moving, kept, step_elsewhere
 from tests.core.naive_worth import fullest, learn, score
 
 Step = tuple[Any, ...]
@@ -301,9 +301,7 @@ class Naive(NaiveLeavers):
             left.remove(task)
             mine = [pledge for pledge in self.pledges if pledge.preemptor == task.id]
             found = self.step(task, pledged=bool(mine))
-            if mine and not found and not self.is_room_coming(mine):
-                found = self.step_elsewhere(task, mine)
-            steps += found
+            steps += found or (step_elsewhere(self, task, mine) if mine else [])
         return [*steps, *growth_steps(self)]
 
     def step(self, task: Task, *, pledged: bool) -> list[Step]:
@@ -322,43 +320,6 @@ class Naive(NaiveLeavers):
         if pledged or (way := other_way(self, task, best)) is None:
             return []
         return [self.evict(task, [(*self.pledged(task, one), ()) for one in way[0]], way[1])]
-
-    def is_room_coming(self, mine: Sequence[Pledge]) -> bool:
-        nodes = [node for node in self.nodes if node.name in {node_of(pledge.device) for pledge in mine}]
-        leaving = any(run.state is TaskState.STOPPING for node in nodes for run in self.runs_on(node))
-        for ledger in self.ledgers:
-            for pledge in (pledge for pledge in mine if pledge.device == ledger.device.key):
-                leaving = leaving or any(
-                    self.is_leaving(lease) for lease in self.leases if lease.device == pledge.device
-                )
-                others = [p for p in self.pledges if p.device == pledge.device and p not in mine]
-                promised = sum(p.mb for p in others if p.priority >= pledge.priority)
-                if self.unheld(ledger.device) + self.leaving(ledger.device) - promised < pledge.mb:
-                    return False
-        return leaving
-
-    def step_elsewhere(self, task: Task, mine: Sequence[Pledge]) -> list[Step]:
-        """As if nothing were pledged to it; if it finds a way, that ends."""
-        given, refused = self.given[task.tenant], self.refused_by_reservation
-        self.pledges = [pledge for pledge in self.pledges if pledge not in mine]
-        found = self.step(task, pledged=False)
-        if not found:
-            self.pledges += mine
-            self.refused_by_reservation = refused
-            return []
-        more = self.given[task.tenant] - given - sum(pledge.mb for pledge in mine)
-        self.given[task.tenant] = given + max(0, more)
-        [(what, name, where, devices, ended)] = found
-        used = {key for key, _ in devices} if what == "admit" else set()
-        how = {
-            (
-                name,
-                p.device,
-                "dissolved" if what == "preempt" else "consumed" if p.device in used else "withdrawn",
-            )
-            for p in mine
-        }
-        return [(what, name, where, devices, tuple(sorted({*ended, *how})))]
 
     def pledged(self, task: Task, one: Any) -> tuple[str, int]:
         """What is pledged of a device, or of a node to a task without GPUs."""
