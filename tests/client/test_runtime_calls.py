@@ -93,8 +93,18 @@ class Worker:
                 if report[0] == kind:
                     assert is_report(report)
                     return report
-            assert self._wake.wait(PATIENCE_SECONDS), f"no report of {kind}"
-            self._wake.clear()
+            assert self.wakes(), f"no report of {kind}"
+
+    def answered(self) -> int:
+        """How many calls, as it has told last."""
+        told = [report for _, report in self._journal.take(START_OVER, 10**9) if report[0] == "loaded"]
+        return int(told[-1][8])
+
+    def wakes(self) -> bool:
+        """It has something to tell."""
+        woken = self._wake.wait(PATIENCE_SECONDS)
+        self._wake.clear()
+        return woken
 
     def stop(self) -> Report:
         self.host.stop(KEY)
@@ -171,6 +181,8 @@ def test_calls_beyond_its_concurrency_wait_and_their_number_is_told() -> None:
         pass
     counter.goes_on.set()
     assert [call.result(PATIENCE_SECONDS)[:2] for call in calls] == [("done", b'"t"')] * 3
+    while worker.answered() != 3:
+        assert worker.wakes()
     worker.stop()
 
 

@@ -376,8 +376,8 @@ class Ground:
                 assert was_so, f"{key} was not {write.end}"
 
     def _check_victims(self, naive: Naive, decision: Decision) -> None:
-        """Victims have no shield that counts, and strictly lower priority; or they borrow, in the same band at
-        most, and keep their guarantee."""
+        """Victims have no shield that counts, and strictly lower priority; or they borrow, in the same band
+        at most, and keep their guarantee."""
         stopped = [w.task.id for w in decision.tasks if w.task.state is TaskState.STOPPING]
         victims = [self.world.tasks[name] for name in stopped]
         if not victims:

@@ -60,7 +60,7 @@ class CallWorker:
         self._threads = ThreadPoolExecutor(terms["max_concurrency"], "call", enter_task, (task,))
         self._lock = threading.Lock()
         self._waiting: set[Future[Answer]] = set()
-        self._running = 0
+        self._running = self._answered = 0
         self._is_leaving = False
         self._made: Future[Mapping[str, Any]] = Future()
         """The objects by role, once they are made; the one of the set itself has no name."""
@@ -134,6 +134,7 @@ class CallWorker:
         finally:
             with self._lock:
                 self._running -= 1
+                self._answered += 1
         seconds = time.monotonic() - began
         if outcome.ending == "succeeded":
             return DONE, outcome.result, seconds
@@ -183,11 +184,13 @@ class CallWorker:
             cpu, looked_at = used, now
             with self._lock:
                 load = (self._running, len(self._waiting) - self._running, percent)
+                answered = self._answered
             is_new = load[:2] != told[:2] or abs(percent - told[2]) >= TOLD_CPU_PERCENT
             if is_new or now - told_at >= STILL_SECONDS:
                 told, told_at = load, now
                 calls = load[0], max(0, load[1])
-                self._journal.note(self._order.key, loaded(self._order.key, *calls, percent), AT_ONCE)
+                report = loaded(self._order.key, *calls, percent, answered)
+                self._journal.note(self._order.key, report, AT_ONCE)
             if illness := watch.illness(now):
                 return failed("unhealthy", illness)
         return RunOutcome("stopped")

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
-from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
+from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ServerReport
@@ -160,7 +160,7 @@ class OrderWriter:
             command=spec.command,
             arguments=payload.arguments,
             python=spec.python,
-            env={**spec.env, **_fractions(order.shares)},
+            env={**spec.env, **_gpu_limits(order.shares)},
             result_format=spec.result_format,
             working_directory=spec.working_directory,
             resume_state=payload.resume_state,
@@ -175,10 +175,12 @@ class OrderWriter:
         )
 
 
-def _fractions(shares: Sequence[float]) -> dict[str, str]:
+def _gpu_limits(shares: Sequence[tuple[Mib, float]]) -> dict[str, str]:
+    if not shares:
+        return {}
     # Down: the shares of a device together must fit.
-    texts = (f"{math.floor(share * 10_000) / 10_000:g}" for share in shares)
-    return {FRACTIONS: ",".join(texts)} if shares else {}
+    fractions = (f"{math.floor(share * 10_000) / 10_000:g}" for _mb, share in shares)
+    return {FRACTIONS: ",".join(fractions), LIMITS_MB: ",".join(str(mb) for mb, _share in shares)}
 
 
 def _by_uuid(devices: Sequence[tuple[DeviceKey, Mib]]) -> tuple[tuple[str, int], ...]:
