@@ -1,15 +1,16 @@
 """The process of a worker of a set, without a service: the test calls it, and reads its reports."""
 
+import asyncio
 import json
 import sys
 import threading
-from concurrent.futures import CancelledError
 from typing import Any
 
 import cloudpickle
+import numpy
 import pytest
 from gpubroker import current_task
-from gpubroker.runtime.calls import WORKER_SET_VARIABLE, Answer, CallWorker
+from gpubroker.runtime.calls import IS_LATE, WORKER_SET_VARIABLE, Answer, SetWorker
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
@@ -24,7 +25,7 @@ class Counter:
 
     def __init__(self, start: int = 0) -> None:
         self.value = start
-        self.is_well = True
+        self.is_healthy = True
         self.goes_on = threading.Event()
         self.has_begun = threading.Semaphore(0)
 
@@ -44,9 +45,44 @@ class Counter:
         raise ValueError("no")
 
     def check(self) -> bool:
-        return self.is_well
+        return self.is_healthy
+
+    async def check_later(self) -> bool:
+        return self.is_healthy
+
+    def failed_by_numpy(self) -> Any:
+        return numpy.bool_(False)
+
+    def give(self, fault: str) -> "Cursed":
+        return Cursed(fault)
+
+    def fail_silently(self) -> None:
+        raise Silent
+
+    @property
+    def broken(self) -> Any:
+        raise Silent
 
     def _hidden(self) -> None: ...
+
+
+class Silent(Exception):
+    """Nobody can say what it is."""
+
+    def __str__(self) -> str:
+        raise type(self)
+
+
+class Cursed:
+    """Raises when it is written, and ends the process that opens it."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __reduce__(self) -> Any:
+        if self.fault == "opened":
+            return sys.exit, (1,)
+        raise Silent if self.fault == "silent" else SystemExit
 
 
 class Worker:
@@ -72,11 +108,11 @@ class Worker:
         self.host.start_shared(
             RunOrder(**{**order.to_wire(), "arguments": cloudpickle.dumps((made_here, ("t",), {}))})
         )
-        self.callee: CallWorker = self.host.callees[KEY]
+        self.worker: SetWorker = self.host.set_workers[KEY]
 
     def ask(self, method: str, *args: Any, role: str = "", seconds: float = PATIENCE_SECONDS) -> Any:
         """The future answer."""
-        return self.callee.submit(role, method, "json", json.dumps({"args": args}).encode(), seconds)
+        return self.worker.submit(role, method, "json", json.dumps({"args": args}).encode(), seconds)
 
     def call(self, method: str, *args: Any, **options: Any) -> Answer:
         found: Answer = self.ask(method, *args, **options).result(PATIENCE_SECONDS)
@@ -132,7 +168,7 @@ def test_an_object_is_made_once_and_keeps_its_state_between_calls() -> None:
 def test_pickled_arguments_get_a_pickled_result() -> None:
     worker = Worker()
     packed = cloudpickle.dumps(((2,), {}))
-    answer = worker.callee.submit("", "add", "cloudpickle", packed, 9.0).result(PATIENCE_SECONDS)
+    answer = worker.worker.submit("", "add", "cloudpickle", packed, 9.0).result(PATIENCE_SECONDS)
     assert (answer[0], cloudpickle.loads(answer[1])) == ("done", 2)
     worker.stop()
 
@@ -158,8 +194,29 @@ def test_a_failed_call_says_why_and_the_worker_goes_on(method: str, args: Any, k
 
 def test_arguments_that_cannot_be_opened_fail_the_call() -> None:
     worker = Worker()
-    answer = worker.callee.submit("", "add", "cloudpickle", b"x", 9.0).result(PATIENCE_SECONDS)
+    answer = worker.worker.submit("", "add", "cloudpickle", b"x", 9.0).result(PATIENCE_SECONDS)
     assert answer[:2] == ("failed", "corrupt_arguments")
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "kind"),
+    [
+        ("give", "leaving", "exception"),
+        ("give", "silent", "exception"),
+        ("fail_silently", None, "exception"),
+        ("broken", None, "exception"),
+        ("add", Cursed("opened"), "corrupt_arguments"),
+    ],
+)
+def test_whatever_user_code_raises_fails_its_call_and_the_worker_goes_on(
+    method: str, argument: Any, kind: str
+) -> None:
+    worker = Worker()
+    packed = cloudpickle.dumps((() if argument is None else (argument,), {}))
+    answer = worker.worker.submit("", method, "cloudpickle", packed, 9.0).result(PATIENCE_SECONDS)
+    assert answer[:2] == ("failed", kind)
+    assert worker.call("add")[0] == "done"
     worker.stop()
 
 
@@ -186,9 +243,36 @@ def test_calls_beyond_its_concurrency_wait_and_their_number_is_told() -> None:
     worker.stop()
 
 
-def test_a_call_whose_time_is_over_before_its_turn_never_begins() -> None:
-    worker = Worker()
-    assert worker.call("add", seconds=-1.0)[0] == "late"
+def test_a_call_whose_time_is_over_before_its_turn_never_begins_and_is_forgotten() -> None:
+    worker = Worker(max_concurrency=1)
+    counter = worker.counter()
+    begun = worker.ask("wait")
+    assert counter.has_begun.acquire(timeout=PATIENCE_SECONDS)
+    arguments = json.dumps({"args": [1]}).encode()
+    known = sys.getrefcount(arguments)
+    for _ in range(3):
+        call = worker.worker.call("", "add", "json", arguments, 0.01)
+        assert asyncio.run(call) == IS_LATE
+    del call
+    assert sys.getrefcount(arguments) == known
+    too_late = worker.ask("add", seconds=-1.0)
+    counter.goes_on.set()
+    assert too_late.result(PATIENCE_SECONDS) == IS_LATE
+    assert (begun.result(PATIENCE_SECONDS)[0], counter.value) == ("done", 0)
+    worker.stop()
+
+
+def test_a_call_whose_time_is_over_before_the_object_is_made_never_begins() -> None:
+    goes_on = threading.Event()
+
+    def slow() -> Counter:
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return Counter()
+
+    worker = Worker(slow)
+    for method in ("add", ""):
+        assert asyncio.run(worker.worker.call("", method, "json", b"", 0.01)) == IS_LATE
+    goes_on.set()
     assert worker.counter().value == 0
     worker.stop()
 
@@ -199,9 +283,7 @@ def test_a_worker_that_leaves_finishes_what_has_begun_and_refuses_the_rest() -> 
     begun, waits = worker.ask("wait"), worker.ask("add")
     assert counter.has_begun.acquire(timeout=PATIENCE_SECONDS)
     worker.host.stop(KEY)
-    with pytest.raises(CancelledError):
-        waits.result(PATIENCE_SECONDS)
-    assert worker.call("add")[0] == "refused"
+    assert waits.result(PATIENCE_SECONDS) == worker.call("add") == ("refused", "the worker is leaving")
     counter.goes_on.set()
     assert begun.result(PATIENCE_SECONDS)[0] == "done"
     assert (worker.next("ended")[5], counter.value) == ("stopped", 0)
@@ -217,9 +299,7 @@ def test_an_object_that_cannot_be_made_ends_the_run_and_refuses_what_waits() -> 
     worker = Worker(broken)
     waiting = [worker.ask(""), worker.ask("add")]
     goes_on.set()
-    for one in waiting:
-        with pytest.raises(CancelledError):
-            one.result(PATIENCE_SECONDS)
+    assert {one.result(PATIENCE_SECONDS)[0] for one in waiting} == {"refused"}
     ended = worker.next("ended")
     assert (ended[5], ended[8][0], ended[8][1]) == ("failed", "exception", "RuntimeError: no model here")
 
@@ -229,9 +309,9 @@ def health(method: str, **terms: float) -> dict[str, Any]:
     return {"method": method, **usual, **terms}
 
 
-def test_a_worker_that_is_ill_several_times_in_a_row_ends_as_unhealthy() -> None:
+def test_a_worker_that_fails_several_checks_in_a_row_ends_as_unhealthy() -> None:
     worker = Worker(health=health("check"))
-    worker.counter().is_well = False
+    worker.counter().is_healthy = False
     ended = worker.next("ended")
     said = "check failed 2 times in a row; the last time: it returned False"
     assert (ended[5], ended[8][:2]) == ("failed", ("unhealthy", said))
@@ -241,7 +321,8 @@ def test_a_worker_that_is_ill_several_times_in_a_row_ends_as_unhealthy() -> None
     ("method", "timeout", "said"),
     [
         ("fail", PATIENCE_SECONDS, "ValueError: no"),
-        ("nothing", PATIENCE_SECONDS, "AttributeError: there is no such method"),
+        ("nothing", PATIENCE_SECONDS, "AttributeError: 'Counter' object has no attribute 'nothing'"),
+        ("failed_by_numpy", PATIENCE_SECONDS, "it returned False"),
         ("wait", 0.0, "it did not answer within 0 s"),
     ],
 )
@@ -251,9 +332,48 @@ def test_a_check_that_raises_or_hangs_is_a_failed_one(method: str, timeout: floa
     worker.made[0].goes_on.set()
 
 
-def test_a_worker_that_is_well_again_goes_on() -> None:
-    worker = Worker(health=health("check", failures=1000))
-    worker.counter().is_well = False
+def test_a_check_that_is_a_coroutine_is_awaited() -> None:
+    worker = Worker(health=health("check_later", failures=2))
     assert worker.next("loaded")[5:7] == (0, 0)
-    worker.counter().is_well = True
+    worker.counter().is_healthy = False
+    assert worker.next("ended")[8][1].endswith("in a row; the last time: it returned False")
+
+
+class Unchecked:
+    """A role's class without the method."""
+
+
+class Judge:
+    """One whose check never passes."""
+
+    async def check(self) -> bool:
+        return False
+
+
+def test_the_objects_of_roles_that_have_the_method_are_checked_too() -> None:
+    here = "tests.client.test_runtime_calls"
+    roles = {
+        name: {"entrypoint": f"{here}:{name}", "args": [], "kwargs": {}} for name in ("Unchecked", "Judge")
+    }
+    worker = Worker(health=health("check"), roles=roles)
+    assert worker.next("ended")[8][1].endswith("the last time: role Judge: it returned False")
+
+
+def test_objects_that_are_not_made_in_time_end_the_run_and_refuse_what_waits() -> None:
+    goes_on = threading.Event()
+    worker = Worker(goes_on.wait, PATIENCE_SECONDS, start_seconds=0.05)
+    waiting = worker.ask("add")
+    ended = worker.next("ended")
+    assert (ended[5], ended[8][0]) == ("failed", "start_timeout")
+    assert "not made within 0.05 s" in ended[8][1]
+    assert "self.made.append(make(*args))" in ended[8][2], "where it was"
+    assert waiting.result(PATIENCE_SECONDS)[0] == "refused"
+    goes_on.set()
+
+
+def test_a_worker_that_is_healthy_again_goes_on() -> None:
+    worker = Worker(health=health("check", failures=1000))
+    worker.counter().is_healthy = False
+    assert worker.next("loaded")[5:7] == (0, 0)
+    worker.counter().is_healthy = True
     assert worker.stop()[5] == "stopped"

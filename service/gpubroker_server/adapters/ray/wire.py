@@ -11,6 +11,7 @@ from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 
+from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.orders import (
@@ -32,7 +33,7 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
     WorldOrder,
 )
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, WORKER_SET_VARIABLE
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, PartAnswer
@@ -47,9 +48,11 @@ TELLS_LOGS = 9
 """From this form on, agents report the output of runs."""
 GUARDS_DISKS = 9
 """From this form on, agents look for files that may go, and delete them."""
+TRIES_PEERS = 9
+"""From this form on, agents try the ports of other nodes."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
-"""From this form on. An earlier agent would run a worker's function or command once, without an item, and
-give a function the name of an object in its place."""
+"""From this form on. An earlier agent would run a worker's function or command once, without an item, give a
+function the name of an object in its place, and end the worker of a set with the object that it has made."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
 """In JSON, and as a pickle has it: there any text of 64 hexadecimal digits."""
 
@@ -71,6 +74,11 @@ def disk_order(order: DiskOrder) -> tuple[Any, ...]:
     return "disk", order.request, *about, order.deletes, order.runs_sync, order.live
 
 
+def peers_order(peers: Sequence[Peer]) -> tuple[Any, ...]:
+    """The order to try the ports of these nodes."""
+    return "peers", peers
+
+
 def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
     """The order to give a run what it asked about an object."""
     asked = answer.asked
@@ -80,9 +88,14 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
     return "object", *run, answer.size_bytes, answer.asked.first_byte, answer.data, answer.failure
 
 
-def needs_arrays_or_objects(payload: RunPayload) -> bool:
+def needs_a_later_agent(payload: RunPayload) -> bool:
     """Whether an agent before KNOWS_ARRAYS_AND_OBJECTS would run it wrong."""
-    return ARRAY_VARIABLE in payload.spec.env or _OBJECT_ID.search(payload.arguments) is not None
+    env = payload.spec.env
+    return (
+        ARRAY_VARIABLE in env
+        or WORKER_SET_VARIABLE in env
+        or _OBJECT_ID.search(payload.arguments) is not None
+    )
 
 
 _LENGTH_BYTES = 4
