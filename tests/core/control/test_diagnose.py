@@ -159,10 +159,11 @@ def test_work_on_one_node_alone_is_a_finding_while_tasks_wait() -> None:
     assert findings(a_lonely_fleet(waits, elsewhere)) == []
 
 
-def test_without_gpus_the_work_on_one_node_is_its_cpus():
-    nodes = a_node("n1"), a_node("n2")
+@pytest.mark.parametrize("gpus", [(), (a_device("gpu0", "n1"), a_device("gpu0", "n2"))])
+def test_where_no_gpu_is_leased_the_work_on_one_node_is_its_cpus(gpus: tuple[Any, ...]) -> None:
+    nodes = a_node("n1"), a_node("n2"), *gpus
     runs = [holding(a_task(f"t{n}", cpu=1.0)) for n in range(4)]
-    waits = a_task("waits", cpu=65.0)
+    waits = a_task("waits", gpus=0, cpu=65.0)
     [found] = findings(a_world(*nodes, *runs, waits))
     assert (found.kind, found.subject, found.evidence["share"]) == ("all-on-one-node", "n1", 1.0)
     assert findings(a_world(*nodes, *runs[:3], waits)) == [], "by chance"

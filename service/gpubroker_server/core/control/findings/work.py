@@ -66,10 +66,11 @@ def repeated_memory_failures(failures: Sequence[MemoryFailures]) -> Iterator[Fin
 
 
 def all_on_one_node(world: World) -> Iterator[Finding]:
-    """Of several that take work, while tasks wait. Work is GPU memory, or CPUs where no node has a GPU."""
+    """Of several that take work, while tasks wait. Work is leased GPU memory, or CPUs where none is."""
     open_nodes = [node.name for node in world.nodes.values() if node.ready and not node.cordoned]
     held = {name: _leased(world, name) for name in open_nodes if world.by_node.get(name)}
-    held = held or {name: (world.use[name].cpu, world.use[name].runs) for name in open_nodes}
+    if not any(amount for amount, _ in held.values()):
+        held = {name: (world.use[name].cpu, world.use[name].runs) for name in open_nodes}
     total = sum(amount for amount, _ in held.values())
     if len(held) < 2 or not total or not world.queue.groups:
         return
