@@ -34,7 +34,7 @@ def test_nothing_is_said_of_a_machine_that_is_fit_or_cannot_be_read(seen: Machin
             {"unreached": [Unreached("ray.address", "head:6379", "Connection refused")]},
             "address-unreachable", "head:6379", "(ray.address): Connection refused",
         ),
-        ({"open_files": 1024}, "open-files-limit", "open files", "may open 1024 files; with these settings the service needs 3072"),
+        ({"open_files": 1024}, "open-files-limit", "open files", "may open 1024 files"),
         ({"inotify_used": 120}, "inotify-limit", "inotify", "120 of 128"),
         ({"shared_memory_mb": 64}, "shared-memory-too-small", "/dev/shm", "64 MiB"),
         (
