@@ -7,7 +7,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from gpubroker import BrokerError, ItemFailed, WrongArgument
+from gpubroker import Broker, BrokerError, ItemFailed, WrongArgument
 from gpubroker.tasks.array_api import Array, ArrayState, bar_line, progress_bar
 from gpubroker.transport.decoding import decode
 
@@ -74,13 +74,23 @@ def test_a_map_may_give_them_as_they_come(do: Do, service: RecordedService) -> N
     assert do("map", "jobs:f", [1, 2, 3], ordered=False) == [20, 0, 10]
 
 
-def test_a_failed_item_raises_in_its_place_or_is_the_exception(do: Do, service: RecordedService) -> None:
-    replies = (array(), array(3, state="failed"), page(item(0), bad(1), item(2), after=1))
-    service.reply_with(*replies)
-    with pytest.raises(ItemFailed, match=r"item 1 failed \(exception\): ValueError: no") as failed:
-        do("map", "jobs:f", [1, 2, 3])
-    assert (failed.value.number, failed.value.kind, failed.value.traceback) == (1, "exception", "trace")
-    service.reply_with(*replies)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_failed_item_raises_in_its_place(service: RecordedService, ordered: bool) -> None:
+    """After the results before it, which came in the same answer."""
+    service.reply_with(array(), array(2), page(item(0), item(1), bad(2), after=1))
+    with Broker(service.url, "gpb_secret") as broker:
+        found = broker.map("jobs:f", [1, 2, 3], ordered=ordered)
+        assert [next(found), next(found)] == [0, 10]
+        with pytest.raises(
+            ItemFailed, match=rf"item 2 of array {ID} failed \(exception\): ValueError: no"
+        ) as it:
+            next(found)
+    assert (it.value.number, it.value.kind, it.value.traceback) == (2, "exception", "trace")
+    assert it.value.array == ID
+
+
+def test_a_failed_item_may_be_its_exception(do: Do, service: RecordedService) -> None:
+    service.reply_with(array(), array(3, state="failed"), page(item(0), bad(1), item(2), after=1))
     zero, one, two = do("map", "jobs:f", [1, 2, 3], return_exceptions=True)
     assert (zero, one.number, two) == (0, 1, 20)
 
