@@ -314,13 +314,14 @@ class _Mapped:
         except Exception as fault:  # to unpickle a result may raise anything
             self._fault = fault
         is_over = self._next >= seen.total
-        if self._fault is None and seen.is_finished and not is_over and not values:
-            if seen.done <= self._next + len(self._early):
-                missing = seen.total - seen.done
-                raise BrokerError(
-                    f"array {seen.id} {seen.state.value} with {missing} items left", code="array-ended"
-                )
-        return Page(tuple(values), None if is_over and self._fault is None else str(cursor))
+        if self._fault is not None or values:
+            return Page(tuple(values), None if is_over and self._fault is None else str(cursor))
+        if seen.is_finished and not is_over and seen.done <= self._next + len(self._early):
+            missing = seen.total - seen.done
+            raise BrokerError(
+                f"array {seen.id} {seen.state.value} with {missing} items left", code="array-ended"
+            )
+        return Page((), None if is_over else str(cursor))
 
     def _values(self) -> Iterator[Any]:
         while self._early:
@@ -346,13 +347,13 @@ def progress_bar() -> Callable[[Array], None]:
         if step == shown:
             return
         shown = step
-        print(bar_line(array, _BAR_WIDTH), end="\r" if out.isatty() and step <= steps else "\n", file=out)
+        print(bar_line(array), end="\r" if out.isatty() and step <= steps else "\n", file=out)
         out.flush()
 
     return show
 
 
-def bar_line(array: Array, width: int) -> str:
+def bar_line(array: Array, width: int = _BAR_WIDTH) -> str:
     """`[#####.....] 50/100, 2 failed, 25/s`."""
     filled = int(array.fraction * width)
     failed = f", {array.failed} failed" if array.failed else ""
