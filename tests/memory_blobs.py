@@ -49,4 +49,4 @@ class Blobs:
         self.uploads.pop(upload, None)
 
     async def delete(self, digest: str) -> None:
-        del self.objects[digest]
+        self.objects.pop(digest, None)

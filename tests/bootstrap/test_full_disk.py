@@ -1,7 +1,6 @@
 """A full disk is named to whoever asks, said once in the log, and over as soon as there is room."""
 
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
+from tests.mounts import mounted
 
 SMALL_BYTES = 32 * 1024
 SAID, OVER = "disk full; make room", "the disk has room again"
@@ -59,11 +59,9 @@ def test_files_that_cannot_grow_are_a_full_disk(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Needs the right to mount."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", place], check=True)
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "none") as is_mounted:
+        assert is_mounted
+        yield tmp_path / "disk"
 
 
 @pytest.mark.evidence

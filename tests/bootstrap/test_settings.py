@@ -7,7 +7,9 @@ import typer
 import yaml
 from gpubroker_server.__main__ import commands
 from gpubroker_server.bootstrap.compose import disk_guard_of, fleet_rules_of
+from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.disk_guard import DiskRules
+from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.device import FileClass, WatchedRoot
 from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
@@ -291,6 +293,10 @@ def test_targets_of_parts_are_beside_those_of_the_fleet_or_in_their_place() -> N
         ("node:n1", "gpu_utilization"): (0.0, 0.9),
     }  # fmt: skip
     assert rules.thresholds["queue_length"].high == 400_000
+    assert rules.overload == {
+        "cpu": Threshold(0.95, 0.85, Seconds(300.0)), "host_memory": Threshold(0.9, 0.85, Seconds(60.0)),
+    }  # fmt: skip
+    assert rules.throughput == ThroughputRules()
 
 
 def test_a_wrong_setting_names_the_file_the_variable_or_the_flag_it_came_from(

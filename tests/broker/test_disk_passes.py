@@ -139,9 +139,10 @@ async def test_a_request_that_no_agent_answers_and_one_for_no_node_are_settled()
 
 async def test_a_full_node_is_cleaned_unasked_and_not_too_often() -> None:
     scene = Scene(DiskGuard(roots=(ROOT,), clean_seconds=Seconds(600.0)))
-    scene.fill(0.64)
-    assert scene.passes.due(AT) == []
+    scene.fill(0.64, at=NOW - 2)
+    assert scene.passes.due(Instant(NOW - 2)) == []
     scene.fill(0.65)
+    assert scene.passes.due(Instant(NOW - 1)) == []  # samples are not looked at more often than they come
     order = the_order(scene.passes.due(AT))
     assert (order.runs_sync, order.deletes) == (True, None)
     assert scene.passes.carry_out(AT) == []
@@ -149,7 +150,7 @@ async def test_a_full_node_is_cleaned_unasked_and_not_too_often() -> None:
     later = Instant(NOW + 599)
     scene.fill(0.65, at=later)
     assert scene.passes.due(later) == []
-    later = Instant(NOW + 600)
+    later = Instant(NOW + 601)
     assert the_order(scene.passes.due(later)).request == order.request
     decision = await scene.hear(order.request)
     assert [note.actor for note in decision.audit] == ["settings"]

@@ -6,9 +6,12 @@ from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.fleet import FleetRules
 from gpubroker_server.core.control.targets import FleetTarget, Measure
-from gpubroker_server.core.domain.orders import Ended, Ending, Failure
+from gpubroker_server.core.control.throughput import ThroughputRules
+from gpubroker_server.core.domain.decisions import Decision, ItemPage
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Loaded, NodeLost
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, TaskId
+from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
+from gpubroker_server.core.world.events import Event
 
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB
@@ -66,6 +69,8 @@ async def test_what_it_finds_is_in_the_log_and_published(tmp_path: Path) -> None
             ("fleet.BACKPRESSURE_ACTIVATED", "queue_length"),
             ("fleet.BACKPRESSURE_ACTIVATED", "disk_percent"),
         ]
+        told = {kind: count for kind, count in fleet.seen.told.items() if count}
+        assert told == {"fleet.BACKPRESSURE_ACTIVATED": 2}
 
 
 async def test_how_long_admissions_take_is_what_the_last_one_had_waited(tmp_path: Path) -> None:
@@ -117,3 +122,50 @@ async def test_runs_that_fail_again_and_again_for_lack_of_memory_are_published(t
         assert fleet is not None
         [found] = fleet.seen.memory_failures
         assert (found.memory, found.name, found.times) == ("cuda", "train", 3)
+
+
+async def test_what_tasks_arrays_and_workers_get_done_is_counted_and_its_rate_is_in_the_log(
+    tmp_path: Path,
+) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules(throughput=ThroughputRules(Seconds(10.0), least_per_second=0.2))
+        await stage.lead()
+        await look(stage)
+        fleet, told = stage.leader.fleet, list[Event]()
+        assert fleet is not None
+        stage.store.listen(told.extend)
+        await stage.submit("short", seconds=1.0, gpu_mb=GIB)
+        await stage.submit("worker", seconds=1e6, gpu_mb=GIB)
+        await stage.turns_until("worker", TaskState.RUNNING)
+        for answered, fence in ((40, 1), (45, 1), (3, 2)):
+            await stage.hear(
+                Loaded(TaskId("worker"), Fence(fence), stage.clock.now(), 0, 0, 1.0, 0, answered)
+            )
+        pages = tuple(ItemPage(TaskId("array"), 0, n, "acme", 7, 1, stage.clock.now(), b"") for n in (1, 2))
+        fleet.on_committed([Decision("array", "items", items=pages)])
+        await look(stage, 10.0)
+        await stage.turns_until("short", TaskState.SUCCEEDED)
+        assert fleet.seen.done == {
+            "submitted": 2, "admitted": 2, "started": 2, "finished": 1, "array_items": 14, "inferences": 0,
+            "worker_calls": 8,
+        }  # fmt: skip
+        rates = {one.key: one.fields["items_per_second"] for one in told if one.kind == "fleet.THROUGHPUT"}
+        assert rates == {
+            "submitted": 0.2, "admitted": 0.2, "started": 0.2, "array_items": 1.4, "worker_calls": 0.8,
+        }  # fmt: skip
+
+
+async def test_a_node_that_is_given_up_has_left_and_one_that_answers_the_next_leader_has_not_joined(
+    tmp_path: Path,
+) -> None:
+    async with a_stage(tmp_path) as stage:
+        for _ in range(2):  # leaders
+            await stage.lead()
+            await look(stage)
+            assert stage.leader.fleet is not None
+            assert set(stage.leader.fleet.seen.told.values()) == {0}
+        node = stage.world.nodes[NodeName("n1")]
+        await stage.hear(NodeLost(node.name, node.incarnation, stage.clock.now(), "no beat", confirmed=True))
+        await stage.leader.fleet.look()
+        await stage.leader.cycle()
+        assert stage.leader.fleet.seen.told["fleet.NODE_LEFT"] == 1

@@ -48,6 +48,13 @@ def test_show_has_the_rate_of_progress_and_what_is_left(service: RecordedService
     assert "25% epoch 3 (3.75% a minute; at 2026-11-21 10:00:00Z 20m were left)" in shown
 
 
+@pytest.mark.parametrize("list_", ["nodes", "models", "objects", "lease list"])
+def test_other_lists_are_sorted_by_the_service(service: RecordedService, run: Run, list_: str) -> None:
+    service.reply_with(page(), page())
+    assert run(f"{list_} --sort=-name -o json").code == 0
+    assert dict(service.requests[0].params)["sort"] == "-name"
+
+
 def test_ps_sorts_by_what_it_is_told(service: RecordedService, run: Run) -> None:
     service.reply_with(page(), page())
     assert run("ps --sort=-priority --limit 7").code == 0

@@ -10,23 +10,25 @@ from typing import Any
 import pytest
 from gpubroker.runtime.messages import RunOrder
 from gpubroker.runtime.process import memory_limits
-from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
+from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 
 from tests.client.stand_in_torch import stand_in_for_torch
 
 LEASES = (("GPU-a", 6_000), ("GPU-b", 24_000))
+GIVEN = {FRACTIONS: "0.2292,1", LIMITS_MB: "5500,24000"}
+"""Without the 500 MiB of the context."""
 
 
 def limits(env: dict[str, str] | None = None, **process_env: str) -> dict[str, str]:
     """Of a run on a quarter of one GPU and all of another, which has set `env` itself."""
-    order = RunOrder("t", 1, "function", leases=LEASES, env={FRACTIONS: "0.25,1", **(env or {})})
+    order = RunOrder("t", 1, "function", leases=LEASES, env={**GIVEN, **(env or {})})
     return memory_limits(order, process_env)
 
 
 def answer(script: str, *folders: Path, **env: str) -> Any:
     """What a Python says that a run with these limits starts."""
     path = os.pathsep.join([limits()["PYTHONPATH"], *map(str, folders)])
-    given = {FRACTIONS: "0.25,1", "PYTHONPATH": path, **env}
+    given = {**GIVEN, "PYTHONPATH": path, **env}
     told = subprocess.run([sys.executable, "-c", script], env=given, capture_output=True, check=True)
     assert told.stderr == b""
     return json.loads(told.stdout)
@@ -38,7 +40,7 @@ def test_torch_is_limited_when_cuda_begins_and_not_where_the_whole_device_is_lea
         "import json, torch; before = list(torch.cuda.calls); torch.cuda.init(); "
         "print(json.dumps([before, torch.cuda.calls]))"
     )
-    assert answer(script, tmp_path, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") == [[], [[0.25, 0]]]
+    assert answer(script, tmp_path, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") == [[], [[0.2292, 0]]]
 
 
 def test_a_torch_that_refuses_its_limit_is_used_without_it(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_the_sitecustomize_of_that_python_still_runs_and_ours_leaves_no_trace(tm
 
 
 def test_jax_gets_the_smallest_share_unless_the_task_says_its_own() -> None:
-    assert limits()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.25"
+    assert limits()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.2292"
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in limits({name: "0.1"})
 
@@ -80,8 +82,10 @@ def test_the_python_path_of_the_run_comes_after_ours() -> None:
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_where_mps_runs_the_driver_itself_limits_pinned_memory(tmp_path: Path, runs: bool) -> None:
+def test_where_mps_runs_the_driver_itself_limits_pinned_memory_beside_the_context(
+    tmp_path: Path, runs: bool
+) -> None:
     if runs:
         (tmp_path / "control").touch()
     limit = limits(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path)).get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-    assert limit == ("0=6000M,1=24000M" if runs else None)
+    assert limit == ("0=5500M,1=24000M" if runs else None)

@@ -82,9 +82,10 @@ async def test_a_tenant_at_its_limit_can_list_and_delete_objects() -> None:
 
 
 def test_objects_lists_the_newest_first_and_the_total(service: RecordedService, run: Run) -> None:
-    both = stored(A, 3 * 1024**3), stored(B, 5000, day=22)
+    both = stored(B, 5000, day=22), stored(A, 3 * 1024**3)
     service.reply_with(listed(*both), listed(), listed(), listed(), listed(*both))
     shown = run("objects")
+    assert dict(service.requests[0].params)["sort"] == "-created"
     assert shown.code == 0
     first, second = shown.out.splitlines()[1:]
     for line, texts in (

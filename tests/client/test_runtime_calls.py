@@ -1,15 +1,15 @@
 """The process of a worker of a set, without a service: the test calls it, and reads its reports."""
 
+import asyncio
 import json
 import sys
 import threading
-from concurrent.futures import CancelledError
 from typing import Any
 
 import cloudpickle
 import pytest
 from gpubroker import current_task
-from gpubroker.runtime.calls import WORKER_SET_VARIABLE, Answer, CallWorker
+from gpubroker.runtime.calls import IS_LATE, WORKER_SET_VARIABLE, Answer, SetWorker
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
@@ -46,7 +46,36 @@ class Counter:
     def check(self) -> bool:
         return self.is_well
 
+    def give(self, fault: str) -> "Cursed":
+        return Cursed(fault)
+
+    def fail_silently(self) -> None:
+        raise Silent
+
+    @property
+    def broken(self) -> Any:
+        raise Silent
+
     def _hidden(self) -> None: ...
+
+
+class Silent(Exception):
+    """Nobody can say what it is."""
+
+    def __str__(self) -> str:
+        raise type(self)
+
+
+class Cursed:
+    """Raises when it is written, and ends the process that opens it."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __reduce__(self) -> Any:
+        if self.fault == "opened":
+            return sys.exit, (1,)
+        raise Silent if self.fault == "silent" else SystemExit
 
 
 class Worker:
@@ -72,11 +101,11 @@ class Worker:
         self.host.start_shared(
             RunOrder(**{**order.to_wire(), "arguments": cloudpickle.dumps((made_here, ("t",), {}))})
         )
-        self.callee: CallWorker = self.host.callees[KEY]
+        self.worker: SetWorker = self.host.set_workers[KEY]
 
     def ask(self, method: str, *args: Any, role: str = "", seconds: float = PATIENCE_SECONDS) -> Any:
         """The future answer."""
-        return self.callee.submit(role, method, "json", json.dumps({"args": args}).encode(), seconds)
+        return self.worker.submit(role, method, "json", json.dumps({"args": args}).encode(), seconds)
 
     def call(self, method: str, *args: Any, **options: Any) -> Answer:
         found: Answer = self.ask(method, *args, **options).result(PATIENCE_SECONDS)
@@ -93,8 +122,18 @@ class Worker:
                 if report[0] == kind:
                     assert is_report(report)
                     return report
-            assert self._wake.wait(PATIENCE_SECONDS), f"no report of {kind}"
-            self._wake.clear()
+            assert self.wakes(), f"no report of {kind}"
+
+    def answered(self) -> int:
+        """How many calls, as it has told last."""
+        told = [report for _, report in self._journal.take(START_OVER, 10**9) if report[0] == "loaded"]
+        return int(told[-1][8])
+
+    def wakes(self) -> bool:
+        """It has something to tell."""
+        woken = self._wake.wait(PATIENCE_SECONDS)
+        self._wake.clear()
+        return woken
 
     def stop(self) -> Report:
         self.host.stop(KEY)
@@ -122,7 +161,7 @@ def test_an_object_is_made_once_and_keeps_its_state_between_calls() -> None:
 def test_pickled_arguments_get_a_pickled_result() -> None:
     worker = Worker()
     packed = cloudpickle.dumps(((2,), {}))
-    answer = worker.callee.submit("", "add", "cloudpickle", packed, 9.0).result(PATIENCE_SECONDS)
+    answer = worker.worker.submit("", "add", "cloudpickle", packed, 9.0).result(PATIENCE_SECONDS)
     assert (answer[0], cloudpickle.loads(answer[1])) == ("done", 2)
     worker.stop()
 
@@ -148,8 +187,29 @@ def test_a_failed_call_says_why_and_the_worker_goes_on(method: str, args: Any, k
 
 def test_arguments_that_cannot_be_opened_fail_the_call() -> None:
     worker = Worker()
-    answer = worker.callee.submit("", "add", "cloudpickle", b"x", 9.0).result(PATIENCE_SECONDS)
+    answer = worker.worker.submit("", "add", "cloudpickle", b"x", 9.0).result(PATIENCE_SECONDS)
     assert answer[:2] == ("failed", "corrupt_arguments")
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "kind"),
+    [
+        ("give", "leaving", "exception"),
+        ("give", "silent", "exception"),
+        ("fail_silently", None, "exception"),
+        ("broken", None, "exception"),
+        ("add", Cursed("opened"), "corrupt_arguments"),
+    ],
+)
+def test_whatever_user_code_raises_fails_its_call_and_the_worker_goes_on(
+    method: str, argument: Any, kind: str
+) -> None:
+    worker = Worker()
+    packed = cloudpickle.dumps((() if argument is None else (argument,), {}))
+    answer = worker.worker.submit("", method, "cloudpickle", packed, 9.0).result(PATIENCE_SECONDS)
+    assert answer[:2] == ("failed", kind)
+    assert worker.call("add")[0] == "done"
     worker.stop()
 
 
@@ -171,12 +231,41 @@ def test_calls_beyond_its_concurrency_wait_and_their_number_is_told() -> None:
         pass
     counter.goes_on.set()
     assert [call.result(PATIENCE_SECONDS)[:2] for call in calls] == [("done", b'"t"')] * 3
+    while worker.answered() != 3:
+        assert worker.wakes()
     worker.stop()
 
 
-def test_a_call_whose_time_is_over_before_its_turn_never_begins() -> None:
-    worker = Worker()
-    assert worker.call("add", seconds=-1.0)[0] == "late"
+def test_a_call_whose_time_is_over_before_its_turn_never_begins_and_is_forgotten() -> None:
+    worker = Worker(max_concurrency=1)
+    counter = worker.counter()
+    begun = worker.ask("wait")
+    assert counter.has_begun.acquire(timeout=PATIENCE_SECONDS)
+    arguments = json.dumps({"args": [1]}).encode()
+    known = sys.getrefcount(arguments)
+    for _ in range(3):
+        call = worker.worker.call("", "add", "json", arguments, 0.01)
+        assert asyncio.run(call) == IS_LATE
+    del call
+    assert sys.getrefcount(arguments) == known
+    too_late = worker.ask("add", seconds=-1.0)
+    counter.goes_on.set()
+    assert too_late.result(PATIENCE_SECONDS) == IS_LATE
+    assert (begun.result(PATIENCE_SECONDS)[0], counter.value) == ("done", 0)
+    worker.stop()
+
+
+def test_a_call_whose_time_is_over_before_the_object_is_made_never_begins() -> None:
+    goes_on = threading.Event()
+
+    def slow() -> Counter:
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return Counter()
+
+    worker = Worker(slow)
+    for method in ("add", ""):
+        assert asyncio.run(worker.worker.call("", method, "json", b"", 0.01)) == IS_LATE
+    goes_on.set()
     assert worker.counter().value == 0
     worker.stop()
 
@@ -187,9 +276,7 @@ def test_a_worker_that_leaves_finishes_what_has_begun_and_refuses_the_rest() -> 
     begun, waits = worker.ask("wait"), worker.ask("add")
     assert counter.has_begun.acquire(timeout=PATIENCE_SECONDS)
     worker.host.stop(KEY)
-    with pytest.raises(CancelledError):
-        waits.result(PATIENCE_SECONDS)
-    assert worker.call("add")[0] == "refused"
+    assert waits.result(PATIENCE_SECONDS) == worker.call("add") == ("refused", "the worker is leaving")
     counter.goes_on.set()
     assert begun.result(PATIENCE_SECONDS)[0] == "done"
     assert (worker.next("ended")[5], counter.value) == ("stopped", 0)
@@ -205,9 +292,7 @@ def test_an_object_that_cannot_be_made_ends_the_run_and_refuses_what_waits() -> 
     worker = Worker(broken)
     waiting = [worker.ask(""), worker.ask("add")]
     goes_on.set()
-    for one in waiting:
-        with pytest.raises(CancelledError):
-            one.result(PATIENCE_SECONDS)
+    assert {one.result(PATIENCE_SECONDS)[0] for one in waiting} == {"refused"}
     ended = worker.next("ended")
     assert (ended[5], ended[8][0], ended[8][1]) == ("failed", "exception", "RuntimeError: no model here")
 

@@ -156,7 +156,7 @@ class Bench:
         *args: Any,
         shareable: bool = False,
         gpu_mb: int = 0,
-        shares: tuple[float, ...] = (),
+        shares: tuple[tuple[Mib, float], ...] = (),
         memory_mb: int = 0,
         fence: int = 1,
         task: str = "",

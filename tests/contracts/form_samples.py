@@ -101,7 +101,7 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ready", "t", 3, 1, 1000.0, "10.0.0.1:4711"),
     ("progressed", "t", 3, 1, 1000.0, 0.5, "half"),
     ("checkpointed", "t", 3, 1, 1000.0, 7, "abc", b"state", None),
-    ("loaded", "t", 3, 1, 1000.0, 2, 5, 40.0),
+    ("loaded", "t", 3, 1, 1000.0, 2, 5, 40.0, 17),
     (
         "items",
         "t",

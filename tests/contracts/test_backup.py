@@ -146,6 +146,28 @@ async def test_objects_that_were_pruned_while_they_were_copied_make_it_read_the_
     assert (copies != [], about["objects"], about["missing_objects"]) == (True, 1, [])
 
 
+async def test_uploads_that_are_deleted_again_and_again_are_left_out(new: Settings, tmp_path: Path) -> None:
+    async with at_work(new) as store:
+        loop, blobs = asyncio.get_running_loop(), DirectoryBlobs(new.objects)
+        uploads = [DIGEST]
+
+        async def replace_upload() -> None:
+            assert await store.drop_object("default", uploads[-1])
+            await blobs.delete(uploads[-1])
+            uploads.append(await blobs.put(b"%d" % len(uploads), owner="the test"))
+            kept = StoredObject("default", uploads[-1], 1, NOW, Instant(NOW + 10))
+            assert await store.keep_object(kept, Quota(10**6, 1))
+
+        def told(line: str) -> None:
+            if line.startswith("usage:"):
+                asyncio.run_coroutine_threadsafe(replace_upload(), loop).result()
+
+        assert await asyncio.to_thread(back_up, new, tmp_path / "backup", told)
+    about = json.loads((tmp_path / "backup" / "backup.json").read_text())
+    assert (len(uploads), about["objects"], about["missing_objects"]) == (4, 1, [uploads[-2]])
+    backups.restore(at(tmp_path / "there"), tmp_path / "backup", silent)
+
+
 async def test_an_object_that_was_damaged_before_is_told_and_the_rest_is_backed_up(
     new: Settings, tmp_path: Path
 ) -> None:

@@ -110,6 +110,39 @@ async def test_a_deleted_object_is_gone(blobs: DirectoryBlobs) -> None:
         await blobs.get(DIGEST)
 
 
+async def test_an_object_that_was_put_again_is_left_to_the_sweep(blobs: DirectoryBlobs, root: Path) -> None:
+    """A row that is on its way may name it."""
+    for again in (b"weights", b"damaged"):
+        await blobs.put(b"weights", owner="t1")
+        files_below(root)[0].write_bytes(again)
+        await blobs.put(b"weights", owner="t2")
+        await blobs.delete(DIGEST)
+        assert await blobs.get(DIGEST) == b"weights"
+        grow_old(root)
+        assert await blobs.sweep(naming(), age_seconds=HOUR) == 1
+    for _ in range(2):
+        await blobs.append("up-1", 0, b"weights")
+        await blobs.finish("up-1", DIGEST)
+    await blobs.delete(DIGEST)
+    assert await blobs.get(DIGEST) == b"weights"
+
+
+async def test_an_object_that_is_put_again_while_it_is_deleted_survives(
+    blobs: DirectoryBlobs, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await blobs.put(b"weights", owner="t1")
+    rename = os.rename
+
+    def put_again_first(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        blobs.put_now(b"weights")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", put_again_first)
+    await blobs.delete(DIGEST)
+    assert [path.name for path in files_below(root)] == [DIGEST]
+
+
 async def test_an_object_that_cannot_be_written_leaves_nothing_behind(
     blobs: DirectoryBlobs, root: Path
 ) -> None:

@@ -3,30 +3,26 @@
 Where this process may not mount one, the files lie in a plain directory.
 """
 
-import asyncio
 import os
+import select
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker.runtime.messages import Report
 from gpubroker_server.adapters.ray.agent import disk_cleaning
 from gpubroker_server.adapters.ray.agent.disk_cleaning import Answer, DiskCleaner, DiskTask
-from gpubroker_server.adapters.ray.agent.disk_walk import OpenFiles, Walk
-from gpubroker_server.adapters.ray.wire import disk_order
-from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
-from gpubroker_server.core.domain.units import NodeName, Seconds
+from gpubroker_server.adapters.ray.agent.disk_walk import Walk
+from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contracts.fake_runners import FakeRunners, a_leader
+from tests.mounts import mounted
+from tests.patience import PATIENCE_SECONDS
 
 DAY = 86_400.0
 WEEK = 7 * DAY
@@ -35,11 +31,8 @@ WEEK = 7 * DAY
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("disk")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "gpubroker-test", str(place)]
-    is_mounted = not subprocess.run(mount, check=False, capture_output=True).returncode
-    yield place
-    if is_mounted:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(place, "-t", "tmpfs", "-o", "size=4m", "none"):
+        yield place
 
 
 @pytest.fixture
@@ -192,6 +185,36 @@ def test_only_what_the_sync_command_lists_with_its_size_is_redundant(top: Path, 
     assert "timed out" in answer.message
 
 
+def test_what_takes_the_place_of_a_copied_file_stays(top: Path, tmp_path: Path) -> None:
+    """Of the same size and age, while the sync command runs."""
+    put(top / "copied")
+    put(top / "other", b"y" * 100)
+    script = "import os; print(100, 'copied'); os.replace('other', 'copied')"
+    node = Node(tmp_path / "agent", root(top, FileClass.REDUNDANT, sys.executable, "-c", script))
+    answer = node.ask()
+    assert (answer.files, dict(answer.kept)) == ([], {"changed": 1, "not_synced": 1})
+
+
+def test_a_sync_command_that_takes_too_long_is_ended_with_all_that_it_has_started(
+    top: Path, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    script = f"exec 3>{tmp_path / 'fifo'}; sleep 600 & echo 7 a; wait"
+    ends = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    slow = root(top, FileClass.REDUNDANT, "sh", "-c", script)._replace(sync_seconds=0.2)
+    assert "timed out" in Node(tmp_path / "agent", slow).ask().message
+    assert select.select([ends], [], [], PATIENCE_SECONDS)[0], "no process has it open any more"
+    os.close(ends)
+
+
+def test_a_sync_command_that_prints_without_end_is_ended(
+    top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cleaning, "LISTING_BYTES", 1000)
+    endless = root(top, FileClass.REDUNDANT, "yes", "7 a")
+    assert "printed more than 1000 bytes" in Node(tmp_path / "agent", endless).ask().message
+
+
 def test_a_directory_that_becomes_a_link_meanwhile_leads_nowhere(top: Path, tmp_path: Path) -> None:
     put(top / "logs" / "a.log")
     victim = put(tmp_path / "elsewhere" / "a.log")
@@ -230,27 +253,24 @@ def test_a_file_that_is_opened_after_the_look_at_all_processes_stays(
     node = Node(tmp_path / "agent", root(top))
     node.ask()
     found = tuple(node.ask().files)
-    monkeypatch.setattr(disk_cleaning, "open_files", lambda: OpenFiles(frozenset(), is_complete=True))
+    monkeypatch.setattr(disk_cleaning, "open_files", frozenset)
     with path.open():
         assert dict(node.ask(found).kept) == {"open": 1}
     assert [file.path for file in node.ask(found).files] == ["old.log"]
 
 
-def test_where_nobody_knows_what_is_open_everything_stays(
+def test_where_the_kernel_does_not_know_what_is_open_everything_stays(
     top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On NFS, files may be open on another machine."""
     put(top / "old.log")
     node = Node(tmp_path / "agent", root(top))
     node.ask()
     found = tuple(node.ask().files)
     monkeypatch.setattr(disk_cleaning.fcntl, "F_SETLEASE", -1)  # a file system without leases
-    for is_complete, gone in ((False, []), (True, ["old.log"])):
-        monkeypatch.setattr(
-            disk_cleaning,
-            "open_files",
-            lambda: OpenFiles(frozenset(), is_complete),  # noqa: B023
-        )
-        assert [file.path for file in node.ask(found).files] == gone
+    for answer in (node.ask(), node.ask(found)):
+        assert (answer.files, dict(answer.kept)) == ([], {"may_be_open": 1})
+    assert left(top) == ["old.log"]
 
 
 def test_nothing_goes_that_the_order_does_not_cover(top: Path, tmp_path: Path) -> None:
@@ -290,6 +310,19 @@ def test_a_root_that_is_a_link_or_missing_is_said(top: Path, tmp_path: Path) -> 
     assert str(top / "missing") in answer.message
 
 
+def test_what_is_mounted_below_a_root_is_left_also_from_the_same_file_system(
+    top: Path, tmp_path: Path
+) -> None:
+    """As volumes of containers are: parts of one disk. Where this process may not mount, nothing is."""
+    put(top / "root" / "old.log")
+    put(top / "elsewhere" / "precious.log")
+    node = Node(tmp_path / "agent", root(top / "root"))
+    with mounted(top / "root" / "volume", "--bind", str(top / "elsewhere")):
+        assert node.look() == ["old.log"]
+    with mounted(top / "root" / "old.log", "--bind", str(top / "elsewhere" / "precious.log")) as is_mounted:
+        assert node.look() == ([] if is_mounted else ["old.log"])
+
+
 def test_other_file_systems_are_not_entered() -> None:
     """/dev has some below it on every machine."""
     mark = Path("/dev/shm") / f"gpubroker-test-{os.getpid()}"
@@ -314,50 +347,6 @@ def test_a_pass_is_bounded_and_leaves_checkpoints_that_it_could_not_see_whole(
     cut = Node(tmp_path / "agent", root(top)).ask()
     assert "more than 5 files" in cut.message
     assert Node(tmp_path / "agent", root(top, FileClass.CHECKPOINT)).ask().files == []
-
-
-async def test_the_agent_answers_one_question_at_a_time(top: Path, tmp_path: Path) -> None:
-    put(top / "old.log")
-    told: list[Report] = []
-    answered = asyncio.Event()
-
-    def tell(report: Report) -> None:
-        told.append(report)
-        if len(told) == 2:
-            answered.set()
-
-    guard = DiskCleaner(tmp_path / "agent", tell)
-    for request in ("one", "two"):
-        guard.take((request, (tuple(root(top)),), (), 0.0, WEEK, None, True, ()))
-    await answered.wait()
-    by_request = {report[2]: report for report in told}
-    assert "busy" in by_request["two"][6]
-    assert [file[1] for file in by_request["one"][3]] == ["old.log"]
-
-
-async def test_the_disk_guard_answers_the_leader_and_deletes_only_for_the_present_one(
-    runners: FakeRunners, tmp_path: Path
-) -> None:
-    scratch, old = tmp_path / "scratch", tmp_path / "scratch" / "old.log"
-    scratch.mkdir()
-    old.write_bytes(b"x")
-    os.utime(old, (0, 10**9))
-    leader = a_leader(runners, tmp_path)
-    await leader.announce()
-    order = partial(DiskOrder, NodeName("n1"), "r", (WatchedRoot(str(scratch), FileClass.LOG),), (), 0.0)
-    looks = order(Seconds(604_800.0), runs_sync=True)
-    await leader.order(*disk_order(looks))
-    seen = await leader.receive("disk")
-    assert [file[1] for file in seen[3]] == ["old.log"]
-    deletes = order(Seconds(604_800.0), deletes=tuple(FoundFile(*file) for file in seen[3]))
-    leader.term = 0
-    await leader.order(*disk_order(deletes))
-    assert old.exists()
-    leader.term = 1
-    leader.received.clear()
-    await leader.order(*disk_order(deletes))
-    assert [file[1] for file in (await leader.receive("disk"))[3]] == ["old.log"]
-    assert not old.exists()
 
 
 NAMES = st.sampled_from(["a", "b", "c"])

@@ -15,8 +15,10 @@ from gpubroker_server.bootstrap.follower import LogFollower, fill, refill
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.broker.background import Publisher
 from gpubroker_server.core.control.backpressure import Pressure
+from gpubroker_server.core.control.disk_guard import DiskLevel, DiskStanding
 from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
 from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.control.node_watch import Overload
 from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, Term
@@ -180,8 +182,11 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         target = TargetSeen("all", "disk", 0.0, 0.7, None, is_in=True, since=Instant(3.0))
         pressure = Pressure("disk_percent", Instant(4.0), 96.0, 95.0, 40, Seconds(30.0))
         fleet = FleetSeen(
-            (target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,), stream_weights={"a": 2.0}
-        )
+            (target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,), {"disk_percent": 96.0},
+            stream_weights={"a": 2.0}, overloaded=(Overload(NodeName("n1"), "cpu"),),
+            low_disks=(DiskStanding(NodeName("n1"), "/data", 0.7, DiskLevel.BLOCK, 0.7),),
+            done={"started": 7}, told={"fleet.NODE_JOINED": 1},
+        )  # fmt: skip
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent, fleet=fleet)
         await one.publish(term, 1, LastValues(leader=said, nodes=(NODE_SAMPLE,)))
         jobs = dict(gateway.jobs())

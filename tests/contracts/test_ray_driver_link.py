@@ -198,16 +198,18 @@ NAMED = ObjectRef("0a" * 32)
     ("arguments", "env"),
     [
         (b"", {"GPUBROKER_ARRAY": "{}"}),
+        (b"", {"GPUBROKER_WORKER_SET": "{}"}),
         (b'{"args":[{"object":"%s"}],"kwargs":{}}' % NAMED.id.encode(), {}),
         (cloudpickle.dumps((len, (NAMED,), {})), {}),
         (cloudpickle.dumps((len, (), {"obj": {"object": NAMED.id}})), {}),
     ],
-    ids=["a worker of an array", "JSON", "a pickled reference", "a pickled id"],
+    ids=["a worker of an array", "a worker of a set", "JSON", "a pickled reference", "a pickled id"],
 )
-async def test_an_agent_of_an_earlier_release_gets_no_array_and_no_object(
+async def test_an_agent_of_an_earlier_release_gets_no_array_no_set_and_no_object(
     bench: Bench, arguments: bytes, env: dict[str, str]
 ) -> None:
-    """It would call the function without an item, or with the name of the object, and say all is well."""
+    """It would call the function without an item or with the name of the object, or end with what the class
+    makes, and say all is well."""
     driver = await bench.driver()
     driver.send_reports(SEEN, protocol=8)
     await bench.executor.reports()
@@ -246,7 +248,7 @@ async def test_agents_are_not_polled_while_the_service_has_too_much_to_take() ->
     reader, _theirs = await asyncio.open_unix_connection(sock=theirs, limit=2 * UNTAKEN_BYTES)
     _reader, writer = await asyncio.open_unix_connection(sock=ours)
     async with asyncio.TaskGroup() as tasks:
-        driver = Driver(Opening("", "", "", "", 0, 1), writer, tasks)
+        driver = Driver(Opening("", "", "", "", 0, 1, 0), writer, tasks)
         await driver.room()
         reading = tasks.create_task(read_frame(reader))
         await driver.send_reports(b"x" * (UNTAKEN_BYTES + 1), 0.0, 1)
@@ -333,7 +335,7 @@ async def test_orders_that_reach_the_driver_too_late_are_dropped_and_announced_a
     _reader, writer = await asyncio.open_unix_connection(sock=ours)
     with theirs:
         async with asyncio.TaskGroup() as tasks:
-            driver = Driver(Opening("", "", "", "", 0, 1), writer, tasks)
+            driver = Driver(Opening("", "", "", "", 0, 1, 0), writer, tasks)
             link = Link()
             driver._links["n1"] = link  # type: ignore[assignment]  # what a driver asks of one
             await driver.on_message(("orders", "n1", b"in time", boot_seconds() + 600.0))
@@ -372,7 +374,7 @@ async def test_a_node_whose_name_is_of_no_use_is_left_out_and_logged_once(
     config = RayOptions(tmp_path).agent_config("").to_json()
     with capture_logs() as logs, theirs:
         async with asyncio.TaskGroup() as tasks:
-            driver = Driver(Opening("", "", config, "", 0, 1), writer, tasks)
+            driver = Driver(Opening("", "", config, "", 0, 1, 0), writer, tasks)
             while looks:
                 await driver._update_links(await driver._nodes())
                 assert [*driver._links] == names[:1] * bool(looks)

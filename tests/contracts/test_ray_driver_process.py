@@ -52,7 +52,7 @@ async def test_what_is_asked_of_the_executor_is_asked_of_the_autoscaler_again_af
     service = await bench.driver()
     with theirs:
         async with asyncio.TaskGroup() as tasks:
-            driver = Driver(Opening("", "", "", "", 0, 1), writer, tasks)
+            driver = Driver(Opening("", "", "", "", 0, 1, 0), writer, tasks)
             asking = tasks.create_task(driver._request_resources())
             for bundles in (FEW, MANY):
                 bench.executor.request_resources(bundles)

@@ -128,7 +128,7 @@ def test_reports_are_read(agent: int) -> None:
         Ready(*OF_RUN, "10.0.0.1:4711", 1),
         Progressed(*OF_RUN, 0.5, "half", 1),
         Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),
-        *([Loaded(*OF_RUN, 2, 5, 40.0, 1), OF_ITEMS] if agent > 8 else []),
+        *([Loaded(*OF_RUN, 2, 5, 40.0, 1, 17), OF_ITEMS] if agent > 8 else []),
         Ended(*OF_RUN, Ending.FAILED, None, "json", Failure("exception", "no", "Trace"), b"log", 1),
         Gone(*OF_RUN, "process_absent", SAMPLE, 1),
         Sampled(N, AT, SAMPLE),

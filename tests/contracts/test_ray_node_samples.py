@@ -81,10 +81,18 @@ async def test_the_machine_is_measured(
     assert sample.memory_pressure == 0.125
     assert paths(sample) == [runners.session.directory, str(tmp_path)]
     room = os.statvfs(tmp_path)
-    assert {disk.total_bytes for disk in sample.disks} == {room.f_blocks * room.f_frsize}
+    assert {disk.total_bytes for disk in sample.disks} == {room.f_blocks * room.f_frsize}, "in memory"
     assert all(0 < disk.free_bytes < disk.total_bytes for disk in sample.disks)
     assert sample.store == StoreSample(100, 3)
     assert sample.gpus == {}, "simulated devices have no driver"
+
+
+async def test_a_disk_is_as_full_as_df_says(open_leader: OpenLeader) -> None:
+    """Many file systems reserve a part for root, which nobody else can fill."""
+    leader = open_leader(watched_directories=("/",))
+    await leader.announce()
+    disk = (await next_node_sample(leader)).disks[-1]
+    assert 100 * disk.used_share == pytest.approx(psutil.disk_usage("/").percent, abs=0.5)
 
 
 async def test_network_bytes_are_counted_without_loopback(

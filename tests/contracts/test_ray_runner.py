@@ -1,16 +1,23 @@
 """A runner answers its agent with bytes of plain values, whatever user code wrote."""
 
+import asyncio
 import os
 import sys
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 from gpubroker import current_task
+from gpubroker.runtime.calls import WORKER_SET_VARIABLE
 from gpubroker.runtime.messages import PROTOCOL, SPOKEN, RunOrder
+from gpubroker_server.adapters.ray.agent import runner as runner_module
 from gpubroker_server.adapters.ray.agent.runner import Runner
-from gpubroker_server.adapters.ray.wire import unpack
+from gpubroker_server.adapters.ray.wire import pack, unpack
+
+from tests.patience import PATIENCE_SECONDS
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -65,3 +72,52 @@ async def test_a_report_that_cannot_be_carried_fails_its_run_and_no_other(runner
     assert told["other"][5:7] == ("succeeded", b"1")
     assert told["forger"][5] == "failed"
     assert "cannot be carried" in told["forger"][8][1]
+
+
+@pytest.fixture
+async def worker(runner: Runner) -> AsyncIterator[Runner]:
+    """The process of a worker of a set."""
+    item = share("w", Waiter)
+    item[1]["env"] = {WORKER_SET_VARIABLE: '{"max_concurrency": 1}'}
+    exchange = asyncio.create_task(runner.exchange(PROTOCOL, 0, [item]))
+    await asyncio.sleep(0)
+    assert await call(runner, "") == ("done", b"null", 0.0)
+    yield runner
+    GOES_ON.set()
+    await runner.exchange(PROTOCOL, 0, [("stop", ("w", 1, 0))])
+    await exchange
+
+
+GOES_ON = threading.Event()
+
+
+class Waiter:
+    def answer(self) -> int:
+        return 42
+
+    def wait(self) -> None:
+        assert GOES_ON.wait(PATIENCE_SECONDS)
+
+
+async def call(runner: Runner, method: str, task: str = "w", seconds: float = PATIENCE_SECONDS) -> Any:
+    packed = await runner.call((task, 1, 0), seconds, pack(("", method, "json", b"{}")))
+    assert type(packed) is bytes
+    return unpack(packed)
+
+
+async def test_a_call_is_answered_in_bytes(worker: Runner) -> None:
+    assert (await call(worker, "answer"))[:2] == ("done", b"42")
+    assert (await call(worker, "answer", "another")) == ("refused", "run another:1 is not here")
+
+
+async def test_calls_beyond_a_bound_are_refused_at_once_and_orders_are_taken(
+    worker: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "MOST_CALLS", 2)
+    GOES_ON.clear()
+    calls = [asyncio.create_task(call(worker, "wait")) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert (await call(worker, "answer"))[0] == "refused"
+    GOES_ON.set()
+    assert [answer[0] for answer in await asyncio.gather(*calls)] == ["done", "done"]
+    assert (await call(worker, "answer"))[0] == "done"

@@ -259,10 +259,11 @@ def test_a_start_carries_everything_the_run_needs_with_devices_by_uuid() -> None
 
 def test_a_run_on_a_part_of_a_device_is_told_its_share_rounded_down() -> None:
     devices = ((DeviceKey("c/n1/GPU-a"), Mib(100)), (DeviceKey("c/n1/GPU-b"), Mib(900)))
-    order = StartOrder(T, F, N, "i", devices, shareable=False, shares=(0.33339, 1.0))
+    order = StartOrder(T, F, N, "i", devices, shareable=False, shares=((Mib(90), 0.33339), (Mib(900), 1.0)))
     payload = RunPayload(RunSpec("entrypoint", env={"A": "b"}), b"", None, None, 1, "", "default", None)
     written = unpack(pack(OrderWriter(1000, 500).write(order, payload)))
-    assert written[3]["env"] == {"A": "b", "GPUBROKER_GPU_FRACTIONS": "0.3333,1"}
+    limits = {"GPUBROKER_GPU_FRACTIONS": "0.3333,1", "GPUBROKER_GPU_LIMITS_MB": "90,900"}
+    assert written[3]["env"] == {"A": "b", **limits}
 
 
 def test_the_other_orders_name_the_claim() -> None:

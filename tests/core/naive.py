@@ -277,9 +277,10 @@ class Naive(NaiveLeavers):
                 devices = tuple((d.key, need) for d, need in zip(chosen, needs, strict=True))
                 unmet = self.unmet(node, chosen, task)
                 if self.measure is None or demand.placement == "spread" or demand.where.devices:
-                    yield (unmet, sign * left, sign * cpu, names), node.name, devices
+                    busy = len(self.runs_on(node)) if sign < 0 else 0
+                    yield (unmet, sign * left, busy, sign * cpu, names), node.name, devices
                 elif demand.gpus <= 1 or devices == fullest(self, node, task):
-                    yield (unmet, -score(self, node, task, dict(devices)), 0, names), node.name, devices
+                    yield (unmet, -score(self, node, task, dict(devices)), 0, 0, names), node.name, devices
 
     # The cycle
 

@@ -176,14 +176,15 @@ class NaiveTenants:
         )
 
     def room_in_limit(self, task: Task, closed: Any) -> tuple[list[Any], list[Task]] | None:
-        """The same of anybody's runs, for a critical task that lacks a custom resource of the cluster."""
+        """The same of anybody's runs, for a critical task that lacks a custom resource or its pool's."""
         if not self.may_clear_limit(task):
             return None
         return self.room_of(task, closed, lambda run: True, lambda gone: self.custom_is_there(task, gone))
 
     def may_clear_limit(self, task: Task) -> bool:
         """No run is stopped for a place under a limit of running tasks, nor for what is coming back."""
-        without = replace(task, demand=replace(task.demand, custom=()))
+        places = tuple(slot for slot in task.demand.slots if not slot[0].startswith("pool:"))
+        without = replace(task, demand=replace(task.demand, custom=(), slots=places))
         return (
             self.policy.preemption
             and task.priority >= 90

@@ -12,6 +12,7 @@ from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.core.domain.leader_term import LeaderTermRules
 
 from tests.chaos.shutdown import Batch, GatewaysAndBrokersOnRay, stop_under_load
+from tests.e2e.guarded_disk import GuardedDisk, audited, guarded_disk
 from tests.e2e.hands import Hands
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
@@ -29,10 +30,19 @@ def server() -> Iterator[OwnServer]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, server: OwnServer) -> Iterator[GatewaysAndBrokersOnRay]:
-    site = GatewaysAndBrokersOnRay(
-        tmp_path_factory.mktemp("site"), server.url, limits={"stale_seconds": STALE_SECONDS}
-    )
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedDisk]:
+    """Its roots are on the node."""
+    with guarded_disk(tmp_path_factory.mktemp("guarded")) as disk:
+        yield disk
+
+
+@pytest.fixture(scope="module")
+def site(
+    tmp_path_factory: pytest.TempPathFactory, server: OwnServer, guarded: GuardedDisk
+) -> Iterator[GatewaysAndBrokersOnRay]:
+    limits = {"stale_seconds": STALE_SECONDS}
+    folder = tmp_path_factory.mktemp("site")
+    site = GatewaysAndBrokersOnRay(folder, server.url, limits=limits, fleet=guarded.settings)
     try:
         site.start()
         yield site
@@ -79,6 +89,12 @@ def test_any_gateway_answers_for_all_and_says_when_it_cannot(
     until(lambda: answer(b, "/gpus")[0] == 200, "it knows the cluster again")
     after = b.broker.submit("tests.e2e.work:add", 3, 4)
     assert a.broker.result(after) == 7
+
+
+def test_a_full_node_is_closed_cleaned_and_open_again(
+    site: GatewaysAndBrokersOnRay, server: OwnServer, guarded: GuardedDisk
+) -> None:
+    guarded.is_cleaned(site.gateways[1].broker, audited(server.url))
 
 
 def test_processes_that_are_asked_to_end_under_load_lose_and_repeat_nothing_and_others_go_on_at_once(

@@ -2,6 +2,7 @@
 
 import re
 
+from gpubroker_server.broker.fleet import COUNTED
 from gpubroker_server.gateway.http.problems import CATALOGUE
 from gpubroker_server.telemetry.inferences import WAIT_SECONDS as INFERENCE_WAIT_SECONDS
 from gpubroker_server.telemetry.metrics import CALL_SECONDS, COUNTERS, GAUGES, REQUEST_SECONDS, WAIT_SECONDS
@@ -50,6 +51,16 @@ def test_every_metric_is_listed_with_its_labels() -> None:
     told[CALL_SECONDS] = ("method", "code")
     told[WAIT_SECONDS] = told[INFERENCE_WAIT_SECONDS] = ()
     assert listed == told
+
+
+def test_every_event_about_the_health_of_the_fleet_is_counted_and_listed() -> None:
+    page = (ROOT / "docs/how-to/keep-the-fleet-healthy.md").read_text(encoding="utf-8")
+    told = re.compile(r'otice\(\s*f?"((?:fleet|memory|worker)\.\w+)')
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "service").rglob("*.py"))
+    beginnings = {kind for text in sources for kind in told.findall(text)}
+    assert sorted(re.findall(r"^\| `(\w+\.\w+)` \|", page, re.MULTILINE)) == sorted(COUNTED)
+    assert {kind for kind in beginnings if not any(it.startswith(kind) for it in COUNTED)} == set()
+    assert {kind for kind in COUNTED if not any(kind.startswith(it) for it in beginnings)} == set()
 
 
 def test_every_operation_has_a_name_a_summary_and_the_problems_it_may_answer() -> None:

@@ -2,9 +2,13 @@
 
 import pytest
 from gpubroker_server.core.control.backpressure import Pressure
+from gpubroker_server.core.control.disk_guard import DiskLevel, DiskStanding
 from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
 from gpubroker_server.core.control.idle import Idle
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.control.node_watch import Overload
+from gpubroker_server.core.domain.device import DiskSample, NodeSample
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.telemetry.fleet import COUNTERS, GAUGES
 
 from tests.builders import NOW, key
 from tests.gateway.harness import Client, Gateway, a_body, problem
@@ -72,3 +76,63 @@ async def test_without_a_look_nothing_is_idle(api: Client) -> None:
     [gpu] = (await api.get("/gpus")).json()["items"]
     assert gpu["idle_seconds"] is None
     assert (await api.get("/gpus?idle=true")).json()["items"] == []
+
+
+async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Client) -> None:
+    await gateway.admit(await api.submit(resources={"gpu_mb": 1024}))
+    disks = DiskSample("/data", 1000, 250), DiskSample("/", 1000, 900)
+    node = NodeName("n1")
+    gateway.world.measure((), [NodeSample(node, Instant(NOW), 0.99, Mib(100), Mib(50), disks=disks)])
+    target = TargetSeen("pool:lab", "gpu_utilization", 0.6, 0.8, 0.9, is_in=False, since=NOW, share=0.25)
+    unmeasured = TargetSeen("all", "disk", 0.0, 0.7, None, is_in=True, since=NOW)
+    gateway.fleet = FleetSeen(
+        (target, unmeasured),
+        idle=(Idle(key("gpu0"), 0.01, Instant(NOW - 50)), Idle("n1", 0.0, NOW)),
+        pressures=(a_pressure(),),
+        pressure_values={"queue_length": 120.0, "store_seconds": 0.5},
+        overloaded=(Overload(node, "cpu"),),
+        low_disks=(DiskStanding(node, "/data", 0.75, DiskLevel.BLOCK, 0.7),),
+        done={"started": 7},
+        told={"fleet.NODE_LEFT": 2},
+    )
+    gateway.clock.advance(400.0)
+    assert await fleet_metrics(api) == {
+        'gpubroker_target_ratio{measure="gpu_utilization",scope="pool:lab"} 0.9',
+        'gpubroker_target_min_ratio{measure="gpu_utilization",scope="pool:lab"} 0.6',
+        'gpubroker_target_max_ratio{measure="gpu_utilization",scope="pool:lab"} 0.8',
+        'gpubroker_target_out_seconds{measure="gpu_utilization",scope="pool:lab"} 400.0',
+        'gpubroker_target_min_ratio{measure="disk",scope="all"} 0.0',
+        'gpubroker_target_max_ratio{measure="disk",scope="all"} 0.7',
+        'gpubroker_target_out_seconds{measure="disk",scope="all"} 0.0',
+        'gpubroker_background_share_ratio{scope="pool:lab"} 0.25',
+        'gpubroker_backpressure_active{measure="queue_length"} 1.0',
+        'gpubroker_backpressure_active{measure="store_seconds"} 0.0',
+        'gpubroker_backpressure_value{measure="queue_length"} 120.0',
+        'gpubroker_backpressure_value{measure="store_seconds"} 0.5',
+        'gpubroker_gpu_idle_seconds{UUID="gpu0",gpu="0",hostname="n1"} 450.0',
+        'gpubroker_gpu_held_idle_seconds{UUID="gpu0",gpu="0",hostname="n1"} 400.0',
+        'gpubroker_node_idle_seconds{hostname="n1"} 400.0',
+        'gpubroker_node_overloaded{hostname="n1",measure="cpu"} 1.0',
+        'gpubroker_node_overloaded{hostname="n1",measure="host_memory"} 0.0',
+        'gpubroker_node_disk_level{hostname="n1",path="/data"} 3.0',
+        'gpubroker_node_disk_level{hostname="n1",path="/"} 0.0',
+        'gpubroker_items_total{component="started"} 7.0',
+        'gpubroker_fleet_events_total{kind="fleet.NODE_LEFT"} 2.0',
+    }
+    gateway.fleet = None
+    assert await fleet_metrics(api) == set()
+
+
+async def fleet_metrics(api: Client) -> set[str]:
+    names = {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
+    lines = (await api.get("/metrics")).text.splitlines()
+    return {line for line in lines if line.partition("{")[0] in names}
+
+
+async def test_of_tenants_with_backpressure_of_their_own_metrics_show_a_hundred(
+    gateway: Gateway, api: Client
+) -> None:
+    tenants = {f"queue:t{n:03}": 5.0 for n in range(150)}
+    gateway.fleet = FleetSeen(pressure_values={**tenants, "disk_percent": 7.0})
+    shown = [line for line in await fleet_metrics(api) if line.startswith("gpubroker_backpressure_value")]
+    assert len(shown) == 100 + 1

@@ -68,6 +68,13 @@ async def test_a_model_is_loaded_and_listed() -> None:
             found = (await gateway.admin.get("/models", params=query)).json()["items"]
             assert [one["name"] for one in found] == names
         fault(await gateway.admin.get("/models", params={"state": "warm"}), "query:state")
+        for sort, names in (
+            ("-state", ["bert", "llm"]),
+            ("name", ["bert", "llm"]),
+            ("loaded", ["llm", "bert"]),
+        ):
+            found = (await gateway.admin.get("/models", params={"sort": sort})).json()["items"]
+            assert [one["name"] for one in found] == names, sort
 
 
 async def test_a_waiting_model_is_explained_like_a_task() -> None:

@@ -3,12 +3,15 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.history import STEP_SECONDS, step_of
+from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 
-from tests.builders import GIB, a_sample
-from tests.gateway.harness import Client, Gateway, problem
+from tests.builders import GIB, a_node, a_sample
+from tests.gateway.harness import Client, Gateway, fault, problem
 
 HEALTH = GpuHealth(412.5, 61.0, 1980, 2619, 3, 79)
 
@@ -64,6 +67,37 @@ async def test_holders_of_other_tenants_have_no_names(gateway: Gateway, api: Cli
         assert [(one["id"], one["name"], one["tenant"]) for one in item["holders"]] == [
             (None, None, "default")
         ]
+
+
+@pytest.mark.parametrize(
+    ("sort", "names"),
+    [
+        ("name", "n1 n2 n3"),
+        ("-name", "n3 n2 n1"),
+        ("cpu", "n3 n1 n2"),
+        ("-cpu", "n1 n2 n3"),
+        ("-memory_mb", "n2 n1 n3"),
+        ("gpu_mb", "n2 n3 n1"),
+        ("-runs", "n3 n1 n2"),
+        ("idle_seconds", "n2 n1 n3"),
+        ("-idle_seconds", "n1 n2 n3"),
+    ],
+)
+async def test_nodes_are_sorted_as_asked(gateway: Gateway, api: Client, sort: str, names: str) -> None:
+    usual = a_node()
+    others = a_node("n2", memory_mb=2 * usual.memory_mb), a_node("n3")
+    await gateway.commit(Decision("others", "node_seen", nodes=others))
+    resources = {"gpus": 0, "cpu": 4, "nodes": {"node": ["n3"]}}
+    await gateway.admit(await api.submit(resources=resources))
+    now = gateway.clock.now()
+    idle = tuple(Idle(name, 0.0, Instant(now - ago)) for name, ago in (("n1", 9.0), ("n2", 5.0)))
+    gateway.fleet = FleetSeen(idle=idle)
+    listed = (await api.get("/nodes", params={"sort": sort})).json()["items"]
+    assert [node["name"] for node in listed] == names.split()
+
+
+async def test_nodes_are_not_sorted_by_what_they_do_not_have(api: Client) -> None:
+    fault(await api.get("/nodes?sort=price"), "query:sort")
 
 
 async def test_one_node_is_shown_with_its_devices(gateway: Gateway, api: Client) -> None:

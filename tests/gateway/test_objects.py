@@ -8,11 +8,13 @@ import pytest
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.serving.batching import request_in
 from gpubroker_server.gateway.objects.routes import ObjectParts
+from gpubroker_server.ports.store import StoreUnavailable
 from starlette.requests import ClientDisconnect
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import Client, Gateway, fault, problem
 from tests.gateway.test_inferences_queued import OPEN, a_gateway
+from tests.memory_blobs import Blobs
 from tests.tensor_values import values_of
 
 DAY = 86400.0
@@ -48,6 +50,28 @@ async def test_an_uploaded_object_has_its_digest_as_id_and_is_returned_unchanged
     assert (await gateway.admin.delete(where)).status_code == 204
     problem(await gateway.admin.get(where), 404, "not-found")
     problem(await gateway.admin.delete(where), 404, "not-found")
+
+
+async def test_the_bytes_go_with_the_last_row_that_names_them(gateway: Gateway, api: Client) -> None:
+    assert isinstance(gateway.blobs, Blobs)
+    other = await gateway.client("other", tenant="acme")
+    id = (await upload(api))["id"]
+    await upload(other)
+    for client, left in ((api, {id}), (other, set())):
+        assert (await client.delete(f"/objects/{id}")).status_code == 204
+        assert set(gateway.blobs.objects) == left
+
+
+async def test_an_object_is_deleted_though_its_bytes_cannot_be(
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_digest: str) -> None:
+        raise StoreUnavailable("the disk is away")
+
+    id = (await upload(api))["id"]
+    monkeypatch.setattr(gateway.blobs, "delete", fail)
+    assert (await api.delete(f"/objects/{id}")).status_code == 204
+    problem(await api.get(f"/objects/{id}"), 404, "not-found")
 
 
 async def test_an_object_is_visible_only_to_its_tenant(gateway: Gateway) -> None:

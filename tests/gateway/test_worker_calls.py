@@ -7,7 +7,7 @@ import cloudpickle
 import pytest
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.gateway.workers import fleet
+from gpubroker_server.gateway.workers import call_routing
 
 from tests.gateway.harness import Client, Gateway
 from tests.gateway.worker_stage import Workers, formed, lead, running
@@ -72,13 +72,73 @@ async def test_a_failed_call_says_why(gateway: Gateway, api: Client, workers: Wo
     assert "Traceback" in told["errors"][0]["detail"]
 
 
-async def test_a_call_that_takes_too_long_is_given_up(
+async def test_a_call_that_takes_too_long_says_what_has_become_of_it(
     gateway: Gateway, api: Client, workers: Workers
 ) -> None:
     seen = await running(gateway, api, workers)
-    body = {"method": "wait", "timeout_seconds": 0.05}
-    answer = await api.post(f"/worker-sets/{seen['id']}/call", json=body)
+    path = f"/worker-sets/{seen['id']}/call"
+    await until_ready(gateway, api, path, 1)
+
+    async def late(method: str) -> str:
+        answer = await api.post(path, json={"method": method, "timeout_seconds": 0.2})
+        assert (answer.status_code, answer.json()["code"]) == (504, "call-timeout")
+        return str(answer.json()["detail"])
+
+    begun, not_begun = (
+        "did not answer within 0.2 s; the method may go on",
+        "and never will: its time was over",
+    )
+    told: list[str] = []
+    while not workers.solvers[seen["id"]].has_begun.is_set():
+        told.append(await late("wait"))
+    assert begun in told[-1]
+    while not_begun not in await late("add"):
+        pass
+    workers.end()
+
+
+async def test_a_call_to_a_worker_that_hangs_is_given_up_and_counts_until_it_is_answered(
+    gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_routing, "MOST_WAITING", 0)
+    seen = await running(gateway, api, workers)
+    path = f"/worker-sets/{seen['id']}/call"
+    await until_ready(gateway, api, path, 1)
+    workers.hangs = asyncio.Event()
+    body = {"method": "add", "args": [1], "timeout_seconds": 0.05}
+    answer = await api.post(path, json=body)
     assert (answer.status_code, answer.json()["code"]) == (504, "call-timeout")
+    assert "did not answer within 0.05 s; the method may go on there" in answer.json()["detail"]
+    assert (await api.post(path, json=body)).json()["code"] == "worker-queue-full"
+    workers.hangs.set()
+    while (await api.post(path, json=body)).status_code == 429:
+        await asyncio.to_thread(workers.solvers[seen["id"]].has_begun.wait, 0.01)
+
+
+async def test_a_worker_has_a_bounded_size_of_calls(
+    gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_routing, "MOST_BYTES", 200)
+    seen = await running(gateway, api, workers)
+    path = f"/worker-sets/{seen['id']}/call"
+    waiting = asyncio.create_task(api.post(path, json={"method": "wait", "args": []}))
+    await first_busy(workers)
+    refused = await api.post(path, json={"method": "add", "args": ["x" * 200]})
+    assert (refused.status_code, refused.json()["code"]) == (429, "worker-queue-full")
+    workers.solvers[seen["id"]].goes_on.set()
+    await waiting
+    alone = await api.post(path, json={"method": "add", "args": ["x" * 200]})
+    assert alone.json()["code"] == "call-failed", "it was sent"
+
+
+async def test_what_a_worker_refuses_has_not_begun(gateway: Gateway, api: Client, workers: Workers) -> None:
+    seen = await running(gateway, api, workers)
+    workers.refuses.add(seen["id"])
+    body = {"method": "add", "args": [1], "timeout_seconds": 0.2}
+    answer = await api.post(f"/worker-sets/{seen['id']}/call", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (503, "no-worker")
+    assert "1 running" in answer.json()["detail"]
+    assert "; it has not begun; " in answer.json()["detail"]
 
 
 async def test_without_a_ready_worker_a_call_says_where_they_stand(
@@ -107,7 +167,7 @@ async def test_a_call_to_an_attempt_that_is_over_goes_to_the_next_one(
     path = f"/worker-sets/{seen['id']}/call"
     assert (await api.post(path, json={"method": "add", "args": [1]})).json()["attempt"] == 1
     task, now = gateway.task(seen["id"]), gateway.clock.now()
-    workers.hosts.clear()
+    workers.away.update(workers.hosts)
     failure = Failure("killed", "it was killed")
     await gateway.hear(Ended(task.id, task.fence, now, Ending.LOST, failure=failure))
     await gateway.hear(Gone(task.id, task.fence, now, "process_absent"))
@@ -141,7 +201,7 @@ async def test_a_call_says_why_a_worker_that_runs_is_not_to_be_reached(
     gateway: Gateway, api: Client, workers: Workers
 ) -> None:
     seen = await running(gateway, api, workers)
-    workers.hosts.clear()
+    workers.away.update(workers.hosts)
     body = {"method": "add", "args": [1], "timeout_seconds": 0.3}
     answer = await api.post(f"/worker-sets/{seen['id']}/call", json=body)
     assert (answer.status_code, answer.json()["code"]) == (503, "no-worker")
@@ -176,7 +236,7 @@ async def test_a_tenant_has_a_bounded_number_of_calls_that_wait_for_a_worker() -
 async def test_calls_in_turn_pass_a_worker_that_has_no_room(
     gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "MOST_WAITING", 0)
+    monkeypatch.setattr(call_routing, "MOST_WAITING", 0)
     seen = await running(gateway, api, workers, 2)
     path = f"/worker-sets/{seen['id']}/call"
     await until_ready(gateway, api, path, 2)

@@ -7,11 +7,12 @@ import threading
 from typing import Any
 
 import cloudpickle
-from gpubroker.runtime.calls import CallWorker
+from gpubroker.runtime.calls import SetWorker
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.journal import Journal
 from gpubroker.runtime.messages import RunKey, RunOrder
 from gpubroker_server.adapters.ray.driver.worker_calls import answer_of
+from gpubroker_server.adapters.ray.wire import pack
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.lifecycle.worker_sets.members import due
 from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
@@ -48,8 +49,14 @@ class Workers:
 
     def __init__(self) -> None:
         self.hosts: dict[tuple[TaskId, int], RunHost] = {}
+        self.away: set[tuple[TaskId, int]] = set()
+        """Runs of which no process is found."""
         self.solvers: dict[TaskId, Solver] = {}
         self.lost: asyncio.Event = asyncio.Event()
+        self.hangs: asyncio.Event | None = None
+        """Until it is set, no call is answered."""
+        self.refuses: set[str] = set()
+        """Workers that take no call, though they are ready."""
 
     async def start(self, gateway: Gateway, task_id: str) -> None:
         await gateway.admit(task_id)
@@ -70,19 +77,23 @@ class Workers:
         )
 
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
-        host = self.hosts.get((run.task, run.fence))
-        callee = None if host is None else host.callees.get(RunKey(run.task, run.fence, 0))
-        if callee is None:
+        is_away = (run.task, run.fence) in self.away
+        host = None if is_away else self.hosts.get((run.task, run.fence))
+        worker = None if host is None else host.set_workers.get(RunKey(run.task, run.fence, 0))
+        if worker is None:
             return NotBegun("it is not here")
-        async with asyncio.timeout(seconds):
-            return await self._answer(callee, call, seconds)
+        if call.method and run.task in self.refuses:
+            return NotBegun("it is leaving")
+        return await self._answer(worker, call, seconds)
 
-    async def _answer(self, callee: CallWorker, call: WorkerCall, seconds: Seconds) -> CallAnswer:
-        answered = asyncio.wrap_future(callee.submit(*call, seconds))
+    async def _answer(self, worker: SetWorker, call: WorkerCall, seconds: Seconds) -> CallAnswer:
+        if call.method and self.hangs is not None:
+            await self.hangs.wait()
+        answered = asyncio.create_task(worker.call(*call, seconds))
         lost = asyncio.create_task(self.lost.wait())
         await asyncio.wait({answered, lost}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
-        return answer_of(answered.result()) if answered.done() else WorkerLost("killed")
+        return answer_of(pack(answered.result()), call.form) if answered.done() else WorkerLost("killed")
 
     def end(self) -> None:
         for solver in self.solvers.values():

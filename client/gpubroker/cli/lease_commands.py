@@ -128,11 +128,14 @@ def run(
 def list_(
     context: typer.Context,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Include ended leases.")] = False,
+    sort: Annotated[
+        str | None, typer.Option(help="submitted or priority; -priority: the highest first.")
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """List leases that have not ended, newest first."""
     with connect(context) as broker:
-        found = broker.leases(state=None if everything else UNFINISHED_LEASES)
+        found = broker.leases(state=None if everything else UNFINISHED_LEASES, sort=sort)
         emit_all(output, list(found), _leases)
 
 

@@ -42,12 +42,16 @@ def list_(
         typer.Option("--state", "-s", help="resident, loading, draining, waiting or cold; may be repeated."),
     ] = None,
     server: Annotated[str | None, typer.Option(metavar="NAME", help="Only models of this server.")] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(help="state, name, gpu_mb, priority or loaded; -gpu_mb: the largest first."),
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """List the models of servers: first those in memory, then those that wait for it, then the others."""
     if context.invoked_subcommand is None:
         with connect(context) as broker:
-            emit_all(output, broker.models(state=state, server=server).items, _models)
+            emit_all(output, broker.models(state=state, server=server, sort=sort).items, _models)
 
 
 @models.command()

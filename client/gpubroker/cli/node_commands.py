@@ -24,13 +24,23 @@ Because = Annotated[
 ]
 
 
-def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
+def nodes(
+    context: typer.Context,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            help="name, cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; -cpu: the most "
+            "first."
+        ),
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
     """List nodes: what is held of them (CPU, MEMORY, RUNS), and how busy and full they are.
 
     USED is host memory and DISK the fullest of the watched disks, by all programs.
     """
     with connect(context) as broker:
-        emit_all(output, broker.nodes().items, _nodes)
+        emit_all(output, broker.nodes(sort=sort).items, _nodes)
 
 
 def cordon(context: typer.Context, node: Name, because: Because = "", output: Output = Format.TABLE) -> None:

@@ -30,13 +30,16 @@ _COLUMNS = (Column("ID", share=0.45), Column("SIZE"), Column("CREATED"), Column(
 
 
 @objects.callback(invoke_without_command=True)
-def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+def list_(
+    context: typer.Context,
+    sort: Annotated[str, typer.Option(help="id, created or size; -size: the largest first.")] = "-created",
+    output: Output = Format.TABLE,
+) -> None:
     """List the objects that your tenant has uploaded, newest first, and their total size."""
     if context.invoked_subcommand is not None:
         return
     with connect(context) as broker:
-        found = sorted(broker.objects(), key=_created, reverse=True)
-        emit_all(output, found, _objects)
+        emit_all(output, list(broker.objects(sort=sort)), _objects)
         if output is Format.TABLE:
             usage = broker.object_usage()
             used, limit = size_of_bytes(usage.counted_bytes), size_of_bytes(usage.most_bytes)
@@ -114,10 +117,6 @@ def upload(
         emit(output, stored, lambda stored: stored.id)
         until = timestamp(stored.expires_at)
         eprint(f"{size_of_bytes(stored.size_bytes)}, kept until {until}; each use extends that")
-
-
-def _created(stored: StoredObject) -> float:
-    return stored.created_at.timestamp() if stored.created_at else 0.0
 
 
 def _found(broker: Broker, words: Sequence[str]) -> Sequence[str]:

@@ -31,9 +31,11 @@ class ClusterApi(Operations):
         return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle, history=history)))
 
     @operation
-    def nodes(self, *, history: str | None = None) -> Steps[Page[Node]]:
-        """All machines, whether they answer, what is held and what is measured. `history` as in `gpus`."""
-        return page_of(Node, (yield from self._ask("GET", "/nodes", history=history)))
+    def nodes(self, *, history: str | None = None, sort: str | None = None) -> Steps[Page[Node]]:
+        """All machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
+        `sort`: name (the default), cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; with
+        a `-` before it, the most first."""
+        return page_of(Node, (yield from self._ask("GET", "/nodes", history=history, sort=sort)))
 
     @operation
     def node(self, name: str, *, history: str | None = None) -> Steps[Node]:

@@ -131,11 +131,17 @@ class ModelApi(Operations):
 
     @operation
     def models(
-        self, *, state: str | Sequence[str] | None = None, server: str | None = None
+        self,
+        *,
+        state: str | Sequence[str] | None = None,
+        server: str | None = None,
+        sort: str | None = None,
     ) -> Steps[Page[ServedModel]]:
         """The models of all servers, those in memory first. `state`: resident, loading, draining, waiting,
-        cold, or several of them."""
-        return page_of(ServedModel, (yield from self._ask("GET", "/models", state=state, server=server)))
+        cold, or several of them. `sort`: state (the default), name, gpu_mb, priority or loaded; with a `-`
+        before it, the largest or the latest first."""
+        raw = yield from self._ask("GET", "/models", state=state, server=server, sort=sort)
+        return page_of(ServedModel, raw)
 
     @operation
     def model(self, name: str, *, server: str | None = None) -> Steps[ServedModel]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -32,6 +33,9 @@ DONE, FAILED, REFUSED, LATE = "done", "failed", "refused", "late"
 """How a call ended; of a refused or late one nothing has begun."""
 Answer = tuple[Any, ...]
 """(done, result, seconds), (failed, kind, message, traceback), (refused, why) or (late, why)."""
+IS_READY: Answer = (DONE, b"null", 0.0)
+IS_LEAVING: Answer = (REFUSED, "the worker is leaving")
+IS_LATE: Answer = (LATE, "its time was over before its turn came")
 
 TELL_SECONDS = 0.5
 """How often it looks at its load, and tells it if it is another one."""
@@ -46,8 +50,8 @@ def is_worker(order: RunOrder) -> bool:
     return WORKER_SET_VARIABLE in order.env
 
 
-class CallWorker:
-    """Made by the process; `work` is its run, in a thread of its own, and `submit` comes from any other."""
+class SetWorker:
+    """Made by the process; `work` is its run, in a thread of its own, and calls come from any other."""
 
     def __init__(self, order: RunOrder, journal: Journal, task: RunningTask, objects: RunObjects) -> None:
         terms = json.loads(order.env[WORKER_SET_VARIABLE])
@@ -57,12 +61,16 @@ class CallWorker:
         self._objects = objects
         self._health: Mapping[str, Any] | None = terms.get("health")
         self._roles: Mapping[str, Mapping[str, Any]] = terms.get("roles") or {}
-        self._threads = ThreadPoolExecutor(terms["max_concurrency"], "call", enter_task, (task,))
+        self._max_concurrency: int = terms["max_concurrency"]
+        self._threads = ThreadPoolExecutor(self._max_concurrency, "call", enter_task, (task,))
         self._lock = threading.Lock()
-        self._waiting: set[Future[Answer]] = set()
-        self._running = 0
+        self._asked: set[Future[Answer]] = set()
+        """Questions whether the objects are made."""
+        self._waiting: dict[Future[Answer], Callable[[], Answer]] = {}
+        """Calls that have not begun, in order. One that is given up leaves, with its arguments."""
+        self._running = self._answered = 0
         self._is_leaving = False
-        self._made: Future[Mapping[str, Any]] = Future()
+        self._made: Mapping[str, Any] = {}
         """The objects by role, once they are made; the one of the set itself has no name."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Of coroutines."""
@@ -72,7 +80,12 @@ class CallWorker:
         """Until it has to stop, or is found to be ill."""
         self._task.call_on_stop(self._news.set)
         try:
-            self._made.set_result(self._make())
+            made = self._make()
+            with self._lock:
+                self._made, self._asked, asked = made, set(), self._asked
+                self._begin()
+            for question in asked:
+                _settle(question, IS_READY)
             return self._tend()
         except CannotOpen as refusal:
             return refusal.outcome
@@ -81,18 +94,29 @@ class CallWorker:
         finally:
             self._leave()
 
-    def submit(self, role: str, method: str, form: str, arguments: bytes, seconds: float) -> Future[Answer]:
+    async def call(self, role: str, method: str, form: str, arguments: bytes, seconds: float) -> Answer:
         """Call a method. Without one, the answer comes as soon as the objects are made. A call that has not
-        begun within so many seconds never begins."""
+        begun within so many seconds never begins; one that has is answered when it ends."""
+        call = self.submit(role, method, form, arguments, seconds)
+        answered = asyncio.wrap_future(call)
+        await asyncio.wait({answered}, timeout=seconds)
+        return IS_LATE if call.cancel() else await answered
+
+    def submit(self, role: str, method: str, form: str, arguments: bytes, seconds: float) -> Future[Answer]:
+        """The future answer of a call, which leaves the queue only when its turn comes or it is cancelled."""
         until = time.monotonic() + seconds
+        call: Future[Answer] = Future()
         with self._lock:
             if self._is_leaving:
-                return _settled((REFUSED, "the worker is leaving"))
-            if not method:
-                return self._when_made()
-            call = self._threads.submit(self._call, role, method, form, arguments, until)
-            self._waiting.add(call)
-        call.add_done_callback(self._waiting.discard)
+                _settle(call, IS_LEAVING)
+            elif method:
+                self._waiting[call] = partial(self._answer, role, method, form, arguments, until)
+                self._begin()
+            elif self._made:
+                _settle(call, IS_READY)
+            else:
+                self._asked.add(call)
+        call.add_done_callback(self._forget)
         return call
 
     def _make(self) -> Mapping[str, Any]:
@@ -108,60 +132,62 @@ class CallWorker:
         call = with_objects(opened(order), self._objects.fetch)
         return call.function(*call.args, **call.kwargs)
 
-    def _when_made(self) -> Future[Answer]:
-        """The lock is held."""
-        ready: Future[Answer] = Future()
-        self._waiting.add(ready)
-
-        def tell(made: Future[Mapping[str, Any]]) -> None:
-            self._waiting.discard(ready)
-            if made.cancelled():
-                ready.cancel()
-            elif ready.set_running_or_notify_cancel():
-                ready.set_result((DONE, b"null", 0.0))
-
-        self._made.add_done_callback(tell)
-        return ready
-
-    def _call(self, role: str, method: str, form: str, arguments: bytes, until: float) -> Answer:
-        with self._lock:
-            self._running += 1
-        began = time.monotonic()
-        try:
-            if began > until:
-                return LATE, "its time was over before its turn came"
-            outcome = self._outcome(role, method, form, arguments)
-        finally:
+    def _forget(self, call: Future[Answer]) -> None:
+        if call.cancelled():
             with self._lock:
-                self._running -= 1
+                self._waiting.pop(call, None)
+                self._asked.discard(call)
+
+    def _begin(self) -> None:
+        """The lock is held. No call waits in the pool: there its arguments would outlive it."""
+        while self._made and self._waiting and self._running < self._max_concurrency:
+            call = next(iter(self._waiting))
+            answer = self._waiting.pop(call)
+            if call.set_running_or_notify_cancel():
+                self._running += 1
+                self._threads.submit(self._run, call, answer)
+
+    def _run(self, call: Future[Answer], answer: Callable[[], Answer]) -> None:
+        answered = answer()
+        with self._lock:
+            self._running -= 1
+            self._answered += 1
+            self._begin()
+        call.set_result(answered)
+
+    def _answer(self, role: str, method: str, form: str, arguments: bytes, until: float) -> Answer:
+        began = time.monotonic()
+        if began > until:
+            return IS_LATE
+        try:
+            outcome = self._outcome(role, method, form, arguments)
+        except BaseException as fault:
+            outcome = raised(fault)
         seconds = time.monotonic() - began
         if outcome.ending == "succeeded":
             return DONE, outcome.result, seconds
-        fault = outcome.fault
-        if fault is None:
+        failure = outcome.fault
+        if failure is None:
             return FAILED, "stopped_unasked", "it raised Stopped, which only a run may do", ""
-        message = plain_text(fault.message, MESSAGE_CHARS)
-        return FAILED, fault.kind, message, plain_text(fault.traceback, TRACEBACK_CHARS)
+        message = plain_text(failure.message, MESSAGE_CHARS)
+        return FAILED, failure.kind, message, plain_text(failure.traceback, TRACEBACK_CHARS)
 
     def _outcome(self, role: str, method: str, form: str, arguments: bytes) -> RunOutcome:
-        objects = self._made.result()
-        if role not in objects:
-            known = ", ".join(sorted(filter(None, objects))) or "none"
-            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
-        function = None if method.startswith("_") else getattr(objects[role], method, None)
+        """Raises what user code raises: the method, a property, what opens arguments or writes a result."""
+        if role not in self._made:
+            known = ", ".join(sorted(filter(None, self._made))) or "none"
+            return failed("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
+        made = self._made[role]
+        function = None if method.startswith("_") else getattr(made, method, None)
         if not callable(function):
-            kind = type(objects[role]).__qualname__
-            return _not_called("no_such_method", f"{kind} has no public method {method!r}")
+            return failed("no_such_method", f"{type(made).__qualname__} has no public method {method!r}")
         try:
             args, kwargs = _arguments_of(form, arguments)
-        except Exception as fault:
-            return _not_called("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
-        try:
-            value = function(*args, **kwargs)
-            if inspect.isawaitable(value):
-                value = asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
         except BaseException as fault:
-            return raised(fault)
+            return failed("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
+        value = function(*args, **kwargs)
+        if inspect.isawaitable(value):
+            value = asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
         return succeeded(value, form, self._order.result_limit_bytes, _store_nothing)
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
@@ -174,7 +200,7 @@ class CallWorker:
 
     def _tend(self) -> RunOutcome:
         """Tell the load, and check the health."""
-        watch, told = _Health(self._health, self._made.result()[""]), (-1, -1, 0.0)
+        watch, told = _Health(self._health, self._made[""]), (-1, -1, 0.0)
         told_at, cpu, looked_at = 0.0, time.process_time(), time.monotonic()
         while not self._task.should_stop:
             self._news.wait(TELL_SECONDS)
@@ -182,12 +208,12 @@ class CallWorker:
             percent = 100.0 * (used - cpu) / max(now - looked_at, 1e-6)
             cpu, looked_at = used, now
             with self._lock:
-                load = (self._running, len(self._waiting) - self._running, percent)
+                load = (self._running, len(self._waiting), percent)
+                answered = self._answered
             is_new = load[:2] != told[:2] or abs(percent - told[2]) >= TOLD_CPU_PERCENT
             if is_new or now - told_at >= STILL_SECONDS:
                 told, told_at = load, now
-                calls = load[0], max(0, load[1])
-                self._journal.note(self._order.key, loaded(self._order.key, *calls, percent), AT_ONCE)
+                self._journal.note(self._order.key, loaded(self._order.key, *load, answered), AT_ONCE)
             if illness := watch.illness(now):
                 return failed("unhealthy", illness)
         return RunOutcome("stopped")
@@ -196,10 +222,11 @@ class CallWorker:
         """What has not begun is refused; what has begun ends within the grace period."""
         with self._lock:
             self._is_leaving = True
-            waiting = list(self._waiting)
-        self._made.cancel()
-        for call in waiting:
-            call.cancel()
+            refused = [*self._asked, *self._waiting]
+            self._asked.clear()
+            self._waiting.clear()
+        for call in refused:
+            _settle(call, IS_LEAVING)
         self._threads.shutdown(wait=self._task.should_stop)
 
 
@@ -248,10 +275,6 @@ def _why_ill(check: "Future[Any]", terms: Mapping[str, Any]) -> str:
     return "it returned False" if check.result() is False else ""
 
 
-def _not_called(kind: str, message: str) -> RunOutcome:
-    return failed(kind, message)
-
-
 def _store_nothing(_data: bytes) -> str:
     raise NotStored("only that of a run does; return less, or the id of an object")
 
@@ -272,7 +295,6 @@ def _arguments_of(form: str, arguments: bytes) -> tuple[Any, Any]:
     return given.get("args", ()), given.get("kwargs", {})
 
 
-def _settled(answer: Answer) -> "Future[Answer]":
-    done: Future[Answer] = Future()
-    done.set_result(answer)
-    return done
+def _settle(call: Future[Answer], answer: Answer) -> None:
+    if call.set_running_or_notify_cancel():
+        call.set_result(answer)

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import current_thread
 from typing import Any
 
-from gpubroker.runtime.calls import CallWorker, is_worker
+from gpubroker.runtime.calls import SetWorker, is_worker
 from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command, with_objects
 from gpubroker.runtime.items import ItemWorker, is_array
 from gpubroker.runtime.journal import SOON, Journal
@@ -47,7 +47,7 @@ class RunHost:
         self._tasks: dict[RunKey, RunningTask] = {}
         self._workers: dict[RunKey, ItemWorker] = {}
         """Of arrays."""
-        self.callees: dict[RunKey, CallWorker] = {}
+        self.set_workers: dict[RunKey, SetWorker] = {}
         """Of worker sets."""
         self._objects: dict[RunKey, RunObjects] = {}
         self._rendezvous: RendezvousPort | None = None
@@ -132,7 +132,7 @@ class RunHost:
         if is_array(order):
             self._workers[order.key] = ItemWorker(order, self._journal, task, output, objects)
         if is_worker(order):
-            self.callees[order.key] = CallWorker(order, self._journal, task, self._objects[order.key])
+            self.set_workers[order.key] = SetWorker(order, self._journal, task, self._objects[order.key])
         self._threads.submit(self._run, order, task, output)
 
     def _run(self, order: RunOrder, task: RunningTask, output: Output) -> None:
@@ -149,15 +149,14 @@ class RunHost:
         # Reported before it is removed: a reader that sees no run left has every end.
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         self._workers.pop(key, None)
-        self.callees.pop(key, None)
+        self.set_workers.pop(key, None)
         del self.orders[key], self._tasks[key], self._objects[key]
 
     def _outcome_of(self, order: RunOrder, task: RunningTask) -> RunOutcome:
         try:
-            if (worker := self._workers.get(order.key)) is not None:
+            worker = self._workers.get(order.key) or self.set_workers.get(order.key)
+            if worker is not None:
                 return worker.work()
-            if (callee := self.callees.get(order.key)) is not None:
-                return callee.work()
             call, objects = None, self._objects[order.key]
             if order.kind != "command":
                 call = with_objects(opened(order), objects.fetch)

@@ -143,9 +143,9 @@ def progressed(key: RunKey, fraction: float | None, message: str) -> Report:
     return ("progressed", *key, time.time(), fraction, plain_text(message, PROGRESS_CHARS))
 
 
-def loaded(key: RunKey, running: int, waiting: int, cpu_percent: float) -> Report:
-    """Of a worker of a set: its calls, and what it uses of one core."""
-    return ("loaded", *key, time.time(), running, waiting, cpu_percent)
+def loaded(key: RunKey, running: int, waiting: int, cpu_percent: float, answered: int) -> Report:
+    """Of a worker of a set: its calls, what it uses of one core, and how many calls it has answered."""
+    return ("loaded", *key, time.time(), running, waiting, cpu_percent, answered)
 
 
 def checkpointed(key: RunKey, sequence: int, digest: str, data: bytes | None, uri: str | None) -> Report:
@@ -288,7 +288,7 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "started": (_is_number,),
     "ready": (_is_text(ADDRESS_CHARS),),
     "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
-    "loaded": (_is_number, _is_number, _is_finite),
+    "loaded": (_is_number, _is_number, _is_finite, _is_number),
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
     "items": (_is_number, _are_items, _are_ranges, _is_number),
     "wanted": (_is_text(64),),

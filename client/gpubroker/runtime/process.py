@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpubroker.runtime.messages import RunOrder
-from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, limit_torch
+from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB, limit_torch
 
 RUN_MARK = "GPUBROKER_RUN"
 """The run's key in the environment of every process that it starts; leftovers are found by it."""
@@ -130,7 +130,7 @@ def memory_limits(order: RunOrder, env: Mapping[str, str]) -> dict[str, str]:
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & order.env.keys():
         limits["XLA_PYTHON_CLIENT_MEM_FRACTION"] = min(order.env[FRACTIONS].split(","), key=float)
     if (Path(env.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY)) / "control").exists():
-        sizes = (f"{number}={mb}M" for number, (_uuid, mb) in enumerate(order.leases))
+        sizes = (f"{number}={mb}M" for number, mb in enumerate(order.env[LIMITS_MB].split(",")))
         limits["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(sizes)
     return limits
 

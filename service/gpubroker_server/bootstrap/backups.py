@@ -1,7 +1,8 @@
 """`gpubroker backup` and `gpubroker restore`: a folder with the rows of one moment and the objects they name.
 
-Rows come first, and then the objects. Those that were pruned in between are looked for in vain, and so the
-rows are read once more. `backup.json` is written last: a folder without it is no backup.
+Rows come first, and then the objects. Those that were deleted in between are looked for in vain, and so the
+rows are read once more; if that goes on, uploads that their tenants deleted are left out. `backup.json` is
+written last: a folder without it is no backup.
 """
 
 import hashlib
@@ -43,9 +44,10 @@ def back_up(settings: Settings, folder: Path, report: Report) -> bool:
             (folder / _ROWS).unlink(missing_ok=True)
             facts = write_backup(settings.database, folder / _ROWS, report)
             lost = copy_objects(settings.objects, folder / _OBJECTS, sorted(facts.digests))
-            if named_in(settings.database, lost) == lost:
+            deleted = lost - named_in(settings.database, lost)
+            if not deleted:
                 break
-        else:
+        if deleted - facts.uploads:
             raise StartRefused("objects are deleted more quickly than they are copied; try again")
         about = {
             "form": _FORM,
@@ -57,10 +59,10 @@ def back_up(settings: Settings, folder: Path, report: Report) -> bool:
         }
         write_private(folder / _ABOUT, json.dumps(about, indent=2))
         sync_folder(folder)
-    for digest in sorted(lost):
+    for digest in sorted(lost - deleted):
         report(f"object {digest} is missing or damaged in {settings.objects}, so it is not in the backup")
     report(f"{folder} holds everything up to {_time(facts.at)}: {_told(facts)}")
-    return not lost
+    return lost == deleted
 
 
 def restore(settings: Settings, folder: Path, report: Report) -> None:

@@ -1,7 +1,7 @@
 """From settings to the parts they describe."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from gpubroker_server.core.control.disk_guard import DiskGuard, DiskRules
 from gpubroker_server.core.control.fleet import FleetRules
 from gpubroker_server.core.control.idle import IdleRules
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
+from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.device import FileClass, GpuKind, WatchedRoot
 from gpubroker_server.core.domain.leader_term import UNTIL_PROCESS_EXIT, LeaderTermRules
 from gpubroker_server.core.domain.orders import ReportedDevice
@@ -40,7 +41,7 @@ from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import Clock
-from gpubroker_server.settings.fleet import BackpressureSettings, DiskLevelSettings, FleetSettings
+from gpubroker_server.settings.fleet import DiskLevelSettings, FleetSettings, ThresholdSettings
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.sections import (
     MaximumSettings,
@@ -287,17 +288,34 @@ def kinds_of(settings: Settings) -> tuple[GpuKind, ...]:
 
 
 def fleet_rules_of(settings: Settings) -> FleetRules:
-    given = settings.fleet
+    given, pressed = settings.fleet, settings.fleet.backpressure
     return FleetRules(
         targets=tuple(_targets(given)),
         controls=given.controller,
         gains=Gains(**given.gains.model_dump()),
         idle=IdleRules(given.idle_below_percent / 100, Seconds(given.idle_grace_seconds)),
         idle_check_seconds=Seconds(given.idle_check_seconds),
-        thresholds=_thresholds(given.backpressure),
-        next_band_seconds=Seconds(given.backpressure.next_band_seconds),
-        retry_after_seconds=Seconds(given.backpressure.retry_after_seconds),
+        thresholds=_thresholds(
+            {
+                "queue_length": pressed.queue_length,
+                "queue:*": pressed.tenant_queue_length,
+                "admission_seconds": pressed.admission_seconds,
+                "store_seconds": pressed.store_seconds,
+                "disk_percent": pressed.disk_percent,
+                "host_memory_percent": pressed.host_memory_percent,
+            }
+        ),
+        next_band_seconds=Seconds(pressed.next_band_seconds),
+        retry_after_seconds=Seconds(pressed.retry_after_seconds),
         disk=disk_guard_of(settings),
+        overload=_thresholds(
+            {"cpu": given.overload.cpu_percent, "host_memory": given.overload.memory_percent}, whole=100
+        ),
+        throughput=ThroughputRules(
+            Seconds(given.throughput.seconds),
+            given.throughput.change_percent / 100,
+            given.throughput.least_per_second,
+        ),
     )
 
 
@@ -348,17 +366,10 @@ def _targets(given: FleetSettings) -> Iterable[FleetTarget]:
         yield FleetTarget(measure, least / 100, most / 100, scope)
 
 
-def _thresholds(given: BackpressureSettings) -> dict[str, Threshold]:
-    watched = {
-        "queue_length": given.queue_length,
-        "queue:*": given.tenant_queue_length,
-        "admission_seconds": given.admission_seconds,
-        "store_seconds": given.store_seconds,
-        "disk_percent": given.disk_percent,
-        "host_memory_percent": given.host_memory_percent,
-    }
+def _thresholds(watched: Mapping[str, ThresholdSettings | None], whole: float = 1.0) -> dict[str, Threshold]:
+    """`whole`: what the settings say for 1."""
     return {
-        name: Threshold(one.high, one.low, Seconds(one.seconds))
+        name: Threshold(one.high / whole, one.low / whole, Seconds(one.seconds))
         for name, one in watched.items()
         if one is not None
     }

@@ -9,6 +9,7 @@ from typing import Any, Final
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, level_of, nodes_to_clean
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Notice, Request
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, FoundFile, Node
+from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
@@ -40,6 +41,7 @@ class DiskPasses:
         self._policy = policy
         self._guard = guard
         self._blobs = blobs
+        self._pace = Interval(policy.sample_period_seconds)
         self._passes: dict[str, _Pass] = {}
         """By request; those of the leader itself by `auto/` and the node."""
 
@@ -60,6 +62,9 @@ class DiskPasses:
 
     def due(self, now: Instant) -> list[Decision]:
         """Cleaning of nodes with a disk that is too full."""
+        if not self._pace.is_due(now):
+            return []
+        self._pace.done(now)
         fresh_since = Instant(now - 3 * self._policy.sample_period_seconds)
         decisions = []
         for name in nodes_to_clean(self._world, self._guard, fresh_since):

@@ -4,17 +4,38 @@ it found, so that nothing changes in the middle of a plan."""
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
+from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice
+from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
-from gpubroker_server.core.domain.units import Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.idle_templates import IdleTemplates
 from gpubroker_server.ports.store import Clock, StoreUnavailable
+
+COUNTED = (
+    "fleet.BACKPRESSURE_ACTIVATED",
+    "fleet.BACKPRESSURE_RELEASED",
+    "fleet.DISK_CLEANED",
+    "fleet.DISK_SPACE_LOW",
+    "fleet.IDLE_RESOURCE_DETECTED",
+    "fleet.NODE_JOINED",
+    "fleet.NODE_LEFT",
+    "fleet.NODE_OVERLOADED",
+    "fleet.RESOURCE_CONSTRAINT",
+    "fleet.THROUGHPUT",
+    "memory.defragmented",
+    "memory.fragmented",
+    "worker.joined",
+    "worker.left",
+)
+"""Kinds of events about the health of the fleet, in the order of their names."""
 
 
 class HostUse(NamedTuple):
@@ -48,12 +69,17 @@ class FleetKeeper:
         """How long the task waited that was admitted last."""
         self._news: list[Notice] = []
         self._is_new = False
+        self._told = dict.fromkeys(COUNTED, 0)
+        self._throughput = Throughput(rules.throughput)
+        self._calls: dict[TaskId, tuple[Fence, int]] = {}
+        """How many calls the present run of each worker has answered, as far as it has told."""
+        self._control.nodes.expect(node.name for node in world.nodes.values() if node.ready)
         for task in world.tasks.values():
             self._control.fill.note(task, is_new=False)
 
     @property
     def seen(self) -> FleetSeen:
-        return self._control.seen
+        return replace(self._control.seen, done=dict(self._throughput.done), told=dict(self._told))
 
     async def keep(self) -> None:
         """Until cancelled."""
@@ -69,6 +95,7 @@ class FleetKeeper:
                 found = await self._templates.idle_templates(now)
                 self._control.fill.templates = [one.template for one in found]
         self._news += self._control.step(self._world, self._pressures(host), now)
+        self._news += self._throughput.follow(now)
         self._is_new = True
 
     def take(self) -> Sequence[Decision]:
@@ -76,8 +103,9 @@ class FleetKeeper:
         it is `told`."""
         if self._is_new:
             self._is_new = False
-            room = background_room(self._world, self._policy, self.seen.background_mb)
-            self._world.control(room, self.seen.full_disks, self.seen.stream_weights)
+            seen = self._control.seen
+            room = background_room(self._world, self._policy, seen.background_mb)
+            self._world.control(room, seen.full_disks, seen.stream_weights)
         return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news]
 
     def told(self, decisions: Sequence[Decision]) -> None:
@@ -87,15 +115,33 @@ class FleetKeeper:
     def on_committed(self, decisions: Sequence[Decision]) -> None:
         """What became of reports."""
         self._control.memory_failures.note(decisions)
+        self._throughput.done[ITEMS] += sum(page.count for one in decisions for page in one.items)
+
+    def hear(self, reports: Sequence[Report]) -> None:
+        """A run that was there before this leader has answered calls that are not counted."""
+        for report in reports:
+            if isinstance(report, Loaded) and report.task in self._world.tasks:
+                fence, before = self._calls.get(report.task, (report.fence, report.answered))
+                new = report.answered - (before if fence == report.fence else 0)
+                self._throughput.done[CALLS] += max(0, new)
+                self._calls[report.task] = report.fence, report.answered
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
+            if event.kind in self._told:
+                self._told[event.kind] += 1
+            subject, _, what = event.kind.partition(".")
+            if subject != "task":
+                continue
             task = event.task or self._world.tasks.get(TaskId(event.key))
+            self._throughput.moved(Move(what), is_inference=task is not None and task.is_inference)
             if task is None:
                 continue
-            if event.kind == f"task.{Move.SUBMITTED}":
+            if task.is_terminal:
+                self._calls.pop(task.id, None)
+            if what == Move.SUBMITTED:
                 self._control.fill.note(task, is_new=True)
-            elif event.kind == f"task.{Move.ADMITTED}" and task.admitted_at is not None:
+            elif what == Move.ADMITTED and task.admitted_at is not None:
                 self._admission_seconds = Seconds(task.admitted_at - task.queued_at)
 
     def _pressures(self, host: HostUse) -> Mapping[str, float | None]:

@@ -170,6 +170,8 @@ class Leader:
     def hear(self, reports: Sequence[Report]) -> None:
         """Keep reports, in order, for the next cycle."""
         self._observer.hear(reports)
+        if self.fleet is not None:
+            self.fleet.hear(reports)
         self._inbox.put(reports)
         self._timer.wake()
 
@@ -242,6 +244,9 @@ class Leader:
             decisions = await self._observer.on_reports(batch, now, self._arrays)
             self._arrays.begin_commit()
             verdicts = await self._commits.carry_out(decisions)
+            if self.fleet is not None:
+                done = zip(decisions, verdicts, strict=True)
+                self.fleet.on_committed([one for one, verdict in done if verdict is COMMITTED])
             if set(verdicts) <= {COMMITTED}:
                 self._arrays.committed()
             if CommitVerdict.STALE in verdicts:
@@ -250,8 +255,6 @@ class Leader:
                 if tries == 0:
                     raise PictureDiverged.of("its reports")
                 continue
-            if self.fleet is not None:
-                self.fleet.on_committed(decisions)
             again = self._without_values(batch, rejected(decisions, verdicts), now)
             self._inbox.replace(len(batch), again)
             left, tries = left - len(batch) + len(again), TRIES

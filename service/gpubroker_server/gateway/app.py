@@ -63,7 +63,7 @@ from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.tasks.logs import LogParts
 from gpubroker_server.gateway.tasks.routes import TaskParts
 from gpubroker_server.gateway.workers import routes as workers
-from gpubroker_server.gateway.workers.fleet import Fleets
+from gpubroker_server.gateway.workers.call_routing import CallRouter
 from gpubroker_server.gateway.workers.routes import WorkerSetParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
@@ -159,8 +159,8 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield ArrayParts(submissions, storage, requests)
-    fleets = Fleets(world, parts.worker_calls, waiters)
-    yield WorkerSetParts(world, freshness, submissions, requests, fleets)
+    router = CallRouter(world, parts.worker_calls, waiters)
+    yield WorkerSetParts(world, freshness, submissions, requests, router)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
     outside = tuple(server for server in servers if not server.is_managed)
     yield InferenceParts(submissions, storage, parts.residencies, limits.wait_seconds, outside)

@@ -324,7 +324,6 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         """Those of these blobs that a row names."""
-        ...
 
     async def put_token(self, token: "TokenRow", *, by: str) -> bool:
         """Add a token; False if the name exists. `by` is for the audit log."""
@@ -385,7 +384,8 @@ class BlobStore(Protocol):
 
     async def discard(self, upload: str) -> None: ...
 
-    async def delete(self, digest: str) -> None: ...
+    async def delete(self, digest: str) -> None:
+        """After the row that named it. What others may have put too is left, to be deleted later."""
 
 
 class BlobTooLarge(Exception):

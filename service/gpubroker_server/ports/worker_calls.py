@@ -61,5 +61,6 @@ CallAnswer = Called | MethodFailed | NotBegun | WorkerLost
 
 class WorkerCalls(Protocol):
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
-        """Raises TimeoutError if there is no answer in time; the method may go on."""
+        """If the method does not begin within `seconds`, it never does. If it does, the answer comes when it
+        ends."""
         ...

@@ -83,6 +83,17 @@ class BackpressureSettings(Section):
     retry_after_seconds: Annotated[float, Field(ge=1, le=3600)] = 30.0
 
 
+class OverloadSettings(Section):
+    cpu_percent: ThresholdSettings | None = ThresholdSettings(high=95, low=85, seconds=300)
+    memory_percent: ThresholdSettings | None = ThresholdSettings(high=90, low=85, seconds=60)
+
+
+class ThroughputSettings(Section):
+    seconds: Annotated[float, Field(ge=1)] = 300.0
+    change_percent: Percent = 50.0
+    least_per_second: Annotated[float, Field(gt=0)] = 0.1
+
+
 class DiskLevelSettings(Section):
     warn_percent: Percent = 60.0
     clean_percent: Percent = 65.0
@@ -173,6 +184,8 @@ class FleetSettings(Section):
     idle_below_percent: Percent = 5.0
     idle_grace_seconds: Duration = 300.0
     backpressure: BackpressureSettings = Field(default_factory=BackpressureSettings)
+    overload: OverloadSettings = Field(default_factory=OverloadSettings)
+    throughput: ThroughputSettings = Field(default_factory=ThroughputSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
     streams: StreamSettings = Field(default_factory=StreamSettings)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from importlib.metadata import version
+from itertools import chain
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -26,15 +27,8 @@ from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
-from gpubroker_server.telemetry.autoscaling import GAUGES as FOR_AUTOSCALERS
-from gpubroker_server.telemetry.autoscaling import autoscaling_samples
+from gpubroker_server.telemetry import autoscaling, fleet, inferences, nodes
 from gpubroker_server.telemetry.durations import DurationCollector
-from gpubroker_server.telemetry.inferences import COUNTERS as OF_INFERENCES
-from gpubroker_server.telemetry.inferences import GAUGES as ABOUT_INFERENCES
-from gpubroker_server.telemetry.inferences import inference_metrics
-from gpubroker_server.telemetry.nodes import COUNTERS as COUNTED_ON_NODES
-from gpubroker_server.telemetry.nodes import GAUGES as OF_NODES
-from gpubroker_server.telemetry.nodes import node_samples
 
 _RELEASE = version("gpubroker-server")
 
@@ -55,7 +49,8 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("band",),
     ),
     "gpubroker_workers": ("Workers of sets: `wanted`, and those that are `running`.", ("state",)),
-    **OF_NODES,
+    **nodes.GAUGES,
+    **fleet.GAUGES,
     "gpubroker_silent_nodes": ("Silent nodes that are not given up; absent without a known leader.", ()),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
@@ -102,8 +97,8 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_model_slots": ("Requests that a model gets at once.", ("model",)),
     "gpubroker_model_requests_in_flight": ("Requests that have a slot.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for a slot.", ("model",)),
-    **ABOUT_INFERENCES,
-    **FOR_AUTOSCALERS,
+    **inferences.GAUGES,
+    **autoscaling.GAUGES,
     "gpubroker_disk_full": ("1 if a disk that this process writes to is full, else 0.", ()),
     "gpubroker_leader_known": ("1 if this process leads or hears of the process that does, else 0.", ()),
     "gpubroker_leader_term": ("Term of the known leader.", ()),
@@ -112,8 +107,9 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
     "gpubroker_preemptions": ("Tasks and models that made room since this process started.", ("holder",)),
-    **COUNTED_ON_NODES,
-    **OF_INFERENCES,
+    **nodes.COUNTERS,
+    **fleet.COUNTERS,
+    **inferences.COUNTERS,
     "gpubroker_model_server_faults": (
         "Calls of a model server that were refused, broke off or timed out.",
         ("server", "protocol"),
@@ -230,22 +226,26 @@ class WorldCollector(Collector):
         self.held_back: HeldBack | None = None
 
     def collect(self) -> Iterable[Metric]:
-        sources = self._sources
+        sources, now = self._sources, self._sources.now()
+        world, leader = sources.world, sources.leader()
         yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
-        yield from _task_metrics(sources.world, sources.now())
-        yield from _device_metrics(sources.world)
-        for name, samples in node_samples(sources.world, sources.now(), sources.policy.sample_period_seconds):
+        yield from _task_metrics(world, now)
+        yield from _device_metrics(world)
+        read = chain(
+            nodes.node_samples(world, now, sources.policy.sample_period_seconds),
+            fleet.fleet_samples(world, None if leader is None else leader.fleet, now),
+            autoscaling.autoscaling_samples(autoscaling_demand(world, sources.policy, now)),
+        )
+        for name, samples in read:
             yield (_counter if name in COUNTERS else _gauge)(name, samples)
-        yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
+        yield from _fragmentation_metrics(world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
-        yield from _forecast_metrics(sources.world)
-        for_autoscalers = autoscaling_demand(sources.world, sources.policy, sources.now())
-        yield from (_gauge(*samples) for samples in autoscaling_samples(for_autoscalers))
-        yield from inference_metrics(sources.world)
-        sizes = size_accuracies(sources.world)
+        yield from _forecast_metrics(world)
+        yield from inferences.inference_metrics(world)
+        sizes = size_accuracies(world)
         yield _gauge("gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes])
         yield _gauge("gpubroker_model_size_enough_ratio", [((of.server,), of.enough) for of in sizes])
-        yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
+        yield _gauge("gpubroker_event_log_position", [((), world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
         known = [] if self.held_back is None else [self.held_back]
         yield _gauge(
@@ -255,7 +255,7 @@ class WorldCollector(Collector):
             "gpubroker_database_oldest_slot_transactions", [((), it.slot_transactions) for it in known]
         )
         yield _gauge("gpubroker_disk_full", [((), bool(sources.disk_full()))])
-        yield from _leader_metrics(sources.world, sources.leader())
+        yield from _leader_metrics(world, leader)
 
 
 def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:

@@ -158,6 +158,17 @@ def test_work_on_one_node_alone_is_a_finding_while_tasks_wait() -> None:
     assert findings(a_lonely_fleet(waits, elsewhere)) == []
 
 
+def test_without_gpus_the_work_on_one_node_is_its_cpus():
+    nodes = a_node("n1"), a_node("n2")
+    runs = [holding(a_task(f"t{n}", cpu=1.0)) for n in range(4)]
+    waits = a_task("waits", cpu=65.0)
+    [found] = findings(a_world(*nodes, *runs, waits))
+    assert (found.kind, found.subject, found.evidence["share"]) == ("all-on-one-node", "n1", 1.0)
+    assert findings(a_world(*nodes, *runs[:3], waits)) == [], "by chance"
+    elsewhere = holding(a_task("other", cpu=1.0), node="n2")
+    assert findings(a_world(*nodes, *runs, elsewhere, waits)) == []
+
+
 def a_slow_start(name: str, seconds: float | None, ago: float = 10.0, **fields: Any) -> Holding:
     """A run that took so long to start some time ago; None: it has not started."""
     if seconds is None:

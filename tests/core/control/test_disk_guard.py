@@ -154,6 +154,19 @@ def test_the_newest_entry_of_a_directory_stays_with_all_that_is_in_it() -> None:
     assert {one.path for one in choose(files, live, ALL, NOW, RULES).files} == set()
 
 
+def test_a_mark_or_what_a_crash_left_is_no_newest_checkpoint() -> None:
+    """Marks and indexes are written last, and are small. So is a checkpoint that was not written whole."""
+    job = [("step-1", 100, 9), ("step-2", 90, 8), ("step-3", 40, 7.5), ("latest", 1, 7.2)]
+    files = [
+        a_file(f"job/{name}", FileClass.CHECKPOINT, days=days, size_bytes=size) for name, size, days in job
+    ]
+    cleaning = choose(files, (), ALL, NOW, RULES)
+    assert [one.path for one in cleaning.files] == ["job/step-1"]
+    assert cleaning.kept == {KeptBecause.NEWEST_CHECKPOINT: 3}
+    empty = [one._replace(size_bytes=0) for one in files]
+    assert choose(empty, (), ALL, NOW, RULES).kept == {KeptBecause.NEWEST_CHECKPOINT: 1}
+
+
 def test_a_node_has_rules_of_its_own_before_those_of_its_labels() -> None:
     one, two, rest = DiskRules(0.1), DiskRules(0.2), DiskRules(0.3)
     guard = DiskGuard(

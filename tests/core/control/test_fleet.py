@@ -1,9 +1,10 @@
 """Fleet control step by step: background work follows its targets, and the log hears what changes."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gpubroker_server.core.control.alarm import Threshold
-from gpubroker_server.core.control.disk_guard import DiskGuard
+from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
@@ -25,6 +26,13 @@ def a_fleet(*runs: Holding) -> World:
     return a_world(*nodes, *runs)
 
 
+def a_control(rules: FleetRules, policy: Policy = POLICY) -> FleetControl:
+    """Both nodes were there in the last term."""
+    control = FleetControl(rules, policy)
+    control.nodes.expect([N1, N2])
+    return control
+
+
 def shows(world: World, at: float, **utilization: float | None) -> Instant:
     """By node: of its GPU and its CPUs."""
     for name, value in utilization.items():
@@ -40,7 +48,7 @@ def kinds(notices: Iterable[Notice]) -> list[tuple[str, str]]:
 
 
 def test_work_streams_count_as_signals_say_and_all_processes_are_told() -> None:
-    world, control = a_fleet(), FleetControl(FleetRules(), Policy(streams=(("nightly", 0.5),)))
+    world, control = a_fleet(), a_control(FleetRules(), Policy(streams=(("nightly", 0.5),)))
     control.step(world, {}, Instant(NOW))
     assert control.seen.stream_weights == {"nightly": 0.5}
     world.streams["ladder"] = StreamState("ladder", 2.0, data_at=Instant(NOW - 3600.0), quality=0.0)
@@ -51,7 +59,7 @@ def test_work_streams_count_as_signals_say_and_all_processes_are_told() -> None:
 def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_above() -> None:
     background = holding(a_task("b", priority=20), "gpu0", mb=40 * GIB)
     world = a_fleet(background, holding(a_task("high", priority=50), "gpu0", mb=20 * GIB))
-    control = FleetControl(FleetRules((UTILIZATION,), controls=True), POLICY)
+    control = a_control(FleetRules((UTILIZATION,), controls=True))
     control.step(world, {}, shows(world, NOW, n1=0.2, n2=0.2))
     assert control.seen.background_mb == {"all": 0}  # as much as it has: nothing jumps
     for n in range(1, 60):
@@ -67,7 +75,7 @@ def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_
 
 
 def test_what_is_not_measured_leaves_the_share_as_it_is_and_begins_none() -> None:
-    world, control = a_fleet(), FleetControl(FleetRules((UTILIZATION,), controls=True), POLICY)
+    world, control = a_fleet(), a_control(FleetRules((UTILIZATION,), controls=True))
     control.step(world, {}, shows(world, NOW, n1=None, n2=None))
     assert control.seen.background_mb == {}
     control.step(world, {}, shows(world, NOW + 2, n1=0.5, n2=0.5))
@@ -81,11 +89,11 @@ def test_nothing_is_held_back_unless_the_controller_is_on_and_by_memory_never() 
     world = a_fleet()
     memory = FleetTarget(Measure.GPU_MEMORY, 0.0, 0.8)
     for rules in (FleetRules((UTILIZATION,)), FleetRules((memory,), controls=True), FleetRules()):
-        control = FleetControl(rules, POLICY)
+        control = a_control(rules)
         control.step(world, {}, shows(world, NOW, n1=1.0, n2=1.0))
         assert control.seen.background_mb == {}
     nowhere = UTILIZATION._replace(scope=FleetScope("pool", "gone"))
-    control = FleetControl(FleetRules((nowhere,), controls=True), POLICY)
+    control = a_control(FleetRules((nowhere,), controls=True))
     control.step(world, {}, Instant(NOW))
     assert control.seen.background_mb == {}
 
@@ -98,7 +106,7 @@ def test_each_node_is_closed_by_the_scopes_that_it_is_in() -> None:
 
 def test_instances_stand_for_the_gpu_that_they_are_part_of() -> None:
     world = a_world(a_node(), a_device("whole", split=True), a_device("part", parent="whole"))
-    control = FleetControl(FleetRules((UTILIZATION,), controls=True), POLICY)
+    control = a_control(FleetRules((UTILIZATION,), controls=True))
     world.measure([a_sample("part", utilization=0.9)])
     control.step(world, {}, Instant(NOW))
     assert control.seen.targets[0].value == 0.9
@@ -106,7 +114,7 @@ def test_instances_stand_for_the_gpu_that_they_are_part_of() -> None:
 
 def test_what_comes_to_be_above_its_target_is_told_once() -> None:
     memory = FleetTarget(Measure.GPU_MEMORY, 0.1, 0.8)
-    world, control = a_fleet(), FleetControl(FleetRules((memory,)), POLICY)
+    world, control = a_fleet(), a_control(FleetRules((memory,)))
 
     def told(at: float, used_mb: int) -> list[tuple[str, str]]:
         world.measure(a_sample(key("gpu0", node), at, used_mb=used_mb) for node in ("n1", "n2"))
@@ -121,7 +129,7 @@ def test_what_comes_to_be_above_its_target_is_told_once() -> None:
 
 
 def test_idle_devices_and_nodes_are_looked_for_now_and_then_and_told_once() -> None:
-    world, control = a_fleet(), FleetControl(FleetRules(), POLICY)
+    world, control = a_fleet(), a_control(FleetRules())
     heard: list[Notice] = []
     for n in range(200):
         heard += control.step(world, {}, shows(world, NOW + 2 * n, n1=0.0, n2=1.0))
@@ -139,13 +147,14 @@ def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with
         thresholds={"queue_length": Threshold(10.0, 5.0), "queue:*": Threshold(3.0, 2.0)},
         next_band_seconds=Seconds(60.0),
     )
-    world, control = a_fleet(), FleetControl(rules, POLICY)
+    world, control = a_fleet(), a_control(rules)
     pressed = {"queue_length": 12.0, "queue:acme": 1.0, "disk_percent": 99.0}
     begun = control.step(world, pressed, Instant(NOW))
     assert kinds(begun) == [("fleet.BACKPRESSURE_ACTIVATED", "queue_length")]
     [pressure] = control.seen.pressures
     assert (pressure.name, pressure.value, pressure.high) == ("queue_length", 12.0, 10.0)
     assert pressure.closed_below == 40
+    assert control.seen.pressure_values == {"queue_length": 12.0}
     assert control.step(world, {"queue_length": 6.0}, Instant(NOW + 60)) == []
     assert control.seen.pressures[0].closed_below == 70
     [released] = control.step(world, {"queue_length": 4.0}, Instant(NOW + 62))
@@ -155,6 +164,7 @@ def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with
     assert kinds(control.step(world, {"queue:acme": 3.0}, Instant(NOW))) == [
         ("fleet.BACKPRESSURE_ACTIVATED", "queue:acme")
     ]
+    assert control.seen.pressure_values == {"queue:acme": 3.0}
 
 
 def with_disks(world: World, at: float, **used: float) -> Instant:
@@ -166,7 +176,7 @@ def with_disks(world: World, at: float, **used: float) -> Instant:
 
 
 def test_a_disk_that_fills_up_is_in_the_log_once_for_each_rise() -> None:
-    world, control = a_fleet(), FleetControl(FleetRules(disk=DiskGuard()), POLICY)
+    world, control = a_fleet(), a_control(FleetRules(disk=DiskGuard()))
     heard = []
     for n, used in enumerate((0.5, 0.61, 0.62, 0.72, 0.72, 0.5, 0.65)):
         heard += control.step(world, {}, with_disks(world, NOW + 2 * n, n1=used, n2=0.1))
@@ -176,19 +186,32 @@ def test_a_disk_that_fills_up_is_in_the_log_once_for_each_rise() -> None:
         ("fleet.DISK_SPACE_LOW", "n1", "clean", 0.65),
     ]
     assert (heard[1].fields["path"], round(heard[1].fields["value"], 2)) == ("/data", 0.72)
+    [low] = control.seen.low_disks
+    assert (low.node, low.path, low.level) == ("n1", "/data", DiskLevel.CLEAN)
 
 
 def test_a_full_disk_closes_its_node_only_if_there_is_something_that_may_be_deleted() -> None:
     root = WatchedRoot("/scratch", FileClass.LOG)
     for roots, full in (((), {}), ((root,), {"n1": "/data (70% used, 70% allowed)"})):
-        world, control = a_fleet(), FleetControl(FleetRules(disk=DiskGuard(roots=roots)), POLICY)
+        world, control = a_fleet(), a_control(FleetRules(disk=DiskGuard(roots=roots)))
         control.step(world, {}, with_disks(world, NOW, n1=0.7, n2=0.69))
         assert control.seen.full_disks == full
 
 
+def test_a_disk_that_is_slow_to_answer_keeps_its_level_and_is_told_once() -> None:
+    guard = DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),))
+    world, control = a_fleet(), a_control(FleetRules(disk=guard))
+    heard = control.step(world, {}, with_disks(world, NOW, n1=0.9))
+    world.node_samples[N1] = replace(world.node_samples[N1], at=Instant(NOW + 2), disks=())
+    heard += control.step(world, {}, Instant(NOW + 2))
+    assert list(control.seen.full_disks) == ["n1"]
+    heard += control.step(world, {}, with_disks(world, NOW + 4, n1=0.9))
+    assert kinds(heard) == [("fleet.DISK_SPACE_LOW", "n1")]
+
+
 def test_a_node_that_is_not_measured_keeps_its_level_until_it_is_gone() -> None:
     guard = DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),))
-    world, control = a_fleet(), FleetControl(FleetRules(disk=guard), POLICY)
+    world, control = a_fleet(), a_control(FleetRules(disk=guard))
     control.step(world, {}, with_disks(world, NOW, n1=0.9))
     assert control.step(world, {}, Instant(NOW + 600)) == []
     assert list(control.seen.full_disks) == ["n1"]

@@ -1,5 +1,6 @@
 """What may come between while ranks leave a gang that goes on: stops, leaders, nodes and time."""
 
+import pytest
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.lease import LeaseState
@@ -22,6 +23,8 @@ from gpubroker_server.core.world.event_codec import members_fields, members_from
 
 from tests.builders import (
     GIB,
+    a_device,
+    a_node,
     a_task,
     check_ledger,
     commit,
@@ -33,6 +36,7 @@ from tests.core.elastic import (
     at_work,
     comes,
     elastic,
+    on_one_node,
     orders_of,
     plan,
     seen,
@@ -256,3 +260,15 @@ def test_overuse_by_a_leaving_rank_is_ignored():
     used = Mib(70 * GIB)
     world.measure([DeviceSample(lease.device, Instant(g.now + 1.0), used, by_holder={lease.mark: used})])
     assert overuse_decisions(world, Instant(g.now + 1.0), Policy(overuse="stop")) == []
+
+
+@pytest.mark.parametrize("node", ["n0", "n2"])
+def test_the_newest_leaves_first_whichever_node_it_is_on(node: str) -> None:
+    gang = on_one_node(elastic(4, 1))
+    gang.world.add_node(a_node(node))
+    for index in (0, 1):
+        gang.world.add_device(a_device(f"gpu{index}", node))
+    plan(gang)
+    gang.tell(gang.started(2), gang.started(3), gang.ready(2), gang.ready(3))
+    comes(gang)
+    assert [member.takes_part for member in gang.task.members] == [True, True, True, False]

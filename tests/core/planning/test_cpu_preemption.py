@@ -184,6 +184,21 @@ def test_no_run_is_stopped_for_a_custom_resource_that_it_would_not_get(task: dic
     assert cycle(licensed(a_task("high", cpu=1.0, **task)), policy=policy) == []
 
 
+@pytest.mark.parametrize("slots", ["pool:lab:cpu", "pool:lab:gpus"])
+def test_a_critical_task_takes_what_its_pool_has_used_up(slots: str):
+    policy = Policy(custom_limits=(CustomLimit(slots, 4.0),))
+    demand: dict[str, Any] = {"gpus": 1, "cpu": 0.0, "slots": ((slots, 4.0),)}
+    low = holding(a_task("low", priority=10, **demand), "n1/gpu0", mb=80 * GIB)
+    other = a_run("other", node="n1", cpu=1.0)
+    world = a_world(a_node("n1"), a_device("gpu0"), a_device("gpu1"), low, other)
+    submit(world, a_task("mid", priority=89, **demand))
+    assert cycle(world, policy=policy) == [], "of the others, none stops a run for it"
+    submit(world, a_task("high", priority=95, **demand))
+    assert stopped(cycle(world, policy=policy)) == ["low"]
+    let_go(world, "low", requeue=False)
+    assert started(cycle(world, now=NOW + 1.0, policy=policy)) == ["high"]
+
+
 def test_what_a_run_uses_of_another_resource_does_not_count():
     fpga = a_run("other", "n0", custom={"fpga": 9.0})
     policy = Policy(custom_limits=(*LICENCES.custom_limits, CustomLimit("fpga", 9.0)))

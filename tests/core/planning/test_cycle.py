@@ -69,7 +69,8 @@ def test_an_admission_is_a_new_claim_with_its_leases_and_the_order_to_start():
     assert (task.admitted_at, task.not_before, task.checkpoint_at) == (NOW, None, NOW - 50.0)
     assert decision.tasks[0].changed == ("fence", "node", "admitted_at", "not_before")
     devices = ((key("gpu0"), 30 * GIB),)
-    start = StartOrder("again", 5, "n1", "n1-1", devices, shareable=True, priority=50, shares=(0.375,))
+    shares = ((30 * GIB, 0.375),)
+    start = StartOrder("again", 5, "n1", "n1-1", devices, shareable=True, priority=50, shares=shares)
     assert decision.orders == (start,)
     assert decision.leases == (
         Lease(HolderKind.RUN, "again", 5, key("gpu0"), 30 * GIB, "default", 50, NOW, LeaseState.RESERVED, 1),

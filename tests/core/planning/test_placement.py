@@ -94,6 +94,20 @@ def test_equal_devices_go_to_the_busier_node_and_spread_to_the_idler():
     assert devices(world, gpus=1, placement="spread") == ["n1/gpu0"]
 
 
+def test_spread_goes_to_the_node_with_fewer_runs_before_the_one_that_comes_first():
+    runs = [holding(a_task(f"run{n}", gpu_mb=80 * GIB), f"n1/gpu{n}") for n in range(2)]
+    other = holding(a_task("other", gpu_mb=80 * GIB), "n2/gpu0")
+    world = a_world(*filled(0, 0, 0, 0), *filled(0, 0, node="n2"), *runs, other)
+    assert devices(world, gpus=1, placement="spread") == ["n2/gpu1"]
+    assert devices(world, gpus=1) == ["n1/gpu2"]
+
+
+def test_a_spread_task_without_gpu_goes_to_the_node_with_fewer_runs():
+    busy = holding(a_task("run", cpu=1.0), node="n1")
+    world = a_world(a_node("n1", cpu=64.0), a_node("n2", cpu=8.0), busy)
+    assert found(world, cpu=2.0, placement="spread") == Placement("n2", ())
+
+
 def test_all_devices_of_a_task_are_on_one_node():
     world = a_world(*filled(60, 0), *filled(10, 10, node="n2"))
     assert devices(world, gpus=2, gpu_mb=30 * GIB) == ["n2/gpu0", "n2/gpu1"]

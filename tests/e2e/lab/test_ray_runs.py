@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 from gpubroker_server.adapters.ray.processes import exit_status_of
 from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
+from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.task_objects import ObjectPart, PartAnswer
 
 from tests.client.stand_in_torch import stand_in_for_torch
@@ -80,10 +81,12 @@ async def test_a_run_inherits_of_the_services_environment_what_the_operator_name
 
 
 @pytest.mark.parametrize(
-    ("shares", "calls", "jax"), [((0.25419,), [[0.2541, 0]], "0.2541"), ((), [], None)], ids=["a part", "all"]
+    ("shares", "calls", "jax"),
+    [(((Mib(6_000), 0.25419),), [[0.2541, 0]], "0.2541"), ((), [], None)],
+    ids=["a part", "all"],
 )
 async def test_frameworks_are_held_to_the_lease_before_user_code_uses_them(
-    lab: Lab, tmp_path: Path, shares: tuple[float, ...], calls: list[Any], jax: str | None
+    lab: Lab, tmp_path: Path, shares: tuple[tuple[Mib, float], ...], calls: list[Any], jax: str | None
 ) -> None:
     stand_in_for_torch(tmp_path)
     run = await lab.start("limits_seen", str(tmp_path), gpu_mb=6_100, shares=shares)

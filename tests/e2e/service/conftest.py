@@ -6,14 +6,23 @@ from typing import Any
 import pytest
 from gpubroker import Broker
 
+from tests.e2e.guarded_disk import GuardedDisk, guarded_disk
 from tests.e2e.policy import POLICY
 from tests.e2e.service_process import ServiceProcess
 
 
 @pytest.fixture(scope="package")
-def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedDisk]:
+    """Its roots are on the service's node."""
+    with guarded_disk(tmp_path_factory.mktemp("guarded")) as disk:
+        yield disk
+
+
+@pytest.fixture(scope="package")
+def _service(tmp_path_factory: pytest.TempPathFactory, guarded: GuardedDisk) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
     settings: dict[str, Any] = {"ray": {"spares": 4}, "policy": POLICY, "limits": {"result_bytes": 2**20}}
+    settings["fleet"] = guarded.settings
     settings["entrypoints"] = ["tests.e2e.work:*", "bench.tasks:*"]
     with ServiceProcess(home, submit_from_tasks=True, **settings) as running:
         yield running

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,14 @@ def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -
         def fail(self) -> None:
             raise ValueError("no")
 
+        def sneak(self) -> Any:
+            self.values |= {max(self.values) + 1}
+            return Sneak()
+
+    class Sneak:
+        def __reduce__(self) -> Any:
+            sys.exit(1)
+
     made = broker.create_worker_set(Adder, 1, count=1, max_count=2, cpu=0.1, max_concurrency=4)
     handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS)
     values, pid = handle.add(5)
@@ -53,6 +62,10 @@ def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -
         handle.fail()
     assert failed.value.kind == "exception"
     assert "in fail" in (failed.value.traceback or "")
+    with pytest.raises(CallFailed, match="SystemExit: 1") as failed:
+        handle.sneak()
+    assert failed.value.kind == "exception"
+    assert handle.add(1) == ({1, 5, 7, 14, 15}, pid), "it was called once"
 
     broker.scale_worker_set(made, 2)
     at_work(broker, made, 2)

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ log = structlog.get_logger("gpubroker.blobs")
 _DIGEST_LENGTH = 64
 _ASKED_AT_ONCE = 500
 _UPLOAD = re.compile("[A-Za-z0-9_-]{1,200}")
+_PUT_AGAIN = 0o400
+"""The mode of a file that was put more than once: rows that are on their way may name it."""
 
 Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
 """Of these digests, those that a row names."""
@@ -85,10 +88,10 @@ class DirectoryBlobs:
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def delete(self, digest: str) -> None:
-        """Nothing happens if it is not there."""
+        """Only if it was put once, so that no other row than the one which named it is on its way."""
         path = self._path(digest)
         with self._reachable("deleted"):
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await asyncio.to_thread(self._drop, path, _was_put_once)
 
     @contextmanager
     def _reachable(self, what: str) -> Iterator[None]:
@@ -131,6 +134,10 @@ class DirectoryBlobs:
         The row of a younger one may still be on its way. A file that cannot be deleted is skipped.
         """
         before = time.time() - age_seconds
+
+        def is_old(file: os.stat_result) -> bool:
+            return file.st_mtime <= before
+
         old = await asyncio.to_thread(lambda: list(self._older_than(before)))
         deleted = 0
         for start in range(0, len(old), _ASKED_AT_ONCE):
@@ -138,7 +145,7 @@ class DirectoryBlobs:
             needed = await referenced(digests)
             for digest in set(digests) - set(needed):
                 with _skipping_faults(digest):
-                    deleted += await asyncio.to_thread(self._drop, digest, before)
+                    deleted += await asyncio.to_thread(self._drop, self._path(digest), is_old)
         return deleted
 
     def _older_than(self, before: float) -> Iterator[str]:
@@ -150,15 +157,16 @@ class DirectoryBlobs:
                     else:
                         path.unlink()  # of a write that was interrupted
 
-    def _drop(self, digest: str, before: float) -> bool:
-        """Rename it first: if it was put again meanwhile, its time shows that, and it is renamed back."""
-        path = self._path(digest)
-        aside = path.with_name(f".old-{digest}")
+    def _drop(self, path: Path, may_go: Callable[[os.stat_result], bool]) -> bool:
+        """Rename it first: if it was put again meanwhile, it shows that, and is renamed back."""
+        aside = path.with_name(f".old-{path.name}")
         try:
+            if not may_go(path.stat()):
+                return False
             os.rename(path, aside)
         except FileNotFoundError:
             return False
-        if aside.stat().st_mtime > before:
+        if not may_go(aside.stat()):
             os.rename(aside, path)
             return False
         aside.unlink()
@@ -181,17 +189,18 @@ class DirectoryBlobs:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, path)
+            _give_name(Path(name), path)
         except BaseException:
             with suppress(FileNotFoundError):
                 os.unlink(name)
             raise
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """Whether it is there undamaged. Its time is then that of this put."""
+        """Whether it is there undamaged. It then shows that it was put again, and when."""
         try:
             if path.read_bytes() != data:
                 return False
+            path.chmod(_PUT_AGAIN)
             os.utime(path)
         except FileNotFoundError:
             return False
@@ -226,8 +235,8 @@ class DirectoryBlobs:
             raise BlobCorrupt(f"an object was to have the digest {digest}, and its bytes have {found}")
         path = self._path(digest)
         self._make_folders(path)
-        os.replace(upload, path)
-        os.utime(path)
+        os.utime(upload)
+        _give_name(upload, path)
         self._sync_folders(path)
 
     def _upload(self, name: str) -> Path:
@@ -262,6 +271,21 @@ def copy_objects(source: Path, target: Path, digests: Iterable[str]) -> frozense
         except (BlobMissing, BlobCorrupt):
             lost.add(digest)
     return frozenset(lost)
+
+
+def _was_put_once(file: os.stat_result) -> bool:
+    return stat.S_IMODE(file.st_mode) != _PUT_AGAIN
+
+
+def _give_name(file: Path, path: Path) -> None:
+    """Instead of the file that has it, if there is one."""
+    try:
+        os.link(file, path)
+    except FileExistsError:
+        file.chmod(_PUT_AGAIN)
+        os.replace(file, path)
+    else:
+        file.unlink()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
-from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
+from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ServerReport
@@ -32,7 +32,7 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
     WorldOrder,
 )
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, WORKER_SET_VARIABLE
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, PartAnswer
@@ -48,8 +48,8 @@ TELLS_LOGS = 9
 GUARDS_DISKS = 9
 """From this form on, agents look for files that may go, and delete them."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
-"""From this form on. An earlier agent would run a worker's function or command once, without an item, and
-give a function the name of an object in its place."""
+"""From this form on. An earlier agent would run a worker's function or command once, without an item, give a
+function the name of an object in its place, and end the worker of a set with the object that it has made."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
 """In JSON, and as a pickle has it: there any text of 64 hexadecimal digits."""
 
@@ -80,9 +80,14 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
     return "object", *run, answer.size_bytes, answer.asked.first_byte, answer.data, answer.failure
 
 
-def needs_arrays_or_objects(payload: RunPayload) -> bool:
+def needs_a_later_agent(payload: RunPayload) -> bool:
     """Whether an agent before KNOWS_ARRAYS_AND_OBJECTS would run it wrong."""
-    return ARRAY_VARIABLE in payload.spec.env or _OBJECT_ID.search(payload.arguments) is not None
+    env = payload.spec.env
+    return (
+        ARRAY_VARIABLE in env
+        or WORKER_SET_VARIABLE in env
+        or _OBJECT_ID.search(payload.arguments) is not None
+    )
 
 
 _LENGTH_BYTES = 4
@@ -160,7 +165,7 @@ class OrderWriter:
             command=spec.command,
             arguments=payload.arguments,
             python=spec.python,
-            env={**spec.env, **_fractions(order.shares)},
+            env={**spec.env, **_gpu_limits(order.shares)},
             result_format=spec.result_format,
             working_directory=spec.working_directory,
             resume_state=payload.resume_state,
@@ -175,10 +180,12 @@ class OrderWriter:
         )
 
 
-def _fractions(shares: Sequence[float]) -> dict[str, str]:
+def _gpu_limits(shares: Sequence[tuple[Mib, float]]) -> dict[str, str]:
+    if not shares:
+        return {}
     # Down: the shares of a device together must fit.
-    texts = (f"{math.floor(share * 10_000) / 10_000:g}" for share in shares)
-    return {FRACTIONS: ",".join(texts)} if shares else {}
+    fractions = (f"{math.floor(share * 10_000) / 10_000:g}" for _mb, share in shares)
+    return {FRACTIONS: ",".join(fractions), LIMITS_MB: ",".join(str(mb) for mb, _share in shares)}
 
 
 def _by_uuid(devices: Sequence[tuple[DeviceKey, Mib]]) -> tuple[tuple[str, int], ...]:

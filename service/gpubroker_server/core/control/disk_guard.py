@@ -203,15 +203,24 @@ def needed_bytes(total_bytes: int, free_bytes: int, rules: DiskRules) -> int:
 
 
 def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
-    """Whole paths: the newest entry of each directory, which is a file or all that a directory has; of
-    equally new ones the last by name. A directory directly below the root holds the checkpoints of one job,
-    so it is no entry itself."""
-    newest: dict[str, tuple[Instant, str]] = {}
+    """Whole paths: the newest whole entry of each directory, and those after it. An entry is a file or all
+    that a directory has; of equally new ones the last by name is the newest. One of less than half the size
+    of the largest is no whole checkpoint: a mark, an index, or what a crash has left. A directory directly
+    below the root holds the checkpoints of one job, so it is no entry itself."""
+    found: dict[str, dict[str, tuple[Instant, int]]] = {}
     for one in files:
         if one.file_class is FileClass.CHECKPOINT:
             for directory, entry in _entries(one):
-                newest[directory] = max(newest.get(directory, (Instant(0.0), "")), (one.modified_at, entry))
-    return frozenset(entry for _, entry in newest.values())
+                entries = found.setdefault(directory, {})
+                at, size_bytes = entries.get(entry, (one.modified_at, 0))
+                entries[entry] = max(at, one.modified_at), size_bytes + one.size_bytes
+    kept: set[str] = set()
+    for entries in found.values():
+        largest = max(size_bytes for _, size_bytes in entries.values())
+        order = {entry: (at, entry) for entry, (at, _) in entries.items()}
+        newest = max(order[entry] for entry, (_, size_bytes) in entries.items() if 2 * size_bytes >= largest)
+        kept.update(entry for entry, place in order.items() if place >= newest)
+    return frozenset(kept)
 
 
 def _entries(one: FileSeen) -> Iterator[tuple[str, str]]:

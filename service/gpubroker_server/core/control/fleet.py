@@ -14,9 +14,11 @@ from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, 
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
 from gpubroker_server.core.control.memory_failures import MemoryFailureCount, MemoryFailures
+from gpubroker_server.core.control.node_watch import NodeWatch, Overload
 from gpubroker_server.core.control.streams import steady_weights
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
+from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.decisions import Notice
 from gpubroker_server.core.domain.demand import may_use_device, may_use_node
 from gpubroker_server.core.domain.interval import Interval
@@ -42,6 +44,9 @@ class FleetRules:
     next_band_seconds: Seconds = Seconds(60.0)
     retry_after_seconds: Seconds = Seconds(30.0)
     disk: DiskGuard = field(default_factory=DiskGuard)
+    overload: Mapping[str, Threshold] = field(default_factory=dict)
+    """Of nodes, by measure."""
+    throughput: ThroughputRules = field(default_factory=ThroughputRules)
 
 
 class TargetSeen(NamedTuple):
@@ -68,6 +73,8 @@ class FleetSeen:
     idle: tuple[Idle, ...] = ()
     """Devices by key, and nodes by name."""
     pressures: tuple[Pressure, ...] = ()
+    pressure_values: dict[str, float] = field(default_factory=dict)
+    """What backpressure looks at, by name; of single tenants only where it is on."""
     templates: tuple[TemplateSeen, ...] = ()
     memory_failures: tuple[MemoryFailures, ...] = ()
     """Of tasks that failed so again and again."""
@@ -75,6 +82,12 @@ class FleetSeen:
     """By which every process orders the queue."""
     full_disks: dict[NodeName, str] = field(default_factory=dict)
     """Nodes where nothing may start, and which disk is too full."""
+    low_disks: tuple[DiskStanding, ...] = ()
+    """Disks that are above a level."""
+    overloaded: tuple[Overload, ...] = ()
+    done: dict[str, int] = field(default_factory=dict)
+    """How many items each component got done, and by kind, how many events were told, since it leads."""
+    told: dict[str, int] = field(default_factory=dict)
     idle_grace_seconds: Seconds = Seconds(300.0)
     """What is idle has been so for longer."""
 
@@ -96,6 +109,7 @@ class FleetControl:
         self._disks: dict[tuple[NodeName, str], DiskStanding] = {}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
+        self.nodes = NodeWatch(rules.overload, Seconds(policy.sample_period_seconds))
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
         """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
@@ -109,17 +123,21 @@ class FleetControl:
         notices += self._follow_idle(world, now)
         notices += self._follow_pressures(pressures, now)
         notices += self._follow_disks(world, now)
+        notices += self.nodes.follow(world, now)
         self._stepped_at = now
         self.seen = FleetSeen(
             tuple(self._target_seen(target) for target in rules.targets),
             background_mb,
             tuple(self._idle),
             tuple(self._pressures_seen(pressures, now)),
+            self._pressure_values(pressures),
             self.fill.seen,
             self.memory_failures.often(now),
             steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
             self._full_disks(),
-            rules.idle.grace_seconds,
+            tuple(one for one in self._disks.values() if one.level),
+            self.nodes.overloaded,
+            idle_grace_seconds=rules.idle.grace_seconds,
         )
         return notices
 
@@ -211,17 +229,14 @@ class FleetControl:
                 yield Notice(f"fleet.BACKPRESSURE_{what}", name, about)
 
     def _follow_disks(self, world: World, now: Instant) -> Iterator[Notice]:
-        """A node that is not measured now keeps the levels that it had."""
+        """A disk that is not measured now keeps its level: one that is full may be slow to answer."""
         before, known = self._disks, world.node_samples
         fresh = [
             (node, known[name])
             for name, node in world.nodes.items()
             if name in known and now - known[name].at <= 3 * self._policy.sample_period_seconds
         ]
-        measured_now = {node.name for node, _ in fresh}
-        self._disks = {
-            key: one for key, one in before.items() if key[0] in world.nodes and key[0] not in measured_now
-        }
+        self._disks = {key: one for key, one in before.items() if key[0] in world.nodes}
         for one in follow_disks(before, self._rules.disk, fresh):
             self._disks[one.node, one.path] = one
             was = before.get((one.node, one.path))
@@ -247,6 +262,10 @@ class FleetControl:
                 high = thresholds[threshold_name(name, thresholds)].high
                 again = self._rules.retry_after_seconds
                 yield Pressure(name, alarm.since, values.get(name), high, below, again)
+
+    def _pressure_values(self, values: Mapping[str, float | None]) -> dict[str, float]:
+        shown = (name for name, it in self._alarms.items() if it.is_on or name in self._rules.thresholds)
+        return {name: value for name in shown if (value := values[name]) is not None}
 
 
 def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) -> BackgroundRoom:

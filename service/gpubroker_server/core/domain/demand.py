@@ -90,6 +90,12 @@ class Demand(_HashedOnce):
         return self.custom + self.slots
 
     @property
+    def amounts(self) -> tuple[tuple[str, float], ...]:
+        """Those that a run gives back to others: custom resources, and what a pool's tasks have together. A
+        place under a limit of running tasks is none."""
+        return self.custom + tuple(slot for slot in self.slots if slot[0].startswith("pool:"))
+
+    @property
     def takes_whole_devices(self) -> bool:
         return self.gpus > 0 and (self.exclusive or (self.gpu_mb is None and self.gpu_fraction is None))
 

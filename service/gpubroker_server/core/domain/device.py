@@ -136,6 +136,7 @@ class DiskSample(NamedTuple):
 
     path: str
     total_bytes: int
+    """Without what is reserved, for root or by a quota."""
     free_bytes: int
     """What a process without privileges may still write."""
 

@@ -64,8 +64,8 @@ class StartOrder(_RunOrder):
     """The process imports or unpickles, reports Ready, and begins user code at the GoOrder."""
     memory_mb: Mib = Mib(0)
     """Host memory it asked for: one of its processes may use this much, whatever others may."""
-    shares: tuple[float, ...] = ()
-    """Of each device's memory, what its libraries may allocate beside the context; empty: all of it."""
+    shares: tuple[tuple[Mib, float], ...] = ()
+    """MiB, and share of each device's memory, that libraries may allocate beside the context; empty: all."""
 
 
 @value
@@ -151,8 +151,7 @@ class Ending(StrEnum):
     STOPPED = "stopped"
     """It ended because of a stop notice."""
     LOST = "lost"
-    """The process ended without a report: killed, crashed or out of memory. Uses up a retry unless a stop had
-    been ordered or its node is gone."""
+    """The process ended without a report. Uses up a retry unless it was to stop or its node is gone."""
     NEVER_STARTED = "never_started"
     """The agent refused the order, or does not know the run that it was asked about."""
 
@@ -196,12 +195,13 @@ class Progressed(_RunReport):
 
 @value
 class Loaded(_RunReport):
-    """How busy a worker of a set is: calls under way, calls that wait there, and per cent of one core."""
+    """A worker of a set: its calls under way, waiting and answered so far, and per cent of one core."""
 
     running: int
     waiting: int
     cpu_percent: float
     rank: int = 0
+    answered: int = 0
 
 
 @value

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.model_orders import load_order
 from gpubroker_server.core.domain.orders import StartOrder
 from gpubroker_server.core.domain.ranks import demand_of, workers
 from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
-from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId, node_key
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, TaskId, node_key
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.stopping import orders_to_leave
@@ -136,14 +136,15 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
     )
 
 
-def _shares(draft: Draft, place: Placement) -> tuple[float, ...]:
+def _shares(draft: Draft, place: Placement) -> tuple[tuple[Mib, float], ...]:
     leased = [(mb, draft.ledger(key).device) for key, mb in place.devices]
     if all(mb >= device.physical_mb for mb, device in leased):
         return ()
-    return tuple(
-        1.0 if mb >= device.physical_mb else max(0, mb - device.context_mb) / device.physical_mb
+    allocatable = (
+        (mb if mb >= device.physical_mb else max(1, mb - device.context_mb), device.physical_mb)
         for mb, device in leased
     )
+    return tuple((Mib(mb), min(1.0, mb / physical_mb)) for mb, physical_mb in allocatable)
 
 
 def evict(

@@ -20,8 +20,9 @@ from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.placement_scores import PlacementScorer, Row, rows
 from gpubroker_server.core.world.world import World
 
-Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
-"""((memory left on its devices, CPU left on the node, names), placement): the smallest is the best."""
+Found = tuple[tuple[float, int, float, tuple[str, ...]], Placement]
+"""((memory left on its devices, runs on the node if they count, CPU left on it, names), placement): the
+smallest is the best."""
 
 Option = tuple[float, DeviceKey, Mib]
 """(MiB left on the device afterwards, negated for `spread`; device; MiB to lease)"""
@@ -94,8 +95,8 @@ class Places:
         1. unmet preferences: kinds, device by device, and nodes
         2. for a task without GPUs, runs that the node is starting, STARTS_AT_ONCE by STARTS_AT_ONCE
         3. how much of the usual demands it strands, in percent; or room left on its devices, then CPU left on
-           the node (`spread`: most first), if the task or the policy says `spread` or `best_fit`, if the task
-           names its devices, or if no demand is known
+           the node, if the task or the policy says `spread` or `best_fit`, if the task names its devices, or
+           if no demand is known. `spread`: most room first, then fewest runs on the node, then most CPU
         4. names of node and devices
         """
         if self._draft.short_of(task, self._policy.custom_limits):
@@ -204,7 +205,8 @@ class Places:
         self, node: NodeName, task: Task, cpu: float, far: int, allows: Allows | None
     ) -> Found | None:
         demand = task.demand
-        sign = -1 if "spread" in (demand.placement, self._policy.placement) else 1
+        is_spread = "spread" in (demand.placement, self._policy.placement)
+        sign, runs = (-1, self._draft.use(node).runs) if is_spread else (1, 0)
         options = self._devices(node, task, sign)
         if allows is not None:
             options = (option for option in options if allows(option[1], option[2]))
@@ -213,7 +215,8 @@ class Places:
             return None
         devices = tuple(sorted((key, mb) for _, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
-        return (far + sum(left for left, _, _ in chosen), sign * cpu, names), Placement(node, devices)
+        rank = far + sum(left for left, _, _ in chosen)
+        return (rank, runs, sign * cpu, names), Placement(node, devices)
 
     def _by_worth(
         self, node: NodeName, task: Task, far: int, worth: PlacementScorer, there: tuple[Row, ...]
@@ -229,7 +232,7 @@ class Places:
             assert need is not None, "it was found to fit"
             devices.append((key, need))
         rank = far + FAR_MB * spot.unwanted - spot.score
-        return (rank, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
+        return (rank, 0, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
     def _is_kept_for(self, node: NodeName, task: Task) -> bool:
         """Whether room on the node is pledged to this task."""

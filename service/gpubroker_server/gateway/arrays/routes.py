@@ -38,15 +38,11 @@ from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer,
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.http.waiters import LeaderRequests
 from gpubroker_server.gateway.submission.again import again
+from gpubroker_server.gateway.submission.batches import SentBatch, sent_batch
 from gpubroker_server.gateway.submission.named_objects import objects_in_run
-from gpubroker_server.gateway.submission.submissions import (
-    IdempotencyKey,
-    Submissions,
-    body_hash,
-    key_reused,
-)
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
 from gpubroker_server.ports.arrays import ItemCounts
-from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict
+from gpubroker_server.ports.store import BatchSubmission
 
 log = structlog.get_logger("gpubroker.gateway")
 
@@ -123,8 +119,9 @@ async def submit_array(
     preempted or lost loses only the items that it had not finished.
     """
     submissions, tenant = parts.submissions, call.identity.tenant
-    if (known := await _sent_before(call, parts, idempotency_key, "array")) is not None:
-        return known
+    sent = await sent_batch(call, submissions.store, idempotency_key, "array")
+    if (known := await sent.stored_before()) is not None:
+        return await _replayed(call, parts, known)
     check_worker(body)
     given = await items_of(body, parts.objects, tenant)
     task, learned = await submissions.new_task(body, tenant)
@@ -136,7 +133,7 @@ async def submit_array(
     terms = terms_of(tenant, body, given, submissions.clock.now())
     arguments = joined(spec.arguments, given.packed)
     array = await new_array(submissions, task, spec, terms, arguments, body.max_parallel)
-    return await _store(call, parts, array, idempotency_key, "array")
+    return await _store(call, parts, array, sent)
 
 
 @resource.route("GET /arrays/{array_id}", "arrays_get", Scope.TASKS_READ, ArrayView, "not-found")
@@ -204,10 +201,10 @@ async def retry_array(
     Items keep their numbers.
     """
     old = await _find_to_change(call, parts, array_id, "array.retry")
-    purpose = f"retry of array {old.id}"
-    if (known := await _sent_before(call, parts, idempotency_key, purpose)) is not None:
-        return known
     submissions = parts.submissions
+    sent = await sent_batch(call, submissions.store, idempotency_key, "array", f"retry of array {old.id}")
+    if (known := await sent.stored_before()) is not None:
+        return await _replayed(call, parts, known)
     state = _state(old, await submissions.store.item_counts(old.id), await _worker_states(parts, old))
     if state in ("pending", "running"):
         raise Problem("array-not-finished", array=old.id, state=state)
@@ -216,41 +213,22 @@ async def retry_array(
         raise Problem("nothing-to-retry", array=old.id)
     record = await submissions.records.find(call.identity, old.id)
     task, spec = await again(submissions, call.identity, record)
-    await submissions.check_objects(old.tenant, await objects_left(spec, numbers))
+    await submissions.check_objects(old.tenant, await objects_left(spec, old, numbers))
     now = submissions.clock.now()
     terms = replace(old, numbers=tuple(numbers), workers=(), submitted_at=now, retry_of=old.id)
     array = await new_array(submissions, task, spec, terms, spec.arguments, len(old.workers))
-    return await _store(call, parts, array, idempotency_key, purpose)
+    return await _store(call, parts, array, sent)
 
 
-async def _store(call: Call, parts: Parts, array: NewArray, key: str | None, purpose: str) -> Response:
+async def _store(call: Call, parts: Parts, array: NewArray, sent: SentBatch) -> Response:
     """One commit for all of it. Raises Problem."""
     submissions, terms = parts.submissions, array.terms
     submissions.leader.require("array")
     submissions.check_queue(worker.task for worker in array.workers)
-    key = None if key is None else key.strip('"')
-    hashed = "" if key is None else await body_hash(call, purpose)
-    batch = BatchSubmission(array.workers, key, hashed, terms_text(terms))
-    outcome = await submissions.store.submit_batch(batch)
-    if outcome.verdict is SubmitVerdict.KEY_REUSED:
-        raise key_reused(str(key), outcome.task, "array")
-    if outcome.verdict is SubmitVerdict.DUPLICATE:
-        return await _replayed(call, parts, outcome.task)
+    if (known := await sent.store(BatchSubmission(array.workers, answer=terms_text(terms)))) is not None:
+        return await _replayed(call, parts, known)
     log.info("array accepted", task=terms.id, tenant=terms.tenant)
     return answer(await _view(parts, terms), 202, {"Location": f"/arrays/{terms.id}"})
-
-
-async def _sent_before(call: Call, parts: Parts, key: str | None, purpose: str) -> Response | None:
-    """The answer to an earlier request with this key and body. Raises Problem for another body."""
-    if key is None:
-        return None
-    key = key.strip('"')
-    known = await parts.submissions.store.known_key(call.identity.tenant, key)
-    if known is None:
-        return None
-    if known.body_hash != await body_hash(call, purpose):
-        raise key_reused(key, known.task, "array")
-    return await _replayed(call, parts, known.task)
 
 
 async def _replayed(call: Call, parts: Parts, array: TaskId) -> Response:

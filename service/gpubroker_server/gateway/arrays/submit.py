@@ -209,16 +209,17 @@ def joined(arguments: bytes, items: bytes) -> bytes:
     return len(arguments).to_bytes(_LENGTH_BYTES, "big") + arguments + items
 
 
-async def objects_left(spec: RunSpec, numbers: Sequence[ItemRange]) -> Mapping[str, str]:
+async def objects_left(spec: RunSpec, terms: ArrayTerms, numbers: Sequence[ItemRange]) -> Mapping[str, str]:
     """Ids of the objects that the common arguments and these items name, by place. What is pickled is not
     opened."""
-    if spec.kind == Function.tag:
-        return {}
     begin = _LENGTH_BYTES + int.from_bytes(spec.arguments[:_LENGTH_BYTES], "big")
     common, packed = spec.arguments[_LENGTH_BYTES:begin], spec.arguments[begin:]
-    items = (await asyncio.to_thread(from_json, packed)) if may_name_objects(packed) else []
+    in_common = {} if spec.kind == Function.tag else objects_in_run(None, common)
+    if terms.pickled or not may_name_objects(packed):
+        return in_common
+    items = await asyncio.to_thread(from_json, packed)
     left = ((at, items[at]) for first, behind in numbers for at in range(first, min(behind, len(items))))
-    return {**objects_in_run(None, common), **objects_among(left, "/items")}
+    return {**in_common, **objects_among(left, "/items")}
 
 
 def terms_of(tenant: str, body: SubmitArray, given: GivenItems, now: float) -> ArrayTerms:

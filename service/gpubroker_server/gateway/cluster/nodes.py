@@ -1,7 +1,8 @@
 """Nodes: what they have and what is used of it; cordon, drain and uncordon."""
 
 import asyncio
-from typing import Annotated, Any, NotRequired
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal, NotRequired
 
 from fastapi import Query, Response
 from pydantic import Field
@@ -16,10 +17,10 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.devices import ITEMS_AT_ONCE, GpuView, gpu_views
 from gpubroker_server.gateway.cluster.history import HistoryQuery, HistoryView
 from gpubroker_server.gateway.cluster.parts import ClusterParts, Parts
-from gpubroker_server.gateway.http.bodies import Because, Body
+from gpubroker_server.gateway.http.bodies import Because, Body, in_order
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer, view_of
+from gpubroker_server.gateway.http.routing import STORED, Call, Endpoint, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
 
 resource = Resource("cluster")
@@ -158,8 +159,28 @@ class NodeList(AsOf):
     items: list[NodeView]
 
 
+_SORTED_BY: Final[Mapping[str, Callable[[NodeView], Any]]] = {
+    "name": lambda node: node["name"],
+    "cpu": lambda node: node["cpu"]["free"],
+    "memory_mb": lambda node: node["memory_mb"]["free"],
+    "gpu_mb": lambda node: node["gpu_mb"]["free"],
+    "runs": lambda node: node["runs"]["used"],
+    "idle_seconds": lambda node: node["idle_seconds"],
+}
+
+
+class NodesQuery(HistoryQuery):
+    sort: Annotated[
+        Literal[
+            "name", "-name", "cpu", "-cpu", "memory_mb", "-memory_mb", "gpu_mb", "-gpu_mb",
+            "runs", "-runs", "idle_seconds", "-idle_seconds",
+        ],
+        Field(description="`cpu`, `memory_mb`, `gpu_mb`: what is free. `-`: the most first; ties by name."),
+    ] = "name"  # fmt: skip
+
+
 @resource.route("GET /nodes", "nodes_list", Scope.CLUSTER_READ, NodeList, "follower-stale validation-failed")
-async def list_nodes(call: Call, parts: Parts, query: Annotated[HistoryQuery, Query()]) -> Response:
+async def list_nodes(call: Call, parts: Parts, query: Annotated[NodesQuery, Query()]) -> Response:
     """List all nodes: CPU, host memory, run slots and GPU memory in total, held and free, what is measured,
     and their agents."""
     as_of = parts.freshness.as_of()
@@ -168,6 +189,7 @@ async def list_nodes(call: Call, parts: Parts, query: Annotated[HistoryQuery, Qu
         view["items"].append(_node_view(call, parts, node, query))
         if len(view["items"]) % ITEMS_AT_ONCE == 0:
             await asyncio.sleep(0)
+    view["items"] = in_order(view["items"], query.sort, _SORTED_BY)
     return answer(view)
 
 
@@ -205,19 +227,20 @@ class DrainNode(CordonNode):
     ] = None
 
 
-ERRORS = "malformed-json not-found follower-stale validation-failed leader-outdated"
-RESPONSE = "The node as it is now."
+def _change(verb: str) -> Callable[[Endpoint], Endpoint]:
+    """The route of a request to the leader about a node."""
+    return resource.route(
+        f"POST /nodes/{{node}}/{verb}",
+        f"nodes_{verb}",
+        Scope.CLUSTER_WRITE,
+        NodeView,
+        "malformed-json not-found follower-stale validation-failed leader-outdated",
+        accepted=STORED,
+        response_description="The node as it is now.",
+    )
 
 
-@resource.route(
-    "POST /nodes/{node}/cordon",
-    "nodes_cordon",
-    Scope.CLUSTER_WRITE,
-    NodeView,
-    ERRORS,
-    accepted=STORED,
-    response_description=RESPONSE,
-)
+@_change("cordon")
 async def cordon_node(
     call: Call,
     parts: Parts,
@@ -228,15 +251,7 @@ async def cordon_node(
     return await _ask(call, parts, node, "cordon", {"reason": body.reason})
 
 
-@resource.route(
-    "POST /nodes/{node}/drain",
-    "nodes_drain",
-    Scope.CLUSTER_WRITE,
-    NodeView,
-    ERRORS,
-    accepted=STORED,
-    response_description=RESPONSE,
-)
+@_change("drain")
 async def drain_node(
     call: Call,
     parts: Parts,
@@ -252,15 +267,7 @@ async def drain_node(
     return await _ask(call, parts, node, "drain", about)
 
 
-@resource.route(
-    "POST /nodes/{node}/uncordon",
-    "nodes_uncordon",
-    Scope.CLUSTER_WRITE,
-    NodeView,
-    ERRORS,
-    accepted=STORED,
-    response_description=RESPONSE,
-)
+@_change("uncordon")
 async def uncordon_node(
     call: Call,
     parts: Parts,

@@ -4,9 +4,9 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -14,6 +14,8 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.ports.objects import SortKey
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,20 @@ class WaitQuery(Query):
 class PageQuery(Query):
     limit: Annotated[int, Field(ge=1, description="At most the server's maximum.")] = 100
     cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of a page.")] = None
+
+
+def direction_of(sort: str) -> tuple[str, bool]:
+    """A word of `sort`, and whether the largest come first: `-priority`."""
+    return sort.removeprefix("-"), sort.startswith("-")
+
+
+def in_order(items: Iterable[T], sort: str, values: Mapping[str, Callable[[T], Any]]) -> list[T]:
+    """A list without pages, by one of these values. Equal ones stay as they are; those without a value come
+    last."""
+    word, descending = direction_of(sort)
+    value, listed = values[word], list(items)
+    known = [item for item in listed if value(item) is not None]
+    return sorted(known, key=value, reverse=descending) + [item for item in listed if value(item) is None]
 
 
 def filter_hash(filters: Mapping[str, Any]) -> str:

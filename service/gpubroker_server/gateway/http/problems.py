@@ -233,8 +233,8 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "worker-queue-full": ProblemKind(
         429,
         "Too many calls wait for the workers",
-        "{waiting} calls of this gateway are under way to each of {workers} workers of set {set}, as many as "
-        "may be; nothing of this one was sent; send fewer at once, or raise max_count",
+        "each of the {workers} ready workers of set {set} has as many calls of this gateway as may be: "
+        "{most}; nothing of this one was sent; send fewer at once, or raise max_count",
         retryable=True,
     ),
     "model-queue-full": ProblemKind(429, "The model's queue is full", retryable=True),
@@ -289,7 +289,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "no-worker": ProblemKind(
         503,
         "No worker takes calls",
-        "no worker of set {set} was ready within {seconds} s: {states}; nothing was sent; GET "
+        "no worker of set {set} took the call within {seconds} s: {states}; it has not begun; GET "
         "/tasks/{task}/explain says why one waits",
         retryable=True,
     ),

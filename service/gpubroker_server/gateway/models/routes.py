@@ -1,8 +1,9 @@
 """Models: list, read, load, unload, pin."""
 
 import asyncio
+from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import TOP_PRIORITY
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
+from gpubroker_server.gateway.http.bodies import in_order
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
@@ -38,6 +40,26 @@ class ModelsQuery(ServerQuery):
         list[ModelState], Field(description="One or more states, repeated or separated by commas.")
     ] = []  # noqa: RUF012  # pydantic copies it
 
+    sort: Annotated[
+        Literal[
+            "state", "-state", "name", "-name", "gpu_mb", "-gpu_mb", "priority", "-priority",
+            "loaded", "-loaded",
+        ],
+        Field(
+            description="`state`: what is in memory first, then what waits for it. `-`: the largest, or the "
+            "latest, first; equal ones by state, server and name."
+        ),
+    ] = "state"  # fmt: skip
+
+
+_SORTED_BY: Final[Mapping[str, Callable[[ModelView], Any]]] = {
+    "state": lambda model: STATES.index(model["state"]),
+    "name": lambda model: model["name"],
+    "gpu_mb": lambda model: model["gpu_mb"],
+    "priority": lambda model: model["priority"],
+    "loaded": lambda model: model["loaded_at"],
+}
+
 
 class LoadModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -62,8 +84,8 @@ class PinModel(BaseModel):
     "not-found store-unavailable follower-stale validation-failed",
 )
 async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> Response:
-    """List the models of all servers: first those in memory, then those that wait for it, then all others of
-    the repositories."""
+    """List the models of all servers; if not sorted, first those in memory, then those that wait for it, then
+    all others of the repositories."""
     outside = parts.outside
     residencies = parts.residencies if not outside else parts.held or ()
     each = await asyncio.gather(*map(parts.views, residencies), *map(outside_views, outside))
@@ -73,7 +95,7 @@ async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> R
         if query.server in (None, one["server"]) and (not query.state or one["state"] in query.state)
     ]
     found.sort(key=lambda one: (STATES.index(one["state"]), one["server"], one["name"]))
-    view: ModelList = {**parts.freshness.as_of(), "items": found}
+    view: ModelList = {**parts.freshness.as_of(), "items": in_order(found, query.sort, _SORTED_BY)}
     return answer(view)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, Literal
 
@@ -16,6 +17,7 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.http.bodies import (
     PageQuery,
     RequestLimits,
+    direction_of,
     filter_hash,
     read_place,
     write_place,
@@ -36,7 +38,14 @@ from gpubroker_server.ports.objects import (
     find_object,
     note_use,
 )
-from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, TaskStore
+from gpubroker_server.ports.store import (
+    BlobCorrupt,
+    BlobMissing,
+    BlobStore,
+    Clock,
+    StoreUnavailable,
+    TaskStore,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,14 @@ class ObjectStorage:
         if kept is None:
             raise Problem("not-found", self._unknown(object_id))
         return kept
+
+    async def delete(self, kept: StoredObject) -> None:
+        """Its bytes too, unless others need them. What a crash or a fault leaves of them is swept."""
+        if not await self.store.drop_object(kept.tenant, kept.digest):
+            return
+        with suppress(StoreUnavailable):
+            if not await self.store.referenced([kept.digest]):
+                await self.blobs.delete(kept.digest)
 
     async def read(self, kept: StoredObject) -> bytes:
         """Counts as a use. Raises Problem result-damaged."""
@@ -242,7 +259,8 @@ class ObjectQuery(PageQuery):
 
     @property
     def order(self) -> ObjectOrder:
-        return ObjectOrder(ObjectSort[self.sort.strip("-").upper()], self.sort[0] == "-")
+        word, descending = direction_of(self.sort)
+        return ObjectOrder(ObjectSort[word.upper()], descending)
 
 
 @resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid validation-failed")
@@ -313,7 +331,7 @@ async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
 async def delete_object(call: Call, parts: Parts, object_id: str) -> Response:
     """Delete an object. Accepted inferences already have its values; tasks that name it fail."""
     kept = await parts.storage.find(call.identity.tenant, object_id)
-    await parts.storage.store.drop_object(kept.tenant, kept.digest)
+    await parts.storage.delete(kept)
     return Response(status_code=204)
 
 

@@ -22,7 +22,13 @@ from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.phases import Phase, course_of_events, course_of_row, seconds_in_phases
-from gpubroker_server.gateway.http.bodies import PageQuery, filter_hash, read_place, write_place
+from gpubroker_server.gateway.http.bodies import (
+    PageQuery,
+    direction_of,
+    filter_hash,
+    read_place,
+    write_place,
+)
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Problem
@@ -229,7 +235,8 @@ class TaskRecords:
 
 def order_of(sort: str) -> dict[str, Any]:
     """The fields of TaskFilter for `submitted`, `-priority` and so on."""
-    return {"sort": TaskSort[sort.strip("-").upper()], "descending": sort[0] == "-"}
+    word, descending = direction_of(sort)
+    return {"sort": TaskSort[word.upper()], "descending": descending}
 
 
 NO_RESULT = b'"result":null'

@@ -99,7 +99,10 @@ Priority = Annotated[
 ]
 Placement = Annotated[
     Literal["pack", "spread"],
-    Field(description="`pack`: as the operator's policy places; `spread`: on the emptiest devices."),
+    Field(
+        description="`pack`: as the operator's policy places; `spread`: on the emptiest devices, and of "
+        "equal ones on the node with the fewest runs."
+    ),
 ]
 GraceSeconds = Annotated[float, Field(ge=0, le=3600)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=30 * DAY_SECONDS)]

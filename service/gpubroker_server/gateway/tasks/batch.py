@@ -22,14 +22,9 @@ from gpubroker_server.gateway.http.faults import body_faults, duplicate_key, inv
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem, ProblemDocument, problem_document
 from gpubroker_server.gateway.http.routing import Call, Resource, json_answer
+from gpubroker_server.gateway.submission.batches import sent_batch
 from gpubroker_server.gateway.submission.named_objects import may_name_objects, objects_in_run
-from gpubroker_server.gateway.submission.submissions import (
-    IdempotencyKey,
-    Submissions,
-    body_hash,
-    key_reused,
-    submission_of,
-)
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.gateway.tasks.batch_references import BatchReferences
 from gpubroker_server.gateway.tasks.routes import Parts
@@ -40,7 +35,7 @@ from gpubroker_server.gateway.tasks.run_text import (
     is_split_at_run,
     split_at_run,
 )
-from gpubroker_server.ports.store import BatchSubmission, StoredState, Submission, SubmitVerdict
+from gpubroker_server.ports.store import BatchSubmission, StoredState, Submission
 
 log = structlog.get_logger("gpubroker.gateway")
 
@@ -120,12 +115,9 @@ async def submit_batch(
     Each is checked as if it were sent alone. Those that are refused have a problem each, and the others are
     stored in one commit. With `all_or_nothing` one refused task keeps all out. A key is for the whole batch.
     """
-    store, key = parts.submissions.store, None if idempotency_key is None else idempotency_key.strip('"')
-    hashed = "" if key is None else await body_hash(call, "batch")
-    if key is not None and (known := await store.known_key(call.identity.tenant, key)) is not None:
-        if known.body_hash != hashed:
-            raise key_reused(key, known.task, "batch")
-        return await _replayed(parts, known.task, body)
+    sent = await sent_batch(call, parts.submissions.store, idempotency_key, "batch")
+    if (known := await sent.stored_before()) is not None:
+        return await _replayed(parts, known, body)
     async with parts.batches.slot():
         batch = BatchTasks(parts.submissions, call.identity)
         made = await batch.make(body.tasks, has_dependencies=b"after" in await call.body())
@@ -135,12 +127,9 @@ async def submit_batch(
     submissions = [one for one in made if isinstance(one, Submission)]
     parts.submissions.check_queue(submission.task for submission in submissions)
     if submissions:
-        answered = "" if key is None else text.decode()
-        outcome = await store.submit_batch(BatchSubmission(submissions, key, hashed, answered))
-        if outcome.verdict is SubmitVerdict.KEY_REUSED:
-            raise key_reused(str(key), outcome.task, "batch")
-        if outcome.verdict is SubmitVerdict.DUPLICATE:
-            return await _replayed(parts, outcome.task, body)
+        answered = "" if sent.key is None else text.decode()
+        if (known := await sent.store(BatchSubmission(submissions, answer=answered))) is not None:
+            return await _replayed(parts, known, body)
         _log_accepted(submissions, call.identity.tenant)
     return json_answer(text, _status(body))
 
@@ -156,8 +145,8 @@ def _status(body: SubmitBatch) -> int:
     return 202 if body.all_or_nothing else 207
 
 
-async def _replayed(parts: Parts, first: str, body: SubmitBatch) -> Response:
-    text = await parts.submissions.store.batch_answer(TaskId(first))
+async def _replayed(parts: Parts, first: TaskId, body: SubmitBatch) -> Response:
+    text = await parts.submissions.store.batch_answer(first)
     return json_answer(text.encode(), _status(body), {"Idempotency-Replayed": "true"})
 
 

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import structlog
@@ -23,17 +23,16 @@ from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer, json_answer
 from gpubroker_server.gateway.http.times import Freshness, Time, rfc3339
 from gpubroker_server.gateway.http.waiters import LeaderRequests
+from gpubroker_server.gateway.submission.batches import sent_batch
 from gpubroker_server.gateway.submission.demand import first
 from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
     arguments_of,
-    body_hash,
-    key_reused,
 )
 from gpubroker_server.gateway.submission.task_body import decoded
-from gpubroker_server.gateway.workers.fleet import Fleets, states_of
+from gpubroker_server.gateway.workers.call_routing import CallRouter, states_of
 from gpubroker_server.gateway.workers.submit import (
     NEEDS_ONE,
     MethodName,
@@ -43,14 +42,11 @@ from gpubroker_server.gateway.workers.submit import (
     new_worker_set,
     with_roles,
 )
-from gpubroker_server.ports.store import SubmitVerdict
 from gpubroker_server.ports.worker_calls import WorkerCall
 
 log = structlog.get_logger("gpubroker.gateway")
 
 resource = Resource("worker sets")
-
-PURPOSE = "worker set"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class WorkerSetParts:
     freshness: Freshness
     submissions: Submissions
     requests: LeaderRequests
-    fleets: Fleets
+    router: CallRouter
 
 
 Parts = Annotated[WorkerSetParts, PARTS]
@@ -171,12 +167,9 @@ async def submit_worker_set(
     and is restarted with growing pauses after it failed.
     """
     submissions, tenant = parts.submissions, call.identity.tenant
-    key = None if idempotency_key is None else idempotency_key.strip('"')
-    hashed = "" if key is None else await body_hash(call, PURPOSE)
-    if key is not None and (known := await submissions.store.known_key(tenant, key)) is not None:
-        if known.body_hash != hashed:
-            raise key_reused(key, known.task, PURPOSE)
-        return _accepted(await _find(call, parts, known.task), parts, is_new=False)
+    sent = await sent_batch(call, submissions.store, idempotency_key, "worker set")
+    if (known := await sent.stored_before()) is not None:
+        return _accepted(await _find(call, parts, known), parts, is_new=False)
     submissions.leader.require("form")
     check_worker(body)
     for role in body.colocate_with.values():
@@ -197,13 +190,9 @@ async def submit_worker_set(
     await submissions.check_objects(tenant, named)
     new = await new_worker_set(submissions, body, task, spec)
     submissions.check_queue(worker.task for worker in new.batch.submissions)
-    batch = replace(new.batch, idempotency_key=key, body_hash=hashed)
-    with parts.requests.expected(batch.requests) as settle:
-        outcome = await submissions.store.submit_batch(batch)
-        if outcome.verdict is SubmitVerdict.KEY_REUSED:
-            raise key_reused(str(key), outcome.task, PURPOSE)
-        if outcome.verdict is SubmitVerdict.DUPLICATE:
-            return _accepted(await _find(call, parts, outcome.task), parts, is_new=False)
+    with parts.requests.expected(new.batch.requests) as settle:
+        if (known := await sent.store(new.batch)) is not None:
+            return _accepted(await _find(call, parts, known), parts, is_new=False)
         await settle()
     log.info("worker set accepted", task=new.workers.id, tenant=tenant)
     return _accepted(new.workers, parts, is_new=True)
@@ -293,7 +282,7 @@ async def call_worker(call: Call, parts: Parts, set_id: str, body: CallWorkers) 
         call.identity.require(Scope.TASKS_CODE, "pickled arguments")
         form, arguments = "cloudpickle", body.pickled
     asked = WorkerCall(body.role, body.method, form, arguments)
-    run, got = await parts.fleets.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
+    run, got = await parts.router.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
     about = f'{{"worker":"{run.task}","attempt":{run.fence},"seconds":{got.seconds:.6f},'.encode()
     if form == "json":
         return json_answer(b"".join((about, b'"result":', got.result, b',"data_base64":null}')))

@@ -41,10 +41,11 @@ CLUSTER: dict[str, Any] = {
         "fast": {"nodes": {"disk": ["fast"]}, "kinds": ["sim-big"]},
         "narrow": {"gpu_mb": 12_000},
         "whole": {"kinds": ["sim-small"], "fractions": False},
+        "shared": {"cpu": 2, "gpus": 1, "memory_mb": 2000, "custom": {"scratch_gb": 10}},
     },
     "policy": {
         "gang_start_seconds": 6,
-        "custom_limits": {"licence": {"limit": 2, "priority_threshold": 40}},
+        "custom_limits": {"licence": {"limit": 2, "priority_threshold": 40}, "scratch_gb": 100},
         "max_running": {"tenants": {"guest": 1}, "labels": {"run=*": 1}},
         "tenants": {"greedy": {"weight": 0.25}, "guest": {}},
         "usage_half_life_seconds": 5,

@@ -36,6 +36,37 @@ def test_a_pool_without_fractions_gives_whole_gpus_only(hands: Hands) -> None:
 
 
 @pytest.mark.parametrize(
+    "most",
+    [
+        {"cpu": 2},
+        {"cpu": 0.1, "gpus": 1},
+        {"cpu": 0.1, "memory_mb": 2000},
+        {"cpu": 0.1, "custom": {"scratch_gb": 10}},
+    ],
+    ids=["CPU", "GPUs", "host memory", "storage"],
+)
+def test_what_a_pool_has_is_shared_and_goes_to_critical_tasks_first(
+    hands: Hands, most: dict[str, Any]
+) -> None:
+    first = hands.at_work("first", pool="shared", grace_seconds=1, **most)
+    second = hands.waiting("second", "ConcurrencyLimited", pool="shared", **most)
+    hands.end(hands.at_work("critical", pool="shared", priority=95, **most))
+    first, second = hands.end(first, second)
+    assert (first.preemptions, second.preemptions) == (1, 0)
+
+
+def test_a_profile_says_what_a_task_gets_and_its_process_finds_it(hands: Hands) -> None:
+    broker = hands.broker
+    say = ["sh", "-c", 'test "$GPUBROKER_PROFILE/$GPUBROKER_MAX_CONCURRENCY" = "$0"']
+    given = broker.submit([*say, "trainer_remote/10"], profile="trainer_remote")
+    own = broker.submit([*say, "trainer/4"], profile="trainer", cpu=0.5, max_concurrency=4)
+    assert (given.resources["cpu"], given.resources["gpus"]) == (1, 0)
+    assert (own.resources["cpu"], own.resources["gpus"]) == (0.5, 1)
+    for task in (given, own):
+        assert broker.result(task, timeout_seconds=PATIENCE_SECONDS) == {"exit_code": 0}
+
+
+@pytest.mark.parametrize(
     ("low", "high"),
     [
         ({"cpu": 4, "memory_mb": 64}, {"cpu": 2}),
@@ -107,3 +138,6 @@ def test_tasks_go_where_others_are_or_where_nobody_is(hands: Hands) -> None:
     apart = hands.at_work("apart", gpu_mb=1000, kinds=["sim-small"], placement="spread")
     assert first.node == beside.node != apart.node
     hands.end(first, beside, apart)
+    one, other = (hands.at_work(name, cpu=0.1, placement="spread") for name in ("one", "other"))
+    assert one.node != other.node
+    hands.end(one, other)

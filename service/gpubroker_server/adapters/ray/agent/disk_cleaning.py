@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import select
 import signal
 import stat
 import subprocess
@@ -26,16 +27,17 @@ from gpubroker_server.adapters.ray.agent.disk_walk import (
     _FILE,
     Entry,
     FileId,
-    OpenFiles,
     Unsafe,
     Walk,
     file_id,
     is_empty_database,
+    mount_of,
     open_files,
     opened,
     opened_directory_of,
     opened_root,
 )
+from gpubroker_server.adapters.ray.agent.host_meter import room_of
 from gpubroker_server.core.control.disk_guard import DiskRules, FileSeen, choose, needed_bytes
 from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -142,18 +144,17 @@ class DiskCleaner:
         messages: list[str] = []
         seen: dict[int, list[FileSeen]] = {}
         needed: dict[int, int] = {}
-        is_open = open_files().ids
+        is_open = open_files()
         rules = DiskRules(task.warn, old_seconds=Seconds(task.old_seconds))
         for root in task.roots:
             try:
-                place = os.statvfs(root.path)
+                total_bytes, free_bytes = room_of(root.path)
                 files = list(self._files_of(root, task, spared, is_open, messages))
                 device = os.stat(root.path).st_dev
             except (OSError, Unsafe) as fault:
                 messages.append(f"{root.path}: {fault}")
                 continue
-            block = place.f_frsize
-            needed[device] = needed_bytes(place.f_blocks * block, place.f_bavail * block, rules)
+            needed[device] = needed_bytes(total_bytes, free_bytes, rules)
             seen.setdefault(device, []).extend(files)
         chosen: list[FileSeen] = []
         kept: Counter[str] = Counter()
@@ -167,10 +168,13 @@ class DiskCleaner:
         is_first = self._known() != task.digest
         if task.runs_sync and is_first:
             self._remember(task.digest)
-        found = [
-            FoundFile(one.root, one.path, one.file_class, one.size_bytes, one.modified_ns, one.inode)
-            for one in chosen[:MOST_DELETED]
-        ]
+        found = []
+        for one in chosen[:MOST_DELETED]:
+            file = FoundFile(one.root, one.path, one.file_class, one.size_bytes, one.modified_ns, one.inode)
+            if why := self._left_because(file, task, spared, deletes=False):
+                kept[why] += 1
+            else:
+                found.append(file)
         return Answer(found, kept, is_first, "; ".join(messages))
 
     def _files_of(
@@ -181,14 +185,14 @@ class DiskCleaner:
         is_open: frozenset[FileId],
         messages: list[str],
     ) -> Iterator[FileSeen]:
+        walk = Walk(root.path, MOST_FILES, spared)
+        walk.run()
         synced: Mapping[str, int] = {}
         if root.file_class is FileClass.REDUNDANT and task.runs_sync:
             try:
-                synced = listing_of(root)
+                synced = listing_of(root)  # of files that are known by now: what takes the place of one stays
             except Unsafe as fault:
                 messages.append(str(fault))
-        walk = Walk(root.path, MOST_FILES, spared)
-        walk.run()
         if not walk.is_complete:
             messages.append(
                 f"{root.path}: not all of it could be read, or it has more than {MOST_FILES} files"
@@ -229,7 +233,7 @@ class DiskCleaner:
         """What has not changed since it was found, is below a root of the order, and is not open."""
         if self._known() != task.digest:
             raise Unsafe("nothing is deleted in the first pass after a change of configuration")
-        spared, held = self._spared(task), open_files()
+        spared = self._spared(task)
         roots = {root.path: root.file_class for root in task.roots}
         live = {form for path in task.live for form in (path, os.path.realpath(path))}
         gone: list[FoundFile] = []
@@ -240,7 +244,7 @@ class DiskCleaner:
                 kept["next_pass"] += 1
             elif roots.get(file.root) is not file.file_class or _is_live(file, live):
                 kept["of_live_task"] += 1
-            elif why := self._left_because(file, task, spared, held):
+            elif why := self._left_because(file, task, spared, deletes=True):
                 kept[why] += 1
             else:
                 gone.append(file)
@@ -248,19 +252,19 @@ class DiskCleaner:
         return Answer(gone, kept)
 
     def _left_because(
-        self, file: FoundFile, task: DiskTask, spared: frozenset[FileId], known: OpenFiles
+        self, file: FoundFile, task: DiskTask, spared: frozenset[FileId], *, deletes: bool
     ) -> str:
-        """Empty: it is deleted."""
+        """Empty: it may go, and has gone if this `deletes`."""
         name = file.path.rpartition("/")[2]
         try:
             with (
-                opened_root(file.root, spared) as (root, device),
-                opened_directory_of(root, file.path, device, spared) as directory,
+                opened_root(file.root, spared) as (root, mount),
+                opened_directory_of(root, file.path, mount, spared) as directory,
                 opened(name, _FILE, directory) as held,
             ):
                 status = os.fstat(held)
                 same = file.inode, file.modified_ns, file.size_bytes
-                if not stat.S_ISREG(status.st_mode) or status.st_dev != device:
+                if not stat.S_ISREG(status.st_mode) or mount_of(held) != mount:
                     return "changed"
                 if (status.st_ino, status.st_mtime_ns, status.st_size) != same:
                     return "changed"
@@ -269,14 +273,12 @@ class DiskCleaner:
                 if file.file_class is FileClass.EMPTY_DATABASE and _has_journal(name, directory):
                     return "has_journal"
                 with not_opened_by_others(held) as is_ours:
-                    # Without the kernel's answer, and without a look at all processes, this is not known.
-                    if is_ours is False or (is_ours is None and not known.is_complete):
-                        return "open"
-                    if file_id(status) in known.ids:
-                        return "open"
+                    if not is_ours:
+                        return "may_be_open" if is_ours is None else "open"
                     if file_id(os.stat(name, dir_fd=directory, follow_symlinks=False)) != file_id(status):
                         return "changed"
-                    os.unlink(name, dir_fd=directory)
+                    if deletes:
+                        os.unlink(name, dir_fd=directory)
         except (OSError, Unsafe) as fault:
             log.warning("a file is left", path=file.whole_path, fault=str(fault))
             return "changed"
@@ -309,18 +311,21 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
     Unsafe if it fails, or prints anything else than lines `SIZE PATH`."""
     said = f"{root.path}: its sync command {root.sync_command[0]}"
     try:
-        done = subprocess.run(  # noqa: S603  # the operator's
+        with subprocess.Popen(  # noqa: S603  # the operator's
             root.sync_command, cwd=root.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, timeout=root.sync_seconds, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as fault:
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                printed = _printed(process, root.sync_seconds)
+            except (Unsafe, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                raise
+    except (OSError, Unsafe, subprocess.TimeoutExpired) as fault:
         raise Unsafe(f"{said} failed: {fault}") from None
-    if done.returncode:
-        raise Unsafe(f"{said} ended with {done.returncode}")
-    if len(done.stdout) > LISTING_BYTES:
-        raise Unsafe(f"{said} printed more than {LISTING_BYTES} bytes")
+    if process.returncode:
+        raise Unsafe(f"{said} ended with {process.returncode}")
     listing = {}
-    for line in os.fsdecode(done.stdout).splitlines():
+    for line in os.fsdecode(printed).splitlines():
         size, _, path = line.partition(" ")
         if not size.isdecimal() or not path:
             raise Unsafe(
@@ -328,6 +333,22 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
             )
         listing[path] = int(size)
     return listing
+
+
+def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """All that it prints until it ends. Raises TimeoutExpired, and Unsafe if that is too much."""
+    assert process.stdout is not None
+    output, printed, until = process.stdout.fileno(), bytearray(), time.monotonic() + seconds
+    readable = select.poll()
+    readable.register(output)
+    while len(printed) <= LISTING_BYTES:
+        if not readable.poll(1000 * max(0.0, until - time.monotonic())):
+            raise subprocess.TimeoutExpired(process.args, seconds)
+        if not (part := os.read(output, 65_536)):
+            process.wait(max(0.0, until - time.monotonic()))
+            return bytes(printed)
+        printed += part
+    raise Unsafe(f"it printed more than {LISTING_BYTES} bytes")
 
 
 def _is_live(file: FoundFile, live: set[str]) -> bool:

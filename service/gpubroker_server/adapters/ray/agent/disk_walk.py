@@ -1,5 +1,5 @@
-"""The files below the roots of the disk guard. No symbolic link is followed, and no other file system is
-entered: every directory is opened by its name relative to the descriptor of the one above it."""
+"""The files below the roots of the disk guard. No symbolic link is followed, and nothing that is mounted
+there is entered: every directory is opened by its name relative to the descriptor of the one above it."""
 
 import os
 import sqlite3
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 FileId = tuple[int, int]
 """Device and inode."""
+Mount = tuple[int, str]
+"""Device, and what the kernel calls the mount: a part of the same device may be mounted somewhere else."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -19,8 +21,6 @@ DEEPEST = 64
 SQLITE_HEADER = b"SQLite format 3\x00"
 LARGEST_DATABASE_BYTES = 64 * 2**20
 """A larger one is not read, and counts as one with rows."""
-KERNEL_THREAD = 0x00200000
-"""PF_KTHREAD: it has no open files."""
 
 
 class Unsafe(Exception):
@@ -49,10 +49,10 @@ class Walk:
 
     def run(self) -> None:
         """Raises OSError and Unsafe."""
-        with opened_root(self.root, self.spared) as (root, device):
-            self._enter(root, "", device, 0)
+        with opened_root(self.root, self.spared) as (root, mount):
+            self._enter(root, "", mount, 0)
 
-    def _enter(self, directory: int, prefix: str, device: int, depth: int) -> None:
+    def _enter(self, directory: int, prefix: str, mount: Mount, depth: int) -> None:
         with os.scandir(directory) as listing:
             names = sorted(entry.name for entry in listing)
         known = frozenset(names)
@@ -60,8 +60,8 @@ class Walk:
             try:
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode):
-                    self._enter_below(directory, name, f"{prefix}{name}/", device, depth + 1)
-                elif stat.S_ISREG(status.st_mode) and status.st_dev == device:
+                    self._enter_below(directory, name, f"{prefix}{name}/", mount, depth + 1)
+                elif stat.S_ISREG(status.st_mode) and status.st_dev == mount[0]:
                     if len(self.entries) >= self.most:
                         self.is_complete = False
                         return
@@ -72,18 +72,22 @@ class Walk:
             except OSError:
                 self.is_complete = False
 
-    def _enter_below(self, directory: int, name: str, prefix: str, device: int, depth: int) -> None:
+    def _enter_below(self, directory: int, name: str, prefix: str, mount: Mount, depth: int) -> None:
         if depth > DEEPEST:
             self.is_complete = False
             return
         with opened(name, _DIRECTORY, directory) as below:
-            seen = os.fstat(below)
-            if seen.st_dev == device and file_id(seen) not in self.spared:
-                self._enter(below, prefix, device, depth)
+            if mount_of(below) == mount and file_id(os.fstat(below)) not in self.spared:
+                self._enter(below, prefix, mount, depth)
 
 
 def file_id(status: os.stat_result) -> FileId:
     return status.st_dev, status.st_ino
+
+
+def mount_of(descriptor: int) -> Mount:
+    with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as lines:
+        return os.fstat(descriptor).st_dev, next((line for line in lines if line.startswith("mnt_id:")), "")
 
 
 @contextmanager
@@ -96,8 +100,8 @@ def opened(name: str, flags: int, directory: int | None = None) -> Iterator[int]
 
 
 @contextmanager
-def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, int]]:
-    """Its descriptor and device. Raises OSError, and Unsafe if it is in a directory that is spared."""
+def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, Mount]]:
+    """Its descriptor and mount. Raises OSError, and Unsafe if it is in a directory that is spared."""
     with opened(root, _DIRECTORY) as found:
         above = os.dup(found)
         try:
@@ -112,11 +116,11 @@ def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, int
                     break
         finally:
             os.close(above)
-        yield found, os.fstat(found).st_dev
+        yield found, mount_of(found)
 
 
 @contextmanager
-def opened_directory_of(root: int, path: str, device: int, spared: frozenset[FileId]) -> Iterator[int]:
+def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[FileId]) -> Iterator[int]:
     """The directory of a file below the root. Raises OSError, and Unsafe if the way leads elsewhere."""
     here = os.dup(root)
     try:
@@ -126,43 +130,24 @@ def opened_directory_of(root: int, path: str, device: int, spared: frozenset[Fil
             below = os.open(name, _DIRECTORY, dir_fd=here)
             os.close(here)
             here = below
-            seen = os.fstat(here)
-            if seen.st_dev != device or file_id(seen) in spared:
+            if mount_of(here) != mount or file_id(os.fstat(here)) in spared:
                 raise Unsafe(f"{path} is on another file system, or in a directory of the service")
         yield here
     finally:
         os.close(here)
 
 
-class OpenFiles(NamedTuple):
-    """What processes have open."""
-
-    ids: frozenset[FileId]
-    is_complete: bool
-    """False: there are processes that this one may not look at."""
-
-
-def open_files() -> OpenFiles:
+def open_files() -> frozenset[FileId]:
+    """Of the processes that this one may look at."""
     found: set[FileId] = set()
-    is_complete = True
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(FileNotFoundError):
                     found.add(file_id(os.stat(f"/proc/{pid}/fd/{name}")))
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        except PermissionError:
-            is_complete = is_complete and _is_kernel_thread(pid)
-    return OpenFiles(frozenset(found), is_complete)
-
-
-def _is_kernel_thread(pid: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return bool(int(file.read().rpartition(")")[2].split()[6]) & KERNEL_THREAD)
-    except OSError:
-        return True  # it has ended
+    return frozenset(found)
 
 
 def is_empty_database(root: str, path: str, spared: frozenset[FileId]) -> bool:
@@ -170,8 +155,8 @@ def is_empty_database(root: str, path: str, spared: frozenset[FileId]) -> bool:
     path may lead elsewhere meanwhile."""
     try:
         with (
-            opened_root(root, spared) as (top, device),
-            opened_directory_of(top, path, device, spared) as directory,
+            opened_root(root, spared) as (top, mount),
+            opened_directory_of(top, path, mount, spared) as directory,
             opened(path.rpartition("/")[2], _FILE, directory) as file,
         ):
             if os.fstat(file).st_size > LARGEST_DATABASE_BYTES:

@@ -74,7 +74,7 @@ class HostMeter:
     def __init__(self, session: RaySession, directories: Iterable[str]) -> None:
         """`directories`: whose file systems are measured besides the session's."""
         paths = dict.fromkeys((session.directory, *directories))
-        self._disks = {path: FileQuestion(path, _room) for path in paths}
+        self._disks = {path: FileQuestion(path, room_of) for path in paths}
         self._spill = FileQuestion(session.spill_directory, _total_mb)
         self._store_mb = session.object_store_bytes // MIB
         psutil.cpu_percent()  # each call tells the time since the one before
@@ -108,10 +108,11 @@ def _given(answer: "asyncio.Future[Answer] | None") -> Answer:
     return answer.result() if answer is not None and answer.done() else None
 
 
-def _room(path: str) -> tuple[int, int]:
-    """Bytes in total, and free for a process without privileges."""
+def room_of(path: str) -> tuple[int, int]:
+    """Bytes in total, and free ones, as `df` has them: without what is reserved for root or by a quota."""
     found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    used, free = found.f_blocks - found.f_bfree, found.f_bavail
+    return (used + free) * found.f_frsize, free * found.f_frsize
 
 
 def _total_mb(path: str) -> tuple[int]:

@@ -3,7 +3,6 @@
 It answers with bytes of msgpack and nothing else: the agent would unpickle any other object.
 """
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,8 @@ from gpubroker.runtime.process import (
     settle_environment,
 )
 
+MOST_CALLS = 9_000
+"""To the workers of sets in one process, at once: beyond, its agent's orders would wait for their ends."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
 
 
@@ -64,6 +65,8 @@ class Runner:
         self._shared = shared
         self._mailbox: Mailbox | None = None
         self._host: RunHost | None = None
+        self._calls = 0
+        """To workers of sets, under way."""
 
     async def describe(self) -> bytes:
         """A dict: the forms that it speaks, its pid, and the runs that have not ended."""
@@ -86,18 +89,20 @@ class Runner:
         return _packed([(number, carriable(report)) for number, report in reports])
 
     async def call(self, key: tuple[str, int, int], seconds: float, packed: bytes) -> bytes:
-        """Call a method of the object of this very run; the answer of `CallWorker.submit`. `packed`: role,
+        """Call a method of the object of this very run; the answer of `SetWorker.call`. `packed`: role,
         method, form and arguments."""
         host, _ = self._parts()
-        worker = host.callees.get(RunKey(*key))
+        worker = host.set_workers.get(RunKey(*key))
         if worker is None:
             return _packed((REFUSED, f"run {RunKey(*key)} is not here"))
+        if self._calls >= MOST_CALLS:
+            return _packed((REFUSED, f"its process has {MOST_CALLS} calls, as many as may be"))
+        self._calls += 1
         try:
             role, method, form, arguments = msgpack.unpackb(packed)
-            call = worker.submit(role, method, form, arguments, seconds)
-            return _packed(await asyncio.wrap_future(call))
-        except asyncio.CancelledError:
-            return _packed((REFUSED, "the worker is leaving"))
+            return _packed(await worker.call(role, method, form, arguments, seconds))
+        finally:
+            self._calls -= 1
 
     def _parts(self) -> tuple[RunHost, Mailbox]:
         """Made at the first call: only then is there an event loop."""

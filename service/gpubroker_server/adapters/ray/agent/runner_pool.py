@@ -14,7 +14,7 @@ from gpubroker.runtime.objects import SharedBytes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gpubroker_server.adapters.ray.agent.host_meter import RaySession
-from gpubroker_server.adapters.ray.agent.runner import Runner
+from gpubroker_server.adapters.ray.agent.runner import MOST_CALLS, Runner
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, process_id
@@ -27,8 +27,8 @@ STARTING_AT_ONCE = 2
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
-MOST_CALLS = 10_000
-"""Of one process at once. With Ray's usual 1000, calls to a worker of a set would keep its agent waiting."""
+AGENT_CALLS = 1_000
+"""Of one process at once, beside those to workers of sets: its agent never waits for those."""
 OBJECT_CACHE_SHARE = 0.5
 """Of Ray's object store on a node: so much keeps objects for later runs."""
 START_SECONDS = 60.0
@@ -68,7 +68,7 @@ class RayRunners:
             "num_cpus": 0,
             "num_gpus": 0,
             "max_restarts": 0,
-            "max_concurrency": MOST_CALLS,
+            "max_concurrency": MOST_CALLS + AGENT_CALLS,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
         actor = ray.remote(Runner).options(**options)

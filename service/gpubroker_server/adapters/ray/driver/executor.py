@@ -23,7 +23,7 @@ from gpubroker_server.adapters.ray.wire import (
     OrderWriter,
     disk_order,
     log_order,
-    needs_arrays_or_objects,
+    needs_a_later_agent,
     object_order,
     pack,
     run_of,
@@ -93,7 +93,7 @@ class RayExecutor:
         self._driver = DriverKeeper(
             options, lambda: (self._lineage, self._term), self._on_message, self._on_driver_end
         )
-        self.calls = RayWorkerCalls(self._driver.send)
+        self.calls = RayWorkerCalls(self._driver.send, self._driver.room)
         self._leader_term: LeaderTerm | None = None
         """None while another process leads."""
         self._lineage = Lineage(0)
@@ -294,8 +294,8 @@ class RayExecutor:
         is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
         why = ""
-        if is_earlier and needs_arrays_or_objects(payload):
-            why = "the agent is of a release without arrays and objects"
+        if is_earlier and needs_a_later_agent(payload):
+            why = "the agent is of a release without arrays, objects and worker sets"
         elif self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
             why = "too much is on its way to the agents"
         if why:

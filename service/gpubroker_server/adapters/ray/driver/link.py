@@ -83,6 +83,11 @@ class DriverLink:
         """Never waits: a driver that reads nothing is silent too, and is killed before much has gathered."""
         self._writer.write(frame(*parts))
 
+    async def room(self) -> None:
+        """Back when the driver has taken nearly all that was sent, or is gone."""
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
     async def listen(self, on_message: Callable[[tuple[Any, ...]], None]) -> None:
         """Back when the driver has ended."""
         watching = asyncio.create_task(self._watch())
@@ -155,6 +160,11 @@ class DriverKeeper:
         if self._driver is not None:
             self._driver.send(*parts)
 
+    async def room(self) -> None:
+        """Back when not much is on its way to the driver."""
+        if self._driver is not None:
+            await self._driver.room()
+
     async def close(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
@@ -218,7 +228,8 @@ class DriverKeeper:
         options = self._options
         config = options.agent_config(str(head.keepalive) if head is not None else "").to_json()
         local_node = options.node_name if options.is_local else ""
-        return self.address, local_node, config, self._broker, *self._term()
+        about = self.address, local_node, config, self._broker
+        return *about, *self._term(), options.result_limit_bytes
 
 
 def _start_driver(options: RayOptions, address: str, channel: socket.socket) -> "subprocess.Popen[bytes]":

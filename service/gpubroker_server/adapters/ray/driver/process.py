@@ -68,6 +68,8 @@ class Opening(NamedTuple):
     lineage: int
     term: int
     """0 while another process leads."""
+    result_limit_bytes: int
+    """Of a method of a worker."""
 
 
 class CannotConnect(Exception):
@@ -113,7 +115,8 @@ class Driver:
         self._writer = writer
         self._tasks = tasks
         self._lineage, self._term = opening.lineage, opening.term
-        self._calls = ActorCalls(opening.agent_config)
+        self._calls = ActorCalls(opening.agent_config, opening.result_limit_bytes)
+        self._answering = asyncio.Lock()
         self._links: dict[str, NodeLink] = {}
         """By node name."""
         self._left_out: set[str] = set()
@@ -218,7 +221,9 @@ class Driver:
                 log.warning("Ray's autoscaler could not be asked for room", fault=repr(fault))
 
     async def _call(self, number: int, *call: Any) -> None:
-        await self.send("answer", number, await self._calls.call(*call))
+        answer = await self._calls.call(*call)
+        async with self._answering:  # the service takes it at once, and a report waits behind one at most
+            await self.send("answer", number, answer)
 
     async def _flush(self) -> None:
         await asyncio.gather(*(link.flush() for link in self._links.values()))

@@ -201,6 +201,7 @@ class LoadedForm(RunForm, tag="loaded"):
     running: Count
     waiting: Count
     cpu_percent: Number
+    answered: Count
 
 
 class CheckpointedForm(RunForm, tag="checkpointed"):
@@ -306,7 +307,7 @@ def _of_run(source: Source, it: OfRun) -> Report | ObjectQuestion:
         case ProgressedForm():
             return Progressed(*run, it.fraction, it.message, it.rank)
         case LoadedForm():
-            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank)
+            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank, it.answered)
         case CheckpointedForm():
             if (it.data is None) == (it.uri is None):
                 raise MalformedReport("a checkpoint has either data or a uri")

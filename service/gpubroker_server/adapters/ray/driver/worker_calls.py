@@ -1,9 +1,13 @@
 """Implements `ports.WorkerCalls` on Ray: calls go through a driver process, several at once."""
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from itertools import count
+from time import monotonic
 from typing import Any
+
+import msgspec
 
 from gpubroker_server.adapters.ray.driver.link import DriverKeeper
 from gpubroker_server.adapters.ray.options import RayOptions
@@ -20,28 +24,36 @@ from gpubroker_server.ports.worker_calls import (
 )
 
 NO_DRIVER = "this gateway's Ray driver is not connected"
+NO_ROOM = "too much was on its way to this gateway's Ray driver"
 
 
 class RayWorkerCalls:
     """The service's side of calls, over a driver that may be lost and replaced."""
 
-    def __init__(self, send: Callable[..., None]) -> None:
-        """`send`: to the driver, once there is one."""
+    def __init__(self, send: Callable[..., None], room: Callable[[], Awaitable[None]]) -> None:
+        """`send`: to the driver, once there is one; `room`: back when not much is on its way there."""
         self._send = send
+        self._room = room
+        self._sending = asyncio.Lock()
         self._numbers = count()
-        self._open: dict[int, asyncio.Future[CallAnswer]] = {}
+        self._open: dict[int, asyncio.Future[bytes]] = {}
         self.is_connected = False
 
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
+        until = monotonic() + seconds
+        async with self._sending:  # an order waits behind one call at most
+            await self._room()
         if not self.is_connected:
             return NotBegun(NO_DRIVER)
+        if (left := until - monotonic()) <= 0:
+            return NotBegun(NO_ROOM, is_late=True)
         number = next(self._numbers)
         answered = self._open[number] = asyncio.get_running_loop().create_future()
-        self._send("call", number, run.node, run.task, run.fence, seconds, pack(call))
+        self._send("call", number, run.node, run.task, run.fence, left, pack(call))
+        form = call.form
+        del call  # its arguments, which are no longer of use
         try:
-            async with asyncio.timeout(seconds):
-                answer: CallAnswer = await answered
-                return answer
+            return answer_of(await answered, form)
         finally:
             self._open.pop(number, None)
 
@@ -49,19 +61,22 @@ class RayWorkerCalls:
         """Nothing happens if no request waits for it any more."""
         answered = self._open.get(number)
         if answered is not None and not answered.done():
-            answered.set_result(answer_of(unpack(packed)))
+            answered.set_result(packed)
 
     def on_driver_end(self, fault: str) -> None:
         self.is_connected = False
-        for answered in self._open.values():
-            if not answered.done():
-                answered.set_result(WorkerLost(fault))
+        for number in self._open:
+            self.on_answer(number, pack(("lost", fault)))
 
 
-def answer_of(answer: tuple[Any, ...]) -> CallAnswer:
+def answer_of(packed: bytes, form: str) -> CallAnswer:
     """A process with user code may have written anything."""
+    try:
+        answer = unpack(packed)
+    except Exception:
+        answer = ()
     match answer:
-        case ("done", bytes(result), float(seconds)):
+        case ("done", bytes(result), float(seconds)) if 0.0 <= seconds < math.inf and _is_in(form, result):
             return Called(result, seconds)
         case ("failed", str(kind), str(message), str(traceback)):
             return MethodFailed(kind, message, traceback)
@@ -73,12 +88,23 @@ def answer_of(answer: tuple[Any, ...]) -> CallAnswer:
             return MethodFailed("malformed_answer", "its process wrote something that is no answer")
 
 
+def _is_in(form: str, result: bytes) -> bool:
+    """Whether a result may stand in an answer as it is: a pickle is opened by the caller alone."""
+    if form != "json":
+        return True
+    try:
+        msgspec.json.decode(result, type=msgspec.Raw)
+        return result.isascii() or bool(result.decode())
+    except ValueError:
+        return False
+
+
 class CallingDriver:
     """A driver process of a gateway that leads nothing: it only carries calls. Started by the first one."""
 
     def __init__(self, options: RayOptions) -> None:
         self._keeper = DriverKeeper(options, lambda: (0, 0), self._on_message, self._on_end)
-        self._calls = RayWorkerCalls(self._keeper.send)
+        self._calls = RayWorkerCalls(self._keeper.send, self._keeper.room)
 
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
         self._keeper.begin()

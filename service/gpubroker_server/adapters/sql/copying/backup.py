@@ -48,6 +48,8 @@ class BackupFacts:
     """When they were read, by the database's clock."""
     digests: frozenset[str]
     """Of all objects that rows name."""
+    uploads: frozenset[str]
+    """Of them, those that only the rows of uploads name: their tenants may delete them at any time."""
     tasks: Mapping[str, int]
     """By state, without those that have ended."""
 
@@ -195,12 +197,15 @@ def _check_schema(reading: Connection) -> None:
 def _facts_of(connection: Connection) -> BackupFacts:
     task = tables.task.c
     counted = select(task.state, func.count()).where(~task.finished).group_by(task.state)
+    named = {
+        column: frozenset(connection.execute(select(column).where(column.is_not(None)).distinct()).scalars())
+        for column in tables.DIGESTS
+    }
+    uploads = named.pop(tables.stored_object.c.digest)
+    others = frozenset[str]().union(*named.values())
     return BackupFacts(
         at=reads.now(connection),
-        digests=frozenset(
-            digest
-            for column in tables.DIGESTS
-            for digest in connection.execute(select(column).where(column.is_not(None)).distinct()).scalars()
-        ),
+        digests=uploads | others,
+        uploads=uploads - others,
         tasks={row[0]: row[1] for row in connection.execute(counted)},
     )

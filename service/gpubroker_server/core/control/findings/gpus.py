@@ -1,6 +1,7 @@
 """GPUs that are held and not used, and the likely cause."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from gpubroker_server.core.control.findings.finding import Finding, Severity
 from gpubroker_server.core.control.fleet import FleetSeen
@@ -15,7 +16,20 @@ BUSY_SHARE = 0.5
 """Of a node's CPUs: above it they do what the GPU might."""
 
 
+class UnusedHolding(NamedTuple):
+    """A task keeps memory of a GPU on which nothing computes."""
+
+    ledger: DeviceLedger
+    holding: Holding
+    task: Task
+    since: Instant
+
+
 def held_idle(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Finding]:
+    return (_finding(world, *unused) for unused in unused_holdings(world, fleet, now))
+
+
+def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[UnusedHolding]:
     """One for each holder that has had its GPU for as long as one must be idle: it may prepare first."""
     for one in fleet.idle:
         ledger = world.ledgers.get(DeviceKey(one.name))
@@ -29,7 +43,7 @@ def held_idle(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Finding]
             if lease.holder_kind is HolderKind.SERVER or lease.priority <= IDLE_TOP:
                 continue
             if task is not None and is_held and now - since >= fleet.idle_grace_seconds:
-                yield _finding(world, ledger, holding, task, since)
+                yield UnusedHolding(ledger, holding, task, since)
 
 
 def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, since: Instant) -> Finding:

@@ -17,8 +17,8 @@ FREE_SHARE = 0.1
 """Of a GPU's memory: if more is free, memory is not what keeps work out."""
 BUSY_CPU, BUSY_GPU = 0.95, 0.5
 LONELY_SHARE = 0.9
-"""Of all leased GPU memory on one node: all work is there."""
-FEWEST_LEASES = 4
+"""Of what all nodes hold on one node: all work is there."""
+FEWEST_HOLDERS = 4
 """So much work may be on one node by chance."""
 
 
@@ -63,16 +63,17 @@ def repeated_memory_failures(failures: Sequence[MemoryFailures]) -> Iterator[Fin
 
 
 def all_on_one_node(world: World) -> Iterator[Finding]:
-    """Of several that take work, while tasks wait."""
+    """Of several that take work, while tasks wait. Work is GPU memory, or CPUs where no node has a GPU."""
     open_nodes = [node.name for node in world.nodes.values() if node.ready and not node.cordoned]
-    leased = {name: _leased_mb(world, name) for name in open_nodes if world.by_node.get(name)}
-    total_mb = sum(leased.values())
-    if len(leased) < 2 or not total_mb or not world.queue.groups:
+    held = {name: _leased(world, name) for name in open_nodes if world.by_node.get(name)}
+    held = held or {name: (world.use[name].cpu, world.use[name].runs) for name in open_nodes}
+    total = sum(amount for amount, _ in held.values())
+    if len(held) < 2 or not total or not world.queue.groups:
         return
-    fullest = max(leased, key=lambda name: (leased[name], name))
-    leases = sum(len(world.ledgers[key].holdings) for key in world.by_node[fullest])
-    others = [name for name in leased if name != fullest]
-    if leased[fullest] < LONELY_SHARE * total_mb or leases < FEWEST_LEASES:
+    fullest = max(held, key=lambda name: (held[name], name))
+    amount, holders = held[fullest]
+    others = [name for name in held if name != fullest]
+    if amount < LONELY_SHARE * total or holders < FEWEST_HOLDERS:
         return
     waiting = sum(map(len, world.queue.groups.values()))
     yield Finding(
@@ -80,13 +81,15 @@ def all_on_one_node(world: World) -> Iterator[Finding]:
         fullest,
         Severity.WARNING,
         f"{fullest} has all the work and tasks wait, although {len(others)} other nodes take tasks.",
-        {"share": round(leased[fullest] / total_mb, 3), "nodes": len(leased), "waiting": waiting},
+        {"share": round(amount / total, 3), "nodes": len(held), "waiting": waiting},
         "gpubroker ps --state pending, then gpubroker explain TASK: what keeps it from the other nodes?",
     )
 
 
-def _leased_mb(world: World, node: NodeName) -> int:
-    return sum(world.ledgers[key].leased_mb() for key in world.by_node[node])
+def _leased(world: World, node: NodeName) -> tuple[float, int]:
+    """MiB, and how many leases."""
+    ledgers = [world.ledgers[key] for key in world.by_node[node]]
+    return sum(ledger.leased_mb() for ledger in ledgers), sum(len(ledger.holdings) for ledger in ledgers)
 
 
 def slow_starts(world: World, now: Instant) -> Iterator[Finding]:

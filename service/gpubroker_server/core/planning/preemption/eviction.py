@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import need_mb
@@ -75,6 +76,8 @@ NO_LESS: Cost = (0.0, 0, 1)
 class _NodeBound(NamedTuple):
     least: Cost
     """Lower bound."""
+    newest: float
+    """Lower bound of what `_newest` says of the victims."""
     node: NodeName
     is_close: bool
     """Whether the bound comes from looking at all possible victims."""
@@ -98,7 +101,8 @@ def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
 def search_eviction(
     offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant, budget: ProbeBudget
 ) -> Steps[Eviction | RoomBeingFreed | None]:
-    """The eviction that costs least: lost GPU-seconds, number of victims, then node and devices.
+    """The eviction that costs least: lost GPU-seconds, number of victims, then the rank that joined its gang
+    last, node and devices.
 
     Only runs of strictly lower priority are victims, and only if the task fits once they have left. Room
     that is being given back and promised to no other task counts first: if it is enough, no run is stopped.
@@ -110,7 +114,7 @@ def search_eviction(
         if could_make_room(offers, task, node):
             if is_coming(offers, task, node):
                 return RoomBeingFreed((node,))
-            ways.append(_NodeBound(NO_LESS, node, False))
+            ways.append(_NodeBound(NO_LESS, -inf, node, False))
         if budget.calls_for_a_pause:
             yield
     best: Option | None = None
@@ -119,7 +123,8 @@ def search_eviction(
         offer = offers.of(way.node, task.priority)
         budget.spent += CLOSE_LOOK
         if not way.is_close:
-            heappush(ways, _NodeBound(_least_cost(offer, task), way.node, True))
+            bound = _NodeBound(_least_cost(offer, task), _newest(offer.found), way.node, True)
+            heappush(ways, bound)
         else:
             best = _cheaper(offer, task, best)
         if budget.calls_for_a_pause:
@@ -129,16 +134,26 @@ def search_eviction(
 
 def _is_settled(best: Option | None, way: _NodeBound) -> bool:
     """Whether neither this way nor a costlier one beats the best so far."""
-    return best is not None and way[:2] >= (best.cost, best.offer.node)
+    return best is not None and way[:3] >= _order(best)
+
+
+def _order(option: Option) -> tuple[Cost, float, NodeName]:
+    return option.cost, _newest(option.victims), option.offer.node
+
+
+def _newest(victims: Iterable[Candidate]) -> float:
+    """The smaller, the later the last of them joined its running gang; 0 if none did."""
+    late = (one.rank for one in victims if one.rank is not None and one.task.members[one.rank].is_late)
+    return -max(late, default=0)
 
 
 def _cheaper(offer: Offer, task: Task, best: Option | None) -> Option | None:
-    """The better of the best so far and the best on this node."""
-    below = WITHOUT_LIMIT
-    if best is not None:  # of two that cost the same, the one whose node comes first by name
-        below = best.cost if best.offer.node < offer.node else (*best.cost[:2], best.cost[2] + 1)
+    """The better of the best so far and the best on this node: of two that cost the same, the one with the
+    newer rank, then the one whose node comes first by name."""
+    below = WITHOUT_LIMIT if best is None else (*best.cost[:2], best.cost[2] + 1)
     find = _on_one if task.demand.gpus == 1 else _on_several  # none or more
-    return find(offer, task, below) or best
+    found = [option for option in (find(offer, task, below), best) if option is not None]
+    return min(found, key=_order, default=None)
 
 
 def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
@@ -185,7 +200,7 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
     """The best way to one device of this node for less than `below`."""
     best: Option | None = None
     has_room = offer.room.fits(task)
-    for target in sorted(_targets(offer, task), key=_last_to_join_first):
+    for target in sorted(_targets(offer, task), key=lambda target: _newest(target[0].holders)):
         site, need = target
         victims: Sequence[Candidate] | None = None
         if not has_room:
@@ -195,13 +210,6 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
         if victims is not None:
             best, below = _option(offer, task, [target], victims), cost_of(victims)
     return best
-
-
-def _last_to_join_first(target: Target) -> int:
-    """Of devices that cost the same, the one with the rank that joined a running gang last."""
-    holders = (holder for holder in target[0].holders if holder.rank is not None)
-    late = (holder.rank or 0 for holder in holders if holder.task.members[holder.rank or 0].is_late)
-    return -max(late, default=0)
 
 
 def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:

@@ -86,8 +86,9 @@ def make_room_in_quota(
 def make_room_in_limit(
     offers: Offers, task: Task, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | RoomBeingFreed | None:
-    """The cheapest way for a critical task for which too little of a custom resource of the cluster is left:
-    runs of strictly lower priority, on these nodes, that use it. None if that frees too little."""
+    """The cheapest way for a critical task for which too little of a custom resource of the cluster, or of
+    its pool, is left: runs of strictly lower priority, on these nodes, that use it. None if that frees too
+    little."""
     missing = _missing_of(offers, task)
     if missing is None:
         return None
@@ -108,34 +109,32 @@ def may_make_room_in_limit(offers: Offers, task: Task) -> bool:
         return False
     for run in offers.draft.active():
         if run.priority < task.priority:
-            for name, amount in run.demand.custom:
+            for name, amount in run.demand.amounts:
                 if name in missing:
                     missing[name] = round(missing[name] - amount, 6)
     return all(amount <= 0 for amount in missing.values())
 
 
 def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
-    """Custom resource -> how much too little is left of it once the runs that are leaving have left; None if
-    no run may be stopped for it. Limits of running tasks are no resource: no run is stopped for a place."""
+    """What it is short of -> how much too little is left of it once the runs that are leaving have left; None
+    if no run may be stopped for it."""
     draft, limits = offers.draft, offers.policy.custom_limits
     if not (preempts(task, offers.policy) and is_critical(task.priority)):
         return None
     short = draft.short_of(task, limits)
-    asked, left = dict(task.demand.custom), draft.left_of(task, limits)
+    asked, left = dict(task.demand.amounts), draft.left_of(task, limits)
     if any(name not in asked or left[name] == -inf for name in short):
         return None
     leaving = [run for run in draft.active() if run.state is TaskState.STOPPING]
+    coming = [dict(run.demand.amounts) for run in leaving]
     return {
-        name: round(
-            asked[name] - left[name] - sum(dict(run.demand.custom).get(name, 0.0) for run in leaving), 6
-        )
-        for name in short
+        name: round(asked[name] - left[name] - sum(one.get(name, 0.0) for one in coming), 6) for name in short
     }
 
 
 def _used_of(name: str, gone: Iterable[Candidate]) -> float:
     """A gang that goes on without some ranks gives nothing back."""
-    whole = {one.task.id: dict(one.task.demand.custom).get(name, 0.0) for one in gone if one.rank is None}
+    whole = {one.task.id: dict(one.task.demand.amounts).get(name, 0.0) for one in gone if one.rank is None}
     return round(sum(whole.values()), 6)
 
 

@@ -23,14 +23,19 @@ from gpubroker_server.ports.worker_calls import (
     WorkerRun,
 )
 
-MADE = WorkerCall("", "", "json", b"")
+IS_READY = WorkerCall("", "", "json", b"")
 """The question whether a worker is ready."""
-MADE_SECONDS = Seconds(3600.0)
+READY_SECONDS = Seconds(3600.0)
 """It may load a large model first; then it is asked again."""
+ANSWER_SHARE, ANSWER_SECONDS = 0.1, 1.0
+"""A call must begin this share of its time, at most so much, before the gateway gives it up: then the worker
+has said by then that it has not begun."""
 LOOK_SECONDS = 0.1
 """While calls wait for a worker, the set is looked at again this often."""
 MOST_WAITING = 1000
-"""Beyond what it works on, a worker has at most so many calls from one gateway."""
+"""Beyond what it works on, a worker has at most so many calls from one gateway ..."""
+MOST_BYTES = 64 * 2**20
+"""... and arguments of so many bytes, if it has more than one."""
 
 
 class Answered(NamedTuple):
@@ -38,51 +43,53 @@ class Answered(NamedTuple):
     answer: Called
 
 
-class Fleets:
-    """The workers of all sets that were called through this gateway."""
+class CallRouter:
+    """Sends the calls of this gateway to the workers of all sets."""
 
     def __init__(self, world: World, calls: WorkerCalls | None, waiters: Waiters) -> None:
         self._world = world
         self._waiters = waiters
         self._calls = calls
-        self._fleets: dict[TaskId, _Fleet] = {}
+        self._sets: dict[TaskId, WorkersOfSet] = {}
 
     async def call(self, workers: WorkerSet, call: WorkerCall, seconds: Seconds, routing: str) -> Answered:
         """By one worker; what it refuses goes to another one. Raises Problem."""
         if self._calls is None:
             raise Problem("no-ray-driver")
-        fleet = self._fleets.get(workers.id)
-        if fleet is None:
+        known = self._sets.get(workers.id)
+        if known is None:
             self._drop_what_is_over()
-            fleet = self._fleets[workers.id] = _Fleet(self._world, self._calls, self._waiters, workers.id)
-        until = monotonic() + seconds
-        while (run := await fleet.choose(workers, routing, until)) is not None:
-            left = Seconds(max(0.0, until - monotonic()))
+            known = WorkersOfSet(self._world, self._calls, self._waiters, workers.id)
+            self._sets[workers.id] = known
+        to_begin = seconds - min(ANSWER_SECONDS, seconds * ANSWER_SHARE)
+        begins_by, ends_by = monotonic() + to_begin, monotonic() + seconds
+        while (run := await known.choose(workers, len(call.arguments), routing, begins_by)) is not None:
             try:
-                answer = await fleet.send(run, call, left)
+                async with asyncio.timeout(ends_by - monotonic()):
+                    answer = await known.send(run, call, begins_by)
             except TimeoutError:
                 detail = f"worker {run.task} did not answer within {seconds:g} s; the method may go on there"
                 raise Problem("call-timeout", detail) from None
             match answer:
                 case Called():
                     return Answered(run, answer)
-                case NotBegun(is_late=True):
-                    detail = f"the call waited at worker {run.task} for {seconds:g} s, and has not begun"
+                case NotBegun(why, is_late=True):
+                    detail = f"worker {run.task} did not begin within {to_begin:g} s, and never will: {why}"
                     raise Problem("call-timeout", detail)
-                case NotBegun():
-                    fleet.lose(run)
+                case NotBegun(why):
+                    known.lose(run, why)
                 case MethodFailed():
                     raise _failed(run, call, answer)
-                case WorkerLost():
-                    fleet.lose(run)
-                    raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=answer.why)
+                case WorkerLost(why):
+                    known.lose(run, why)
+                    raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=why)
         states = ", ".join(f"{count} {state}" for state, count in states_of(workers, self._world).items())
-        states = (states or "none is left") + (f" ({fleet.refusal})" if fleet.refusal else "")
-        raise Problem("no-worker", set=workers.id, task=workers.id, states=states, seconds=f"{seconds:g}")
+        states = (states or "none is left") + (f" ({known.refusal})" if known.refusal else "")
+        raise Problem("no-worker", set=workers.id, task=workers.id, states=states, seconds=f"{to_begin:g}")
 
     def _drop_what_is_over(self) -> None:
-        for name in [name for name in self._fleets if name not in self._world.worker_sets]:
-            self._fleets.pop(name).close()
+        for name in [name for name in self._sets if name not in self._world.worker_sets]:
+            self._sets.pop(name).close()
 
 
 def states_of(workers: WorkerSet, world: World) -> Mapping[str, int]:
@@ -101,7 +108,7 @@ def _failed(run: WorkerRun, call: WorkerCall, failure: MethodFailed) -> Problem:
     return Problem("call-failed", detail, errors=[trace])
 
 
-class _Fleet:
+class WorkersOfSet:
     """The workers of one set. Those that are RUNNING are asked whether they are ready, once per attempt."""
 
     def __init__(self, world: World, calls: WorkerCalls, waiters: Waiters, id: TaskId) -> None:
@@ -113,46 +120,51 @@ class _Fleet:
         self._ready: dict[TaskId, WorkerRun] = {}
         self._asked: dict[WorkerRun, asyncio.Task[None]] = {}
         self._open: Counter[WorkerRun] = Counter()
-        """Calls under way from here."""
+        """Calls from here that it has not answered ..."""
+        self._open_bytes: Counter[WorkerRun] = Counter()
+        """... and the size of their arguments."""
         self._turn = 0
         self._came = asyncio.Event()
         self.refusal = ""
         """Why a worker that runs was last not to be reached, until one is ready."""
 
-    async def choose(self, workers: WorkerSet, routing: str, until: float) -> WorkerRun | None:
-        """The worker whose turn it is; None if none is ready in time. Raises Problem worker-queue-full and
-        tenant-waits."""
+    async def choose(
+        self, workers: WorkerSet, size_bytes: int, routing: str, until: float
+    ) -> WorkerRun | None:
+        """The worker whose turn it is to get a call of this size; None if none is ready in time. Raises
+        Problem worker-queue-full and tenant-waits."""
         self._look()
-        if self._ready:
-            return self._least_busy(workers, routing)
-        with self._waiters.expect_for(workers.tenant, f"{workers.id} ready"):
-            return await self._first_ready(workers, routing, until)
+        if not self._ready:
+            with self._waiters.expect_for(workers.tenant, f"{workers.id} ready"):
+                await self._until_ready(until)
+        if not self._ready or monotonic() >= until:
+            return None
+        return self._least_busy(workers, size_bytes, routing)
 
-    async def _first_ready(self, workers: WorkerSet, routing: str, until: float) -> WorkerRun | None:
-        while True:
-            self._look()
-            if self._ready:
-                return self._least_busy(workers, routing)
+    async def _until_ready(self, until: float) -> None:
+        while not self._ready:
             if (left := until - monotonic()) <= 0:
-                return None
+                return
             self._came.clear()
             try:
                 async with asyncio.timeout(min(left, LOOK_SECONDS)):
                     await self._came.wait()
             except TimeoutError:
                 self._seen = None
+            self._look()
 
-    async def send(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
-        self._open[run] += 1
-        try:
-            return await self._calls.call(run, call, seconds)
-        finally:
-            self._open[run] -= 1
-            if not self._open[run]:
-                del self._open[run]
+    async def send(self, run: WorkerRun, call: WorkerCall, begins_by: float) -> CallAnswer:
+        """A call that is given up counts until its worker has answered it."""
+        to_begin = Seconds(max(0.0, begins_by - monotonic()))
+        answering = asyncio.ensure_future(self._calls.call(run, call, to_begin))
+        size_bytes = len(call.arguments)
+        self._count(run, 1, size_bytes)
+        answering.add_done_callback(lambda _: self._count(run, -1, -size_bytes))
+        return await asyncio.shield(answering)
 
-    def lose(self, run: WorkerRun) -> None:
+    def lose(self, run: WorkerRun, why: str) -> None:
         """Ask it again before it gets another call."""
+        self.refusal = why
         if self._ready.get(run.task) == run:
             del self._ready[run.task]
             self._seen = None
@@ -161,16 +173,28 @@ class _Fleet:
         for asking in self._asked.values():
             asking.cancel()
 
-    def _least_busy(self, workers: WorkerSet, routing: str) -> WorkerRun:
+    def _count(self, run: WorkerRun, more: int, more_bytes: int) -> None:
+        self._open[run] += more
+        self._open_bytes[run] += more_bytes
+        if not self._open[run]:
+            del self._open[run], self._open_bytes[run]
+
+    def _least_busy(self, workers: WorkerSet, size_bytes: int, routing: str) -> WorkerRun:
         """In turn; unless that is all that is asked for, among those with the fewest calls from here."""
         runs = list(self._ready.values())
         self._turn += 1
         start = self._turn % len(runs)
         in_turn = runs[start:] + runs[:start]
         most = workers.max_concurrency + MOST_WAITING
-        free = [run for run in in_turn if self._open[run] < most]
+        free = [
+            run
+            for run in in_turn
+            if not self._open[run]
+            or (self._open[run] < most and self._open_bytes[run] + size_bytes <= MOST_BYTES)
+        ]
         if not free:
-            raise Problem("worker-queue-full", set=workers.id, waiting=most, workers=len(runs))
+            waits = f"{most} calls, or {MOST_BYTES >> 20} MiB of arguments"
+            raise Problem("worker-queue-full", set=workers.id, most=waits, workers=len(runs))
         return free[0] if routing == "round_robin" else min(free, key=self._open.__getitem__)
 
     def _look(self) -> None:
@@ -194,14 +218,12 @@ class _Fleet:
 
     async def _ask(self, run: WorkerRun) -> None:
         try:
-            match await self._calls.call(run, MADE, MADE_SECONDS):
+            match await self._calls.call(run, IS_READY, READY_SECONDS):
                 case Called():
                     self._ready[run.task] = run
                     self.refusal = ""
                     self._came.set()
-                case NotBegun(why) | WorkerLost(why):
+                case NotBegun(why, is_late=False) | WorkerLost(why):
                     self.refusal = why
-        except TimeoutError:
-            pass
         finally:
             self._asked.pop(run, None)

@@ -1,0 +1,76 @@
+"""Nodes that join, leave, or have more to do than they can."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from gpubroker_server.core.control.alarm import Alarm, Threshold
+from gpubroker_server.core.domain.decisions import Notice
+from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.world.world import World
+
+ANSWER_SECONDS = Seconds(30.0)
+"""Nodes of the last term that have not answered a new one for so long, though others have, have left."""
+
+
+class Overload(NamedTuple):
+    node: NodeName
+    measure: str
+    """`cpu` or `host_memory`: the share of it that is in use."""
+
+
+class NodeWatch:
+    """In one leader's memory."""
+
+    def __init__(self, thresholds: Mapping[str, Threshold], period_seconds: Seconds) -> None:
+        """`thresholds`: by measure; `period_seconds`: between two samples."""
+        self._thresholds = thresholds
+        self._period_seconds = period_seconds
+        self._expected: set[NodeName] = set()
+        """Nodes of the last term that have not answered this one yet."""
+        self._present: set[NodeName] = set()
+        self._since: Instant | None = None
+        self._alarms: dict[Overload, Alarm] = {}
+
+    def expect(self, nodes: Iterable[NodeName]) -> None:
+        """These were there in the last term: it is no news if they answer this one."""
+        self._expected.update(nodes)
+
+    @property
+    def overloaded(self) -> tuple[Overload, ...]:
+        return tuple(about for about, alarm in self._alarms.items() if alarm.is_on)
+
+    def follow(self, world: World, now: Instant) -> Iterator[Notice]:
+        yield from self._came_and_left(world, now)
+        yield from self._overloads(world, now)
+
+    def _came_and_left(self, world: World, now: Instant) -> Iterator[Notice]:
+        self._since = now if self._since is None else self._since
+        present = {name for name, node in world.nodes.items() if node.ready}
+        left, came = self._present - present, present - self._present - self._expected
+        self._expected -= present
+        if present and now - self._since >= ANSWER_SECONDS:
+            left |= self._expected
+            self._expected = set()
+        self._present = present
+        for what, names in (("JOINED", came), ("LEFT", left)):
+            for name in sorted(names):
+                gpus = sum(world.ledgers[key].device.offers for key in world.by_node.get(name, ()))
+                yield Notice(f"fleet.NODE_{what}", name, {"gpus": gpus, "nodes": len(present)})
+
+    def _overloads(self, world: World, now: Instant) -> Iterator[Notice]:
+        before, self._alarms = self._alarms, {}
+        for node, sample in world.node_samples.items():
+            values = {} if sample.is_stale(now, self._period_seconds) else _use(sample)
+            for measure, threshold in self._thresholds.items():
+                about, value = Overload(node, measure), values.get(measure)
+                known = before.get(about, Alarm())
+                self._alarms[about] = alarm = known.follow(value, threshold, now)
+                if alarm.is_on and not known.is_on:
+                    told = {"measure": measure, "value": value, "threshold": threshold.high}
+                    yield Notice("fleet.NODE_OVERLOADED", node, told)
+
+
+def _use(sample: NodeSample) -> Mapping[str, float]:
+    used_mb = sample.memory_total_mb - sample.memory_available_mb
+    return {"cpu": sample.cpu, "host_memory": used_mb / max(1, sample.memory_total_mb)}

@@ -1,0 +1,60 @@
+"""How many items a second each component gets done."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.decisions import Notice
+from gpubroker_server.core.domain.task import TERMINAL, Move
+from gpubroker_server.core.domain.units import Instant, Seconds
+
+ITEMS, INFERENCES, CALLS = "array_items", "inferences", "worker_calls"
+_MOVES = {Move.SUBMITTED: "submitted", Move.ADMITTED: "admitted", Move.STARTED: "started"}
+_ENDS = {Move(state.value): "finished" for state in TERMINAL}
+COMPONENTS = (*_MOVES.values(), "finished", ITEMS, INFERENCES, CALLS)
+"""Published."""
+
+
+class ThroughputRules(NamedTuple):
+    seconds: Seconds = Seconds(300.0)
+    """Rates are means over this time."""
+    change: float = 0.5
+    """A rate is told when it differs from the one that was told last by this share of it ..."""
+    least_per_second: float = 0.1
+    """... and by so much."""
+
+
+class Throughput:
+    """What has been done since this leader began, in its memory."""
+
+    def __init__(self, rules: ThroughputRules) -> None:
+        self._rules = rules
+        self.done: Counter[str] = Counter(dict.fromkeys(COMPONENTS, 0))
+        self._counted = self.done.copy()
+        self._counted_at: Instant | None = None
+        self._told: dict[str, float] = {}
+
+    def moved(self, what: Move, *, is_inference: bool) -> None:
+        """A task moved so."""
+        if (component := _MOVES.get(what) or _ENDS.get(what)) is not None:
+            self.done[component] += 1
+        if is_inference and what in _ENDS:
+            self.done[INFERENCES] += 1
+
+    def follow(self, now: Instant) -> Iterator[Notice]:
+        """The rates that have changed, once each period. A clock that is set back begins it anew."""
+        since = self._counted_at
+        if since is not None and 0 <= now - since < self._rules.seconds:
+            return
+        before, self._counted, self._counted_at = self._counted, self.done.copy(), now
+        if since is None or now <= since:
+            return
+        for component in COMPONENTS:
+            rate = (self._counted[component] - before[component]) / (now - since)
+            told = self._told.get(component, 0.0)
+            step = max(self._rules.change * told, self._rules.least_per_second)
+            if abs(rate - told) >= step:
+                self._told[component] = rate
+                threshold = told + step if rate > told else told - step
+                about = {"items_per_second": rate, "before": told, "threshold": threshold}
+                yield Notice("fleet.THROUGHPUT", component, about)
