@@ -146,18 +146,22 @@ def map_(
     gpubroker map team.checks:verify --items proofs.jsonl -j 8 --item-retries 2
     find . -name '*.wav' | gpubroker map --cpu 1 -- ffmpeg -i {} -y {}.mp3
 
-    The other options are those of submit, for each worker.
-
-    Results go to standard output, in order, one a line; items that failed to standard error.
+    Results go to standard output, in order, one a line; items that failed to standard error. Options that
+    submit has too are for each worker.
     """
-    given = dict(locals())
+    _map(context, locals())
+
+
+def _map(context: typer.Context, given: Mapping[str, Any]) -> None:
+    output = given["output"]
     with connect(context) as broker:
-        found = named_target(context, target)
+        found = named_target(context, given["target"])
         options = cast("Any", read_options(given) | dependencies(broker, given)) | _own_options(given)
-        values = list(_items_of(items, parsing.json_or_text if isinstance(found, str) else str))
-        array = broker.submit_array(found, values, *map(parsing.json_or_text, args or []), **options)
+        values = list(_items_of(given["items"], parsing.json_or_text if isinstance(found, str) else str))
+        args = map(parsing.json_or_text, given["args"] or [])
+        array = broker.submit_array(found, values, *args, **options)
         remember_last(broker, array.id)
-        if detach:
+        if given["detach"]:
             eprint("to follow it: gpubroker array " + array.id)
             emit(output, array, lambda array: array.id)
             return
