@@ -231,9 +231,10 @@ def test_the_command_takes_the_options_of_a_task_for_its_workers(
     assert body["resources"] == {
         "pool": "p", "gpu_fraction": 0.5, "custom": {"fpga": 2.0}, "prefer_kinds": ["H100"],
     }  # fmt: skip
-    given = {"profile": "verifier", "model_type": "m", "working_directory": "/", "grace_seconds": 5.0}
+    given = {"profile": "verifier", "model_type": "m", "grace_seconds": 5.0}
     given |= {"timeout_seconds": 3600.0, "stream": "s", "held": True, "after": [ID], "placement": "spread"}
-    assert given.items() <= body.items()
+    assert {name: body.get(name) for name in given} == given
+    assert body["run"] == {"command": ["convert"], "working_directory": "/"}
     assert {*signature(submit_command).parameters} - {*signature(map_).parameters} == {
         "bundles", "strategy", "min_ranks", "max_retries", "wait", "follow", "wait_timeout", "dry_run",
         "batch", "all_or_nothing",
