@@ -12,6 +12,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
+from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.controller import Gains
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
@@ -57,7 +58,9 @@ def _look(nodes: int, looks: int) -> Figure:
     """One step of fleet control and what a cycle takes over from it."""
     world, policy = _fleet(nodes), Policy()
     targets = tuple(FleetTarget(measure, 0.6, 0.8) for measure in Measure)
-    control, seconds = FleetControl(FleetRules(targets, controls=True), policy), []
+    overload = {measure: Threshold(0.95, 0.85) for measure in ("cpu", "host_memory")}
+    control = FleetControl(FleetRules(targets, controls=True, overload=overload), policy)
+    seconds = []
     for number in range(looks):
         now = Instant(number * 0.1)
         began = time.perf_counter()

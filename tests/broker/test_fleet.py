@@ -1,19 +1,22 @@
 """Fleet control in a leader: what it finds holds background work back, and is in the log."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.fleet import FleetRules
+from gpubroker_server.core.control.memory_failures import memory_of
 from gpubroker_server.core.control.targets import FleetTarget, Measure
 from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Loaded, NodeLost
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import CommitVerdict
 
-from tests.broker.stage import Stage, a_stage
+from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB
 
 BUSY = FleetTarget(Measure.GPU_UTILIZATION, 0.6, 0.8)
@@ -107,21 +110,48 @@ async def test_news_are_told_until_they_are_committed(tmp_path: Path) -> None:
         assert fleet.take() == []
 
 
+async def three_lack_memory(stage: Stage) -> None:
+    full = Failure("exception", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    for id in "abc":
+        await stage.submit(id, name="train", seconds=1e6, gpu_mb=GIB)
+    for id in "abc":
+        await stage.turns_until(id, TaskState.RUNNING)
+    now = stage.clock.now()
+    await stage.hear(*(Ended(TaskId(id), Fence(1), now, Ending.FAILED, failure=full) for id in "abc"))
+
+
 async def test_runs_that_fail_again_and_again_for_lack_of_memory_are_published(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         stage.fleet_rules = FleetRules()
         await stage.lead()
-        full = Failure("exception", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
-        for id in "abc":
-            await stage.submit(id, name="train", seconds=1e6, gpu_mb=GIB)
-            await stage.turns_until(id, TaskState.RUNNING)
-        now = stage.clock.now()
-        await stage.hear(*(Ended(TaskId(id), Fence(1), now, Ending.FAILED, failure=full) for id in "abc"))
+        await three_lack_memory(stage)
         await look(stage)
         fleet = stage.leader.fleet
         assert fleet is not None
         [found] = fleet.seen.memory_failures
         assert (found.memory, found.name, found.times) == ("cuda", "train", 3)
+
+
+class RefusingStore(ForgetfulStore):
+    """Cannot store what it is told of failures for lack of memory."""
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        fits = [one.outcome is None or memory_of(one.outcome.failure) is None for one in decisions]
+        written = await super().commit(term, [one for one, fit in zip(decisions, fits, strict=True) if fit])
+        verdicts = iter(written)
+        return [next(verdicts) if fit else CommitVerdict.UNSTORABLE for fit in fits]
+
+
+async def test_what_the_database_refused_counts_as_no_failure(tmp_path: Path) -> None:
+    async with a_stage(tmp_path, RefusingStore(Hands().now)) as stage:
+        stage.fleet_rules = FleetRules()
+        await stage.lead()
+        await three_lack_memory(stage)
+        assert [(await stage.row(id)).state for id in "abc"] == [TaskState.FAILED] * 3
+        await look(stage)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        assert fleet.seen.memory_failures == ()
 
 
 async def test_what_tasks_arrays_and_workers_get_done_is_counted_and_its_rate_is_in_the_log(
@@ -137,7 +167,7 @@ async def test_what_tasks_arrays_and_workers_get_done_is_counted_and_its_rate_is
         await stage.submit("short", seconds=1.0, gpu_mb=GIB)
         await stage.submit("worker", seconds=1e6, gpu_mb=GIB)
         await stage.turns_until("worker", TaskState.RUNNING)
-        for answered, fence in ((40, 1), (45, 1), (3, 2)):
+        for answered, fence in ((5, 1), (5, 1), (3, 2)):
             await stage.hear(
                 Loaded(TaskId("worker"), Fence(fence), stage.clock.now(), 0, 0, 1.0, 0, answered)
             )
@@ -169,3 +199,15 @@ async def test_a_node_that_is_given_up_has_left_and_one_that_answers_the_next_le
         await stage.leader.fleet.look()
         await stage.leader.cycle()
         assert stage.leader.fleet.seen.told["fleet.NODE_LEFT"] == 1
+
+
+async def test_calls_that_were_answered_under_the_last_leader_are_not_counted_again(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        await stage.submit("worker", seconds=1e6, gpu_mb=GIB)
+        await stage.turns_until("worker", TaskState.RUNNING)
+        await stage.later(5.0)
+        await stage.lead()
+        for answered in (40, 43):
+            await stage.hear(Loaded(TaskId("worker"), Fence(1), stage.clock.now(), 0, 0, 1.0, 0, answered))
+        assert stage.leader.fleet is not None
+        assert stage.leader.fleet.seen.done["worker_calls"] == 3

@@ -73,6 +73,14 @@ def busy(service: ServiceProcess, prometheus: PrometheusServer) -> PrometheusSer
     return prometheus
 
 
+def test_what_the_leader_finds_of_the_fleet_is_scraped(busy: PrometheusServer) -> None:
+    done = 'gpubroker_items_total{component="finished"}'
+    until(lambda: (busy.value(done) or 0) >= 1, "the leader counts what is done")
+    assert busy.value('gpubroker_fleet_events_total{kind="fleet.NODE_JOINED"}') == 1
+    assert busy.value('gpubroker_target_max_ratio{measure="gpu_utilization", scope="all"}') == 0.8
+    assert busy.value('gpubroker_backpressure_active{measure="queue_length"}') == 0
+
+
 @pytest.mark.parametrize(("title", "query"), QUERIES, ids=[title for title, _ in QUERIES])
 def test_the_dashboards_query_finds_something(busy: PrometheusServer, title: str, query: str) -> None:
     if any(name in query for name in ABSENT):

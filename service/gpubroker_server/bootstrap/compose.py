@@ -291,6 +291,7 @@ def fleet_rules_of(settings: Settings) -> FleetRules:
     given, pressed = settings.fleet, settings.fleet.backpressure
     return FleetRules(
         targets=tuple(_targets(given)),
+        constraint_seconds=Seconds(given.constraint_seconds),
         controls=given.controller,
         gains=Gains(**given.gains.model_dump()),
         idle=IdleRules(given.idle_below_percent / 100, Seconds(given.idle_grace_seconds)),

@@ -69,6 +69,7 @@ class FleetKeeper:
         """How long the task waited that was admitted last."""
         self._news: list[Notice] = []
         self._is_new = False
+        self._began_at = clock.now()
         self._told = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
         self._calls: dict[TaskId, tuple[Fence, int]] = {}
@@ -118,13 +119,15 @@ class FleetKeeper:
         self._throughput.done[ITEMS] += sum(page.count for one in decisions for page in one.items)
 
     def hear(self, reports: Sequence[Report]) -> None:
-        """A run that was there before this leader has answered calls that are not counted."""
+        """What a run answered before this leader began is not counted."""
         for report in reports:
-            if isinstance(report, Loaded) and report.task in self._world.tasks:
-                fence, before = self._calls.get(report.task, (report.fence, report.answered))
+            if isinstance(report, Loaded) and (row := self._world.tasks.get(report.task)) is not None:
+                is_older = row.started_at is not None and row.started_at < self._began_at
+                unknown = report.fence, report.answered if is_older else 0
+                fence, before = self._calls.get(report.task, unknown)
+                self._calls[report.task] = report.fence, report.answered
                 new = report.answered - (before if fence == report.fence else 0)
                 self._throughput.done[CALLS] += max(0, new)
-                self._calls[report.task] = report.fence, report.answered
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:

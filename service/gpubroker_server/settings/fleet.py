@@ -177,6 +177,7 @@ class FleetSettings(Section):
     max_memory_percent: Percent = 80.0
     max_disk_percent: Percent = 70.0
     targets: list[TargetSettings] = Field(default_factory=list)
+    constraint_seconds: Duration = 60.0
     controller: bool = False
     gains: GainSettings = Field(default_factory=GainSettings)
     watched_directories: list[str] = Field(default_factory=list)

@@ -112,7 +112,7 @@ def test_instances_stand_for_the_gpu_that_they_are_part_of() -> None:
     assert control.seen.targets[0].value == 0.9
 
 
-def test_what_comes_to_be_above_its_target_is_told_once() -> None:
+def test_what_has_been_above_its_target_for_a_while_is_told_once() -> None:
     memory = FleetTarget(Measure.GPU_MEMORY, 0.1, 0.8)
     world, control = a_fleet(), a_control(FleetRules((memory,)))
 
@@ -121,11 +121,26 @@ def test_what_comes_to_be_above_its_target_is_told_once() -> None:
         return kinds(control.step(world, {}, Instant(at)))
 
     constraint = [("fleet.RESOURCE_CONSTRAINT", "all")]
-    assert told(NOW, 70 * GIB) == constraint
-    assert told(NOW + 2, 72 * GIB) == []
-    assert told(NOW + 4, 0) == []  # below its target: out, and no constraint
-    assert told(NOW + 6, 40 * GIB) == []
-    assert told(NOW + 8, 70 * GIB) == constraint
+    assert told(NOW, 70 * GIB) == []
+    assert told(NOW + 58, 72 * GIB) == []
+    assert told(NOW + 60, 72 * GIB) == constraint
+    assert told(NOW + 62, 72 * GIB) == []
+    for after in (100, 160):  # below its target: out, and no constraint
+        assert told(NOW + after, 0) == []
+    assert told(NOW + 162, 70 * GIB) == []
+    assert told(NOW + 222, 70 * GIB) == constraint
+
+
+def test_a_measure_around_its_target_is_told_once_and_one_at_it_never() -> None:
+    memory = FleetTarget(Measure.GPU_MEMORY, 0.1, 0.8)
+    world, control = a_fleet(), a_control(FleetRules((memory,)))
+    heard = []
+    for n in range(600):
+        used_mb = 64 * GIB if n < 100 else (66 + n % 3) * GIB if n < 200 else (63 + n % 3) * GIB
+        world.measure(a_sample(key("gpu0", node), NOW + 2 * n, used_mb=used_mb) for node in ("n1", "n2"))
+        heard += control.step(world, {}, Instant(NOW + 2 * n))
+    assert kinds(heard) == [("fleet.RESOURCE_CONSTRAINT", "all")]
+    assert heard[0].fields["threshold"] == 0.8
 
 
 def test_idle_devices_and_nodes_are_looked_for_now_and_then_and_told_once() -> None:

@@ -10,6 +10,9 @@ from tests.e2e.guarded_disk import GuardedDisk, guarded_disk
 from tests.e2e.policy import POLICY
 from tests.e2e.service_process import ServiceProcess
 
+OVERLOAD = {"memory_percent": {"high": 0.2, "low": 0.1, "seconds": 0}}
+"""Any machine is."""
+
 
 @pytest.fixture(scope="package")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedDisk]:
@@ -22,7 +25,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedDisk]:
 def _service(tmp_path_factory: pytest.TempPathFactory, guarded: GuardedDisk) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
     settings: dict[str, Any] = {"ray": {"spares": 4}, "policy": POLICY, "limits": {"result_bytes": 2**20}}
-    settings["fleet"] = guarded.settings
+    settings["fleet"] = {**guarded.settings, "overload": OVERLOAD}
     settings["entrypoints"] = ["tests.e2e.work:*", "bench.tasks:*"]
     with ServiceProcess(home, submit_from_tasks=True, **settings) as running:
         yield running

@@ -3,6 +3,7 @@ begins anew."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf, nextafter
 from typing import Any, NamedTuple
 
 from gpubroker_server.core.control.alarm import Alarm, Threshold
@@ -28,12 +29,17 @@ from gpubroker_server.core.world.background import BACKGROUND_TOP, IDLE_TOP, Bac
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
+WELL_BELOW = 0.95
+"""Of the most that a target allows. What is above that again and again is told once."""
+
 
 @dataclass(frozen=True, slots=True)
 class FleetRules:
     """The operator's choices. Shares are from 0 to 1."""
 
     targets: tuple[FleetTarget, ...] = ()
+    constraint_seconds: Seconds = Seconds(60.0)
+    """What has been above its target for so long is told."""
     controls: bool = False
     """Hold background work back so that GPU utilisation stays inside its targets."""
     gains: Gains = field(default_factory=Gains)
@@ -99,6 +105,7 @@ class FleetControl:
         self._rules = rules
         self._policy = policy
         self._standings: dict[FleetTarget, Standing] = {}
+        self._constrained: dict[FleetTarget, Alarm] = {}
         self._controls: dict[FleetTarget, Control] = {}
         self._quiet: dict[str, Quiet] = {}
         self._idle: list[Idle] = []
@@ -117,8 +124,8 @@ class FleetControl:
         rules = self._rules
         scopes = [target.scope for target in rules.targets]
         values = measured(world, scopes, self._policy, now)
-        before, self._standings = self._standings, follow_targets(self._standings, rules.targets, values, now)
-        notices = [*self._constraints(before)]
+        self._standings = follow_targets(self._standings, rules.targets, values, now)
+        notices = [*self._constraints(now)]
         background_mb = self._follow_controls(world, now)
         notices += self._follow_idle(world, now)
         notices += self._follow_pressures(pressures, now)
@@ -151,12 +158,14 @@ class FleetControl:
         about = str(target.scope), target.measure.value, target.least, target.most
         return TargetSeen(*about, *self._standings[target], share)
 
-    def _constraints(self, before: Mapping[FleetTarget, Standing]) -> Iterator[Notice]:
-        """What has come to be above its target."""
+    def _constraints(self, now: Instant) -> Iterator[Notice]:
+        """What has been above its target for a while, until it is well below."""
         for target, standing in self._standings.items():
-            was_in = target not in before or before[target].is_in
-            if standing.value is not None and was_in and standing.value > target.most:
-                about = {"measure": target.measure.value, "value": standing.value, "threshold": target.most}
+            known, most = self._constrained.get(target, Alarm()), target.most
+            threshold = Threshold(nextafter(most, inf), most * WELL_BELOW, self._rules.constraint_seconds)
+            self._constrained[target] = alarm = known.follow(standing.value, threshold, now)
+            if alarm.is_on and not known.is_on:
+                about = {"measure": target.measure.value, "value": standing.value, "threshold": most}
                 yield Notice("fleet.RESOURCE_CONSTRAINT", str(target.scope), about)
 
     def _follow_controls(self, world: World, now: Instant) -> dict[str, int]:
