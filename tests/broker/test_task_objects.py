@@ -2,12 +2,15 @@
 
 import asyncio
 import hashlib
+import json
 
 import pytest
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker import task_objects
 from gpubroker_server.broker.task_objects import TaskObjects
+from gpubroker_server.core.domain.submission import BatchSubmission, WorkerSet
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
+from gpubroker_server.core.world.worker_sets import WorkerSets
 from gpubroker_server.ports.objects import Quota, StoredObject
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.ports.task_objects import (
@@ -20,6 +23,7 @@ from gpubroker_server.ports.task_objects import (
 from structlog.testing import capture_logs
 
 from tests.builders import NOW, a_task, a_world, holding
+from tests.contracts.scenes import a_submission
 from tests.gateway.harness import ManualClock
 from tests.memory_blobs import Blobs
 from tests.patience import PATIENCE_SECONDS
@@ -79,6 +83,28 @@ class Stage:
 @pytest.fixture
 def stage() -> Stage:
     return Stage()
+
+
+async def test_a_worker_set_uses_its_objects_until_it_is_over(stage: Stage) -> None:
+    """One that is restarted, or comes later, opens them too."""
+    await stage.upload()
+    workers = a_set("t1", tenant="acme")
+    first = a_submission(a_task("t1", tenant="acme"))
+    await stage.store.submit_batch(BatchSubmission([first], answer=json.dumps({"objects": [ID, "0" * 64]})))
+    await stage.store.submit_batch(BatchSubmission([a_submission(a_task("other"))]))
+    stage.world.worker_sets = WorkerSets([workers, a_set("other")])
+    for _ in range(3):
+        stage.clock.advance(0.9 * DAY)
+        await stage.objects.extend()
+    assert await stage.wanted(0) == (10, BYTES, "")
+    stage.world.worker_sets = WorkerSets()
+    stage.clock.advance(1.1 * DAY)
+    await stage.objects.extend()
+    assert "has no object" in (await stage.wanted(0))[2]
+
+
+def a_set(id: str, tenant: str = "default") -> WorkerSet:
+    return WorkerSet(TaskId(id), tenant, "", (TaskId(id),), 1, 1, 1, 1, NOW)
 
 
 async def test_an_object_is_sent_part_by_part_to_the_node_of_the_run(

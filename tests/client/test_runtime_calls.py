@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import cloudpickle
+import numpy
 import pytest
 from gpubroker import current_task
 from gpubroker.runtime.calls import IS_LATE, WORKER_SET_VARIABLE, Answer, SetWorker
@@ -24,7 +25,7 @@ class Counter:
 
     def __init__(self, start: int = 0) -> None:
         self.value = start
-        self.is_well = True
+        self.is_healthy = True
         self.goes_on = threading.Event()
         self.has_begun = threading.Semaphore(0)
 
@@ -44,7 +45,13 @@ class Counter:
         raise ValueError("no")
 
     def check(self) -> bool:
-        return self.is_well
+        return self.is_healthy
+
+    async def check_later(self) -> bool:
+        return self.is_healthy
+
+    def failed_by_numpy(self) -> Any:
+        return numpy.bool_(False)
 
     def give(self, fault: str) -> "Cursed":
         return Cursed(fault)
@@ -302,9 +309,9 @@ def health(method: str, **terms: float) -> dict[str, Any]:
     return {"method": method, **usual, **terms}
 
 
-def test_a_worker_that_is_ill_several_times_in_a_row_ends_as_unhealthy() -> None:
+def test_a_worker_that_fails_several_checks_in_a_row_ends_as_unhealthy() -> None:
     worker = Worker(health=health("check"))
-    worker.counter().is_well = False
+    worker.counter().is_healthy = False
     ended = worker.next("ended")
     said = "check failed 2 times in a row; the last time: it returned False"
     assert (ended[5], ended[8][:2]) == ("failed", ("unhealthy", said))
@@ -314,7 +321,8 @@ def test_a_worker_that_is_ill_several_times_in_a_row_ends_as_unhealthy() -> None
     ("method", "timeout", "said"),
     [
         ("fail", PATIENCE_SECONDS, "ValueError: no"),
-        ("nothing", PATIENCE_SECONDS, "AttributeError: there is no such method"),
+        ("nothing", PATIENCE_SECONDS, "AttributeError: 'Counter' object has no attribute 'nothing'"),
+        ("failed_by_numpy", PATIENCE_SECONDS, "it returned False"),
         ("wait", 0.0, "it did not answer within 0 s"),
     ],
 )
@@ -324,9 +332,48 @@ def test_a_check_that_raises_or_hangs_is_a_failed_one(method: str, timeout: floa
     worker.made[0].goes_on.set()
 
 
-def test_a_worker_that_is_well_again_goes_on() -> None:
-    worker = Worker(health=health("check", failures=1000))
-    worker.counter().is_well = False
+def test_a_check_that_is_a_coroutine_is_awaited() -> None:
+    worker = Worker(health=health("check_later", failures=2))
     assert worker.next("loaded")[5:7] == (0, 0)
-    worker.counter().is_well = True
+    worker.counter().is_healthy = False
+    assert worker.next("ended")[8][1].endswith("in a row; the last time: it returned False")
+
+
+class Unchecked:
+    """A role's class without the method."""
+
+
+class Judge:
+    """One whose check never passes."""
+
+    async def check(self) -> bool:
+        return False
+
+
+def test_the_objects_of_roles_that_have_the_method_are_checked_too() -> None:
+    here = "tests.client.test_runtime_calls"
+    roles = {
+        name: {"entrypoint": f"{here}:{name}", "args": [], "kwargs": {}} for name in ("Unchecked", "Judge")
+    }
+    worker = Worker(health=health("check"), roles=roles)
+    assert worker.next("ended")[8][1].endswith("the last time: role Judge: it returned False")
+
+
+def test_objects_that_are_not_made_in_time_end_the_run_and_refuse_what_waits() -> None:
+    goes_on = threading.Event()
+    worker = Worker(goes_on.wait, PATIENCE_SECONDS, start_seconds=0.05)
+    waiting = worker.ask("add")
+    ended = worker.next("ended")
+    assert (ended[5], ended[8][0]) == ("failed", "start_timeout")
+    assert "not made within 0.05 s" in ended[8][1]
+    assert "self.made.append(make(*args))" in ended[8][2], "where it was"
+    assert waiting.result(PATIENCE_SECONDS)[0] == "refused"
+    goes_on.set()
+
+
+def test_a_worker_that_is_healthy_again_goes_on() -> None:
+    worker = Worker(health=health("check", failures=1000))
+    worker.counter().is_healthy = False
+    assert worker.next("loaded")[5:7] == (0, 0)
+    worker.counter().is_healthy = True
     assert worker.stop()[5] == "stopped"

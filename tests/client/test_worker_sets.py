@@ -32,7 +32,7 @@ async def test_the_sdk_forms_reads_scales_and_ends_a_set() -> None:
                 "myteam.solvers:Solver", 3, kwargs={"deep": True}, count=1, max_count=2, cpu=0.1
             )
             assert (made.state, made.count, made.places, made.states) == ("active", 1, 2, {"held": 2})
-            assert [one.id for one in await broker.worker_sets()] == [made.id]
+            assert [one.id async for one in broker.worker_sets()] == [made.id]
             assert (await broker.scale_worker_set(made, 2)).count == 2
             with pytest.raises(Refused, match="does not scale by a signal"):
                 await broker.signal_worker_set(made, 1.0)
@@ -85,16 +85,16 @@ def test_arguments_that_cannot_travel_are_refused_before_the_call(service: Recor
         ("workers signal task_1 12", "POST", "/worker-sets/task_1/signal", {"value": 12.0}),
         ("workers end task_1", "DELETE", "/worker-sets/task_1", None),
         (
-            "workers create team.a:B --arg 7 -j 2 --max 4 --scale calls=8 --health ping --cpu 1",
+            "workers create team.a:B --arg 7 -j 2 --max 4 --scale calls=8 --health ping --start-timeout 5m",
             "POST",
             "/worker-sets",
             {
                 "run": {"entrypoint": "team.a:B", "args": [7], "kwargs": {}},
-                "resources": {"cpu": 1.0},
                 "count": 2,
                 "max_count": 4,
                 "scale": {"by": "calls", "target": 8.0},
                 "health": {"method": "ping"},
+                "start_timeout_seconds": 300.0,
             },
         ),
     ],
@@ -102,7 +102,7 @@ def test_arguments_that_cannot_travel_are_refused_before_the_call(service: Recor
 def test_the_commands_send_what_was_said(
     service: RecordedService, run: Run, line: str, method: str, path: str, body: Any
 ) -> None:
-    service.reply_with(Reply(200, {"worker_sets": [SET]} if line.endswith("list") else SET))
+    service.reply_with(Reply(200, {"items": [SET], "next_cursor": None} if line.endswith("list") else SET))
     ended = run(line)
     assert ended.code == 0, ended.err
     [asked] = service.requests

@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gpubroker_server.adapters.sql.arrays.pages import counts_of
 from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.adapters.sql.system_tables import SCHEMA
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
-from gpubroker_server.core.domain.submission import BatchSubmission
+from gpubroker_server.core.domain.submission import WORKER_LABELS, BatchSubmission
 from gpubroker_server.core.domain.task import Move, Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.ports.arrays import ItemCounts, PageFilter
@@ -107,11 +108,12 @@ async def test_results_go_with_the_first_worker(store: TaskStore) -> None:
     assert await store.item_counts(ARRAY) == ItemCounts()
 
 
-async def test_the_first_worker_stays_as_long_as_another_has_not_ended(store: TaskStore) -> None:
-    """It keeps the terms and the results of the array."""
+@pytest.mark.parametrize("label", WORKER_LABELS)
+async def test_the_first_worker_stays_as_long_as_another_has_not_ended(store: TaskStore, label: str) -> None:
+    """It keeps the terms of the array or the set, and the array's results."""
     task, other = a_task(ARRAY), a_task("t2")
     term = await with_gpu(store)
-    first = a_submission(task, labels={"array": ARRAY})
+    first = a_submission(task, labels={label: ARRAY})
     others = replace(first, task=other, like=first)
     await store.submit_batch(BatchSubmission([first, others], answer="the terms"))
     for worker, is_kept in ((task, True), (other, False)):

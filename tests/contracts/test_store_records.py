@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.decisions import (
     QueuePause,
     Request,
     StreamState,
+    WorkerSetWrite,
     write_move,
 )
 from gpubroker_server.core.domain.models import ModelTerms
@@ -161,12 +162,13 @@ async def test_a_worker_set_stays_until_it_is_over(six: TaskStore) -> None:
     ids, scaling = (TaskId("t1"), TaskId("t2")), Scaling("calls", 4.0, Seconds(60.0))
     workers = WorkerSet(ids[0], "lab", "solvers", ids, 0, 2, 1, 8, Instant(NOW), scaling)
     term = await next_term(six)
-    await six.commit(term, [Decision("t1", "form", worker_sets=(workers,))])
+    await six.commit(term, [Decision("t1", "form", worker_sets=(WorkerSetWrite(workers, "formed"),))])
     more = changed(workers, count=2, signal=3.5)
-    await six.commit(term, [Decision("t1", "scale", worker_sets=(more,))])
+    scaled = WorkerSetWrite(more, "changed", ("count", "signal"))
+    await six.commit(term, [Decision("t1", "scale", worker_sets=(scaled,))])
     assert list((await six.snapshot()).worker_sets) == [more]
     assert replayed(await log_of(six)).worker_sets == {"t1": more}
-    await six.commit(term, [Decision("t1", "worker_set_over", sets_over=(more,))])
+    await six.commit(term, [Decision("t1", "over", worker_sets=(WorkerSetWrite(more, "over"),))])
     assert list((await six.snapshot()).worker_sets) == []
     assert replayed(await log_of(six)).worker_sets == {}
 

@@ -4,6 +4,7 @@ POLICY = {
     "sample_period_seconds": 0.5,
     "kill_patience_seconds": 0.5,
     "consolidation": 10,
+    "retry_first_seconds": 0.2,
     "learned_least_runs": 3,
     "overuse": "stop",
     "streams": {"release": 1, "nightly": 1},

@@ -80,6 +80,17 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
+def fail_as(name: str, message: str) -> None:
+    """With an exception of this class name, as a framework does that is not installed here."""
+    raise type(name, (RuntimeError,), {})(message)
+
+
+def take(mb: int) -> None:
+    """Host memory, until it is killed."""
+    taken = b"x" * (mb * 2**20)
+    time.sleep(600.0 if taken else 0.0)
+
+
 def hold(witness: str, until: str) -> int:
     """Write one line at its start, and return its attempt once the file `until` is there."""
     task = current_task()
@@ -253,7 +264,12 @@ class Counter:
             time.sleep(0.01)
         return os.getpid()
 
-    def is_well(self) -> bool:
+    def spin(self, _witness: str, until: str) -> None:
+        """Use the CPU until the file `until` is there."""
+        while not Path(until).exists():
+            sum(range(100_000))
+
+    def is_healthy(self) -> bool:
         return self.value >= 0
 
     def crash(self) -> None:

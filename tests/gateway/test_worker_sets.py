@@ -29,7 +29,7 @@ async def test_as_many_tasks_wait_as_are_wanted_and_the_other_places_are_held(
     assert (terms["id"], terms["max_concurrency"], terms["health"]["method"]) == (seen["id"], 4, "ping")
     assert not gateway.task(task).shareable
     assert gateway.task(task).max_retries == 2**31 - 1
-    assert [it["id"] for it in (await api.get("/worker-sets")).json()["worker_sets"]] == [seen["id"]]
+    assert [it["id"] for it in (await api.get("/worker-sets")).json()["items"]] == [seen["id"]]
 
 
 async def test_the_worker_gets_the_most_of_what_its_roles_need(gateway: Gateway, api: Client) -> None:
@@ -94,7 +94,7 @@ async def test_the_leader_is_asked_to_form_the_set_in_the_commit_that_stores_its
     await gateway.carry_out_requests()
     assert set(gateway.world.worker_sets) == {seen["id"]}
     assert [kind for kinds in commits for kind in kinds] == [
-        "task.submitted", "request.made", "request.done", "worker_set.changed",
+        "task.submitted", "request.made", "request.done", "worker_set.formed",
     ]  # fmt: skip
 
 
@@ -145,22 +145,13 @@ async def test_a_role_needs_the_permission_for_its_entrypoint_too(gateway: Gatew
     assert gateway.world.tasks == {}
 
 
-async def test_stats_metrics_and_the_log_tell_of_workers(
-    gateway: Gateway, api: Client, workers: Workers
-) -> None:
-    seen = await running(gateway, api, workers, 2, max_count=3)
+async def test_stats_and_metrics_tell_of_workers(gateway: Gateway, api: Client, workers: Workers) -> None:
+    await running(gateway, api, workers, 2, max_count=3)
     await lead(gateway)
     assert (await api.get("/stats")).json()["worker_sets"] == {"sets": 1, "wanted": 2, "running": 2}
     metrics = (await api.get("/metrics")).text
     assert 'gpubroker_workers{state="running"} 2.0' in metrics
     assert 'gpubroker_workers{state="wanted"} 2.0' in metrics
-    worker = seen["workers"][0]["id"]
-    [told] = [
-        event
-        for event in (await api.get(f"/tasks/{worker}/events")).json()["items"]
-        if event["kind"] == "worker.joined"
-    ]
-    assert told["fields"] == {"set": seen["id"], "attempt": 1, "node": "n1"}
 
 
 async def test_a_place_that_is_not_wanted_says_so(gateway: Gateway, api: Client) -> None:
@@ -209,7 +200,7 @@ async def test_another_tenant_sees_no_set(gateway: Gateway, api: Client) -> None
         body = {"json": {"method": "add"}} if path else {}
         answer = await other.request(method, f"/worker-sets/{seen['id']}{path}", **body)
         assert answer.status_code == 404, path
-    assert (await other.get("/worker-sets")).json() == {"worker_sets": []}
+    assert (await other.get("/worker-sets")).json()["items"] == []
 
 
 async def test_a_worker_alone_cannot_be_submitted_again(gateway: Gateway, api: Client) -> None:
@@ -217,6 +208,27 @@ async def test_a_worker_alone_cannot_be_submitted_again(gateway: Gateway, api: C
     await api.delete(f"/worker-sets/{seen['id']}")
     answer = await api.post(f"/tasks/{seen['id']}/retry")
     assert answer.json()["code"] == "task-not-retryable"
+
+
+async def test_sets_are_listed_page_by_page_oldest_first(gateway: Gateway, api: Client) -> None:
+    made = [(await formed(gateway, api))["id"] for _ in range(3)]
+    first = (await api.get("/worker-sets?limit=2")).json()
+    assert ([it["id"] for it in first["items"]], first["has_more"]) == (made[:2], True)
+    path = f"/worker-sets?cursor={first['next_cursor']}"
+    rest = (await api.get(path)).json()
+    assert ([it["id"] for it in rest["items"]], rest["next_cursor"]) == (made[2:], None)
+    other = await gateway.client("eve", "tasks:read", tenant="acme")
+    assert (await other.get(path)).json()["code"] == "cursor-invalid"
+
+
+async def test_the_objects_that_the_set_and_its_roles_name_are_kept_with_it(
+    gateway: Gateway, api: Client
+) -> None:
+    ids = [(await api.post("/objects", content=part)).json()["id"] for part in (b"a", b"b")]
+    own, role = ({**RUN, "kwargs": {"weights": {"object": id}}} for id in ids)
+    seen = await formed(gateway, api, run=own, colocate_with={"judge": {"run": role}})
+    kept = json.loads(await gateway.store.batch_answer(TaskId(seen["id"])))
+    assert kept["objects"] == sorted(ids)
 
 
 async def test_arguments_of_roles_are_bounded_and_name_objects_that_are_there(api: Client) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from gpubroker.runtime.invoke import CannotOpen, opened, with_objects
+from gpubroker.runtime.invoke import opened, with_objects
 from gpubroker.runtime.journal import AT_ONCE, Journal
 from gpubroker.runtime.messages import (
     MESSAGE_CHARS,
@@ -24,6 +24,7 @@ from gpubroker.runtime.messages import (
 )
 from gpubroker.runtime.outcome import NotStored, describe, raised, succeeded
 from gpubroker.runtime.run_objects import RunObjects
+from gpubroker.runtime.set_objects import Objects, SetObjects
 from gpubroker.runtime.task import RunningTask, enter_task
 
 WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
@@ -59,7 +60,6 @@ class SetWorker:
         self._journal = journal
         self._task = task
         self._objects = objects
-        self._health: Mapping[str, Any] | None = terms.get("health")
         self._roles: Mapping[str, Mapping[str, Any]] = terms.get("roles") or {}
         self._max_concurrency: int = terms["max_concurrency"]
         self._threads = ThreadPoolExecutor(self._max_concurrency, "call", enter_task, (task,))
@@ -70,25 +70,26 @@ class SetWorker:
         """Calls that have not begun, in order. One that is given up leaves, with its arguments."""
         self._running = self._answered = 0
         self._is_leaving = False
-        self._made: Mapping[str, Any] = {}
-        """The objects by role, once they are made; the one of the set itself has no name."""
+        self._set_objects = SetObjects(self._make, self._result_of, task, terms)
+        self._made: Objects = {}
+        """Once they are made."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Of coroutines."""
         self._news = threading.Event()
 
     def work(self) -> RunOutcome:
-        """Until it has to stop, or is found to be ill."""
+        """Until it has to stop, or is found to be unhealthy."""
         self._task.call_on_stop(self._news.set)
         try:
-            made = self._make()
+            made = self._set_objects.made()
+            if isinstance(made, RunOutcome):
+                return made
             with self._lock:
                 self._made, self._asked, asked = made, set(), self._asked
                 self._begin()
             for question in asked:
                 _settle(question, IS_READY)
             return self._tend()
-        except CannotOpen as refusal:
-            return refusal.outcome
         except BaseException as fault:
             return raised(fault)
         finally:
@@ -119,7 +120,7 @@ class SetWorker:
         call.add_done_callback(self._forget)
         return call
 
-    def _make(self) -> Mapping[str, Any]:
+    def _make(self) -> Objects:
         """Raises CannotOpen, and what a constructor raises."""
         objects = {"": self._object_of(self._order)}
         for role, run in self._roles.items():
@@ -176,19 +177,22 @@ class SetWorker:
         """Raises what user code raises: the method, a property, what opens arguments or writes a result."""
         if role not in self._made:
             known = ", ".join(sorted(filter(None, self._made))) or "none"
-            return failed("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
+            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
         made = self._made[role]
         function = None if method.startswith("_") else getattr(made, method, None)
         if not callable(function):
-            return failed("no_such_method", f"{type(made).__qualname__} has no public method {method!r}")
+            return _not_called("no_such_method", f"{type(made).__qualname__} has no public method {method!r}")
         try:
             args, kwargs = _arguments_of(form, arguments)
         except BaseException as fault:
-            return failed("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
-        value = function(*args, **kwargs)
-        if inspect.isawaitable(value):
-            value = asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
+            return _not_called("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
+        value = self._result_of(function(*args, **kwargs))
         return succeeded(value, form, self._order.result_limit_bytes, _store_nothing)
+
+    def _result_of(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        return asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """One for all calls: what a coroutine makes may belong to its loop."""
@@ -200,8 +204,7 @@ class SetWorker:
 
     def _tend(self) -> RunOutcome:
         """Tell the load, and check the health."""
-        watch, told = _Health(self._health, self._made[""]), (-1, -1, 0.0)
-        told_at, cpu, looked_at = 0.0, time.process_time(), time.monotonic()
+        told, told_at, cpu, looked_at = (-1, -1, 0.0), 0.0, time.process_time(), time.monotonic()
         while not self._task.should_stop:
             self._news.wait(TELL_SECONDS)
             now, used = time.monotonic(), time.process_time()
@@ -214,8 +217,8 @@ class SetWorker:
             if is_new or now - told_at >= STILL_SECONDS:
                 told, told_at = load, now
                 self._journal.note(self._order.key, loaded(self._order.key, *load, answered), AT_ONCE)
-            if illness := watch.illness(now):
-                return failed("unhealthy", illness)
+            if fault := self._set_objects.why_unhealthy(now):
+                return failed("unhealthy", fault)
         return RunOutcome("stopped")
 
     def _leave(self) -> None:
@@ -230,57 +233,13 @@ class SetWorker:
         self._threads.shutdown(wait=self._task.should_stop)
 
 
-class _Health:
-    """Calls the method that says whether the object works, again and again, in a thread of its own."""
-
-    def __init__(self, terms: Mapping[str, Any] | None, checked: Any) -> None:
-        self._terms = terms
-        self._checked = checked
-        self._thread = ThreadPoolExecutor(1, "health")
-        self._failures = 0
-        self._due_at = time.monotonic()
-        self._check: Future[Any] | None = None
-        self._began_at = 0.0
-
-    def illness(self, now: float) -> str:
-        """Why it cannot go on; empty while it can."""
-        terms = self._terms
-        if terms is None:
-            return ""
-        if self._check is None:
-            if now >= self._due_at:
-                method: Callable[[], Any] = getattr(self._checked, terms["method"], _missing)
-                self._check, self._began_at = self._thread.submit(method), now
-            return ""
-        is_late = now - self._began_at > terms["timeout_seconds"]
-        if not self._check.done() and not is_late:
-            return ""
-        why = _why_ill(self._check, terms)
-        self._due_at = now + terms["period_seconds"]
-        self._failures = self._failures + 1 if why else 0
-        if self._check.done():
-            self._check = None
-        else:
-            self._began_at = now  # the same check counts again when its time is over once more
-        if self._failures < terms["failures"]:
-            return ""
-        return f"{terms['method']} failed {self._failures} times in a row; the last time: {why}"
-
-
-def _why_ill(check: "Future[Any]", terms: Mapping[str, Any]) -> str:
-    if not check.done():
-        return f"it did not answer within {terms['timeout_seconds']:g} s"
-    if (fault := check.exception()) is not None:
-        return describe(fault)
-    return "it returned False" if check.result() is False else ""
+def _not_called(kind: str, message: str) -> RunOutcome:
+    """These kinds end a call, and never a run."""
+    return failed(kind, message)
 
 
 def _store_nothing(_data: bytes) -> str:
     raise NotStored("only that of a run does; return less, or the id of an object")
-
-
-def _missing() -> bool:
-    raise AttributeError("there is no such method")
 
 
 async def _awaited(value: Any) -> Any:

@@ -13,11 +13,14 @@ import cloudpickle
 
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.submission import SubmitOptions, Target, submission_body
-from gpubroker.transport.decoding import Raw, decode
+from gpubroker.transport.decoding import Page, Raw, decode, page_of
 from gpubroker.transport.exchange import Call, Steps
-from gpubroker.transport.operations import Operations, operation, path_part
+from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 
-_SET_OPTIONS = ("count", "min_count", "max_count", "scale", "health", "max_restarts", "colocate_with")
+_SET_OPTIONS = (
+    "count", "min_count", "max_count", "scale", "health", "start_timeout_seconds", "max_restarts",
+    "colocate_with",
+)  # fmt: skip
 
 
 class WorkerSetOptions(SubmitOptions, total=False):
@@ -28,11 +31,13 @@ class WorkerSetOptions(SubmitOptions, total=False):
     min_count: int
     """Default: `count`."""
     max_count: int
-    """So many places the set has for good. Default: `count`."""
+    """The set gets so many places, each a task, and never more. Default: `count`."""
     scale: Mapping[str, Any]
     """What the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
     health: Mapping[str, Any]
-    """`{"method": "check_health", "period_seconds": 10}`; a worker that is ill is restarted."""
+    """`{"method": "check_health", "period_seconds": 10}`; a worker that is unhealthy is restarted."""
+    start_timeout_seconds: float
+    """A worker that has not made its objects within this time has failed to start. Default: 3600."""
     max_restarts: int
     """Of one worker, after failures. Default: no limit."""
     colocate_with: Mapping[str, Any]
@@ -112,11 +117,14 @@ class WorkerSetApi(Operations):
         """The set as it is now."""
         return decode(WorkerSet, (yield from self._ask("GET", _path(workers))))
 
-    @operation
-    def worker_sets(self) -> Steps[list[WorkerSet]]:
-        """Those that are not over."""
-        raw = yield from self._ask("GET", "/worker-sets")
-        return [decode(WorkerSet, one) for one in raw["worker_sets"]]
+    @listing
+    def worker_sets(self) -> Pages[WorkerSet]:
+        """Those that are not over, oldest first, fetched page by page as they are used."""
+
+        def fetch(cursor: str | None) -> Steps[Page[WorkerSet]]:
+            return page_of(WorkerSet, (yield from self._ask("GET", "/worker-sets", cursor=cursor)))
+
+        return Pages(fetch)
 
     @operation
     def scale_worker_set(

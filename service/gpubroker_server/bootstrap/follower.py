@@ -13,6 +13,7 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.worker_sets import WorkerSets
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.store import (
@@ -222,7 +223,7 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_pledge(pledge)
     for request in snapshot.requests:
         world.add_request(request)
-    world.worker_sets = {workers.id: workers for workers in snapshot.worker_sets}
+    world.worker_sets = WorkerSets(snapshot.worker_sets)
     for pause in snapshot.pauses:
         world.queue.set_pause(pause.queue, pause, world.tasks)
     world.streams.update((stream.name, stream) for stream in snapshot.streams)

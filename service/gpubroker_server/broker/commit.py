@@ -10,6 +10,8 @@ from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Report
+from gpubroker_server.core.lifecycle.worker_sets.members import with_notices
+from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import (
     CommitVerdict,
     LeaderTermOver,
@@ -47,6 +49,7 @@ class Committer:
         self,
         leader_term: LeaderTerm,
         ticks: ReadTicks,
+        world: World,
         store: TaskStore,
         dispatcher: Dispatcher,
         wake: Callable[[], None],
@@ -55,6 +58,7 @@ class Committer:
         """`wake` asks for another cycle; `hear` receives reports about starts that could not be sent."""
         self._leader_term = leader_term
         self._ticks = ticks
+        self._world = world
         self._store = store
         self._dispatcher = dispatcher
         self._wake = wake
@@ -78,6 +82,8 @@ class Committer:
         if not decisions:
             return ()
         self.check_leader_term()
+        if self._world.worker_sets:
+            decisions = [with_notices(self._world, decision) for decision in decisions]
         writing = [decision for decision in decisions if not decision.is_empty()]
         written = await self._commit(writing) if writing else ()
         by_id = {id(decision): verdict for decision, verdict in zip(writing, written, strict=True)}

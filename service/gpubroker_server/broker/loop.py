@@ -94,7 +94,8 @@ class Leader:
         self._inbox = Inbox()
         self._arrays = Arrays(store, world)
         self._timer = CycleTimer()
-        self._commits = Committer(leader_term, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
+        wake, hear = self._timer.wake, self._inbox.put
+        self._commits = Committer(leader_term, ticks, world, store, dispatcher, wake, hear)
         self.fleet = None if new_fleet is None else new_fleet(self._commits.seconds)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
         self._is_winding_up = False
@@ -144,6 +145,7 @@ class Leader:
                 group.create_task(self.fleet.keep())
             if self._objects is not None:
                 group.create_task(self._objects.serve())
+                group.create_task(self._objects.keep())
 
     async def take_over(self) -> None:
         """Begin the term: no node is used before its agent has answered it."""

@@ -2,6 +2,7 @@
 and may have, and their bytes pass through it in parts."""
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,8 +16,15 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
-from gpubroker_server.ports.objects import ObjectRows, Quota, StoredObject, find_object, note_use
-from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, StoreUnavailable
+from gpubroker_server.ports.objects import Quota, StoredObject, find_object, note_use
+from gpubroker_server.ports.store import (
+    BlobCorrupt,
+    BlobMissing,
+    BlobStore,
+    Clock,
+    StoreUnavailable,
+    TaskStore,
+)
 from gpubroker_server.ports.task_objects import (
     ObjectPart,
     ObjectQuestion,
@@ -33,6 +41,8 @@ AGAIN_SECONDS: Final = 1.0
 MOST_TRIES: Final = 120
 """A run fails if its object cannot be read so often: meanwhile it holds its leases. A result waits without
 end: to lose it would cost the whole run."""
+EXTENDED_SHARE: Final = 0.1
+"""Objects of worker sets are extended whenever this share of the time has passed that objects are kept."""
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -42,7 +52,7 @@ class TaskObjects:
     def __init__(
         self,
         world: World,
-        store: ObjectRows,
+        store: TaskStore,
         blobs: BlobStore,
         executor: Executor,
         clock: Clock,
@@ -83,6 +93,22 @@ class TaskObjects:
                 # Others need not wait: one file may be unreadable while all else is well.
                 again = asked, tries + 1
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, again)
+
+    async def keep(self) -> None:
+        """Until cancelled, extend the objects of worker sets, so that they outlast the leader's absence."""
+        while True:
+            with suppress(StoreUnavailable):
+                await self.extend()
+            await asyncio.sleep(self._object_seconds * EXTENDED_SHARE)
+
+    async def extend(self) -> None:
+        """A set that is not over uses the objects that its arguments and its roles' name: a worker that
+        starts again opens them. Raises StoreUnavailable."""
+        until = Instant(self._clock.now() + self._object_seconds)
+        for workers in list(self._world.worker_sets.values()):
+            formed = json.loads(await self._store.batch_answer(workers.id) or "{}")
+            for id in formed.get("objects", ()):
+                await self._store.extend_object(workers.tenant, id, until)
 
     async def answer(self, asked: ObjectQuestion, tries: int = 0) -> None:
         """Raises StoreUnavailable."""

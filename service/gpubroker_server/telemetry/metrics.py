@@ -316,8 +316,8 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
         "Queued": waiting.total(),
     }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
-    sets = world.worker_sets.values()
-    workers = {"wanted": sum(it.count for it in sets), "running": sum(len(it.joined) for it in sets)}
+    sets = world.worker_sets
+    workers = {"wanted": sum(it.count for it in sets.values()), "running": sets.running(world.tasks)}
     yield _gauge("gpubroker_workers", [((state,), count) for state, count in workers.items()])
     ages = [((band,), max(0.0, now - since)) for band, since in oldest.items()]
     yield _gauge("gpubroker_pending_oldest_seconds", ages)

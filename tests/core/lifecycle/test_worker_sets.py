@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.decisions import Decision, Notice, Request, TaskWrite, write_move
 from gpubroker_server.core.domain.lease import PledgeEnd
 from gpubroker_server.core.domain.orders import Loaded, StopOrder
 from gpubroker_server.core.domain.policy import Policy
@@ -15,8 +15,9 @@ from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out, carry_out_all
 from gpubroker_server.core.lifecycle.stopping import after_stop
-from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due, scaled
+from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due, scaled, with_notices
 from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, Holding, a_device, a_pledge, a_task, a_world, commit, holding
@@ -56,18 +57,11 @@ def stopping(name: str, gpu: str, why: StopReason) -> Holding:
 
 
 def step(world: World, loads: dict[str, Loaded] | None = None, at: float = 0.0, by: Any = None) -> Any:
-    """What is decided by then, committed, without what only says which workers have joined or left."""
+    """What is decided by then, committed."""
     known = {TaskId(task): load for task, load in (loads or {}).items()}
-    before = {workers.id: workers.count for workers in world.worker_sets.values()}
     decisions = due(world, known, by or Autoscaler(), Instant(NOW + at))
     commit(world, decisions)
-    return [
-        decision
-        for decision in decisions
-        if decision.tasks
-        or decision.sets_over
-        or any(workers.count != before[workers.id] for workers in decision.worker_sets)
-    ]
+    return decisions
 
 
 def busy(world: World, **running: int) -> dict[str, Loaded]:
@@ -301,31 +295,44 @@ def test_workers_follow_a_posted_signal() -> None:
     assert held(world) == {"c"}
 
 
-def said(decisions: list[Decision]) -> list[tuple[str, str, dict[str, Any]]]:
-    """What the log says of workers, in no certain order between two of one kind."""
-    return [(notice.kind, notice.key, dict(notice.fields)) for one in decisions for notice in one.notices]
+def test_the_log_says_that_a_worker_has_joined_or_left_with_the_move_by_which_it_has() -> None:
+    world = of(a_set("a", count=1), a_device("gpu0"), running("a", "gpu0"), running("other", "gpu0"))
+    a, other = world.tasks[TaskId("a")], world.tasks[TaskId("other")]
+
+    def said(*writes: TaskWrite) -> list[tuple[str, str, dict[str, Any]]]:
+        told = with_notices(world, Decision("a", "test", tasks=writes, notices=(Notice("x", "y", {}),)))
+        assert told.notices[0].kind == "x"
+        return [(notice.kind, notice.key, dict(notice.fields)) for notice in told.notices[1:]]
+
+    assert said(write_move(other, Move.STOPPING), write_move(a, Move.CHANGED)) == []
+    stops = write_move(a, Move.STOPPING)
+    assert said(stops) == [("worker.left", "a", {"set": "a", "attempt": 1})]
+    commit(world, Decision("a", "test", tasks=(stops,)))
+    gone = write_move(stops.task, Move.REQUEUED, node=None)
+    assert said(gone) == []
+    commit(world, Decision("a", "test", tasks=(gone,)))
+    starts = write_move(gone.task, Move.STARTED, fence=2, node="n2")
+    assert said(starts) == [("worker.joined", "a", {"set": "a", "attempt": 2, "node": "n2"})]
 
 
-def test_the_log_says_once_that_a_worker_has_joined_and_that_it_has_left() -> None:
-    world = of(a_set("a", "b", count=2), a_device("gpu0"), running("a", "gpu0"), a_task("b"))
-    joined, again = due(world, {}, Autoscaler(), NOW), due(world, {}, Autoscaler(), NOW)
-    assert said(joined) == [("worker.joined", "a", {"set": "a", "attempt": 1, "node": "n1"})]
-    assert again == joined, "not before it is committed"
-    commit(world, joined)
-    assert due(world, {}, Autoscaler(), NOW) == []
-    other = changed(world.tasks[TaskId("a")], fence=Fence(2))
-    world.tasks[TaskId("a")] = other
-    assert [(kind, fields["attempt"]) for kind, _, fields in said(due(world, {}, Autoscaler(), NOW))] == [
-        ("worker.left", 1), ("worker.joined", 2),
-    ]  # fmt: skip
-    commit(world, due(world, {}, Autoscaler(), NOW))
-    world.tasks.clear()
-    [over] = step(world)
-    assert (said([over]), over.sets_over[0].id) == ([("worker.left", "a", {"set": "a", "attempt": 2})], "a")
+def test_only_the_event_that_forms_a_set_has_its_places_and_others_what_changed() -> None:
+    workers = a_set("a", "b", count=1, scaling=Scaling("signal", 10.0, Seconds(60.0)))
+    world, events = a_world(a_task("a")), []
+    for what, fields in (("form", asdict(workers)), ("scale", {"most": 1}), ("signal", {"value": 2})):
+        events += events_of(ask(world, "a", what, fields))
+    ask(world, "a", "cancel", {})
+    events += events_of(*step(world))
+    told = [(one.kind, one.fields) for one in events if one.kind.startswith("worker_set.")]
+    assert told == [
+        ("worker_set.formed", asdict(workers)),
+        ("worker_set.changed", {"most": 1}),
+        ("worker_set.changed", {"signal": 2.0}),
+        ("worker_set.over", {}),
+    ]
+    assert world.worker_sets.of(TaskId("b")) is None
 
 
 def test_a_worker_that_its_set_does_not_want_says_so() -> None:
     world = of(a_set("a", "b", count=1), a_task("a"), a_task("b", held=True))
-    world.worker_sets = {TaskId("z"): a_set("z", count=1), **world.worker_sets}
     told = explain(world, TaskId("b"), POLICY, NOW)
     assert told.message.startswith("a place of worker set a, which wants 1 of 2 workers now")

@@ -30,10 +30,10 @@ def at_work(broker: Broker, workers: WorkerSet, count: int) -> WorkerSet:
 def ended(broker: Broker, workers: WorkerSet) -> None:
     broker.end_worker_set(workers)
     until(lambda: broker.worker_set(workers).state == "over", "the set is over")
-    until(lambda: broker.worker_sets() == [], "it is listed no more")
+    until(lambda: list(broker.worker_sets()) == [], "it is listed no more")
 
 
-def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -> None:
+def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(broker: Broker) -> None:
     class Adder:
         def __init__(self, start: int) -> None:
             self.values = {start}
@@ -53,7 +53,8 @@ def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -
         def __reduce__(self) -> Any:
             sys.exit(1)
 
-    made = broker.create_worker_set(Adder, 1, count=1, max_count=2, cpu=0.1, max_concurrency=4)
+    scale = {"by": "signal", "target": 10, "down_after_seconds": 0}
+    made = broker.create_worker_set(Adder, 1, max_count=2, cpu=0.1, max_concurrency=4, scale=scale)
     handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS)
     values, pid = handle.add(5)
     assert values == {1, 5}
@@ -67,11 +68,33 @@ def test_a_set_keeps_state_scales_and_is_over_when_it_is_ended(broker: Broker) -
     assert failed.value.kind == "exception"
     assert handle.add(1) == ({1, 5, 7, 14, 15}, pid), "it was called once"
 
-    broker.scale_worker_set(made, 2)
+    broker.signal_worker_set(made, 11)
     at_work(broker, made, 2)
-    broker.scale_worker_set(made, 1)
+    broker.signal_worker_set(made, 0)
     at_work(broker, made, 1)
     assert handle.add(9)[1] == pid, "the older worker stays"
+    ended(broker, made)
+
+
+@pytest.mark.parametrize(
+    ("by", "target", "method"),
+    [("calls", 1, "hold"), pytest.param("cpu", 20, "spin", marks=pytest.mark.evidence)],
+)
+def test_a_set_follows_the_load_that_its_workers_report(
+    broker: Broker, tmp_path: Path, by: str, target: float, method: str
+) -> None:
+    scale = {"by": by, "target": target, "down_after_seconds": 0}
+    made = broker.create_worker_set(COUNTER, max_count=2, cpu=0.1, max_concurrency=2, scale=scale)
+    handle, go = broker.workers(made, **PLAIN), tmp_path / "go"
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(getattr(handle, method), str(tmp_path / "witness"), str(go)) for _ in range(2)
+        ]
+        try:
+            at_work(broker, made, 2)
+        finally:
+            go.touch()
+        assert [call.exception() for call in calls] == [None, None]
     ended(broker, made)
 
 
@@ -98,6 +121,28 @@ def test_a_set_and_its_state_outlive_the_service(service: ServiceProcess) -> Non
     service.start()
     assert service.broker.workers(made, **PLAIN).add(1) == 2
     ended(service.broker, made)
+
+
+@pytest.mark.provokes("calls-wait")
+def test_calls_that_wait_for_a_worker_that_takes_one_at_a_time_are_found(
+    broker: Broker, tmp_path: Path
+) -> None:
+    made = broker.create_worker_set(COUNTER, cpu=0.1, name="counters")
+    handle, witness, go = broker.workers(made, **PLAIN), tmp_path / "witness", tmp_path / "go"
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(handle.hold, str(witness), str(go)) for _ in range(2)]
+
+        def said() -> list[str]:
+            return [one.remedy for one in broker.diagnostics() if one.kind == "calls-wait"]
+
+        try:
+            until(lambda: bool(said()), "one call waits for the other")
+            assert f"gpubroker workers scale {made.id} 2" in said()[0]
+        finally:
+            go.touch()
+    assert len({call.result() for call in calls}) == 1
+    until(lambda: not said(), "no call waits")
+    ended(broker, made)
 
 
 @contextmanager
@@ -164,11 +209,13 @@ def test_a_preempted_worker_ends_its_calls_first_and_comes_back(broker: Broker, 
     ended(broker, made)
 
 
-def test_roles_share_the_largest_demand_and_an_ill_worker_is_restarted_after_a_pause(broker: Broker) -> None:
+def test_roles_share_the_largest_demand_and_an_unhealthy_worker_is_restarted_after_a_pause(
+    broker: Broker,
+) -> None:
     judge = {"run": {"entrypoint": COUNTER, "args": [100]}, "gpu_mb": 8 * GIB}
     made = broker.create_worker_set(
         COUNTER, gpu_mb=4 * GIB, colocate_with={"judge": judge},
-        health={"method": "is_well", "period_seconds": 0.1, "failures": 2},
+        health={"method": "is_healthy", "period_seconds": 0.1, "failures": 2},
     )  # fmt: skip
     handle, other = broker.workers(made, **PLAIN), broker.workers(made, role="judge", **PLAIN)
     assert (handle.add(1), other.add(1), handle.pid() == other.pid()) == (1, 101, True)

@@ -55,6 +55,9 @@ def create(
         str | None, typer.Option(metavar="BY=TARGET", help="Follow calls, cpu or signal: calls=8.")
     ] = None,
     health: Annotated[str | None, typer.Option(metavar="METHOD", help="Check the health by it.")] = None,
+    start_timeout_seconds: Annotated[
+        Any, typer.Option("--start-timeout", help="The longest that making the object takes.", **_SECONDS)
+    ] = None,
     profile: Annotated[str | None, typer.Option(help="The role of its workers.")] = None,
     max_concurrency: Annotated[int | None, typer.Option(help="Calls at once to one worker.")] = None,
     priority: Priority = None,
@@ -73,7 +76,9 @@ def create(
     """
     given = dict(locals())
     options = dict(read_options(given))
-    for option in ("count", "min_count", "max_count", "profile", "max_concurrency"):
+    for option in (
+        "count", "min_count", "max_count", "start_timeout_seconds", "profile", "max_concurrency"
+    ):  # fmt: skip
         if given[option] is not None:
             options[option] = given[option]
     if scale is not None:
@@ -91,7 +96,7 @@ def create(
 def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
     """List the worker sets that are not over."""
     with connect(context) as broker:
-        emit_all(output, broker.worker_sets(), _table)
+        emit_all(output, list(broker.worker_sets()), _table)
 
 
 @workers.command("show")

@@ -15,8 +15,9 @@ class StandingInMemory:
         self.pauses |= {pause.queue: pause for pause in decision.paused}
         for pause in decision.resumed:
             self.pauses.pop(pause.queue, None)
-        self.worker_sets |= {workers.id: workers for workers in decision.worker_sets}
-        for workers in decision.sets_over:
-            self.worker_sets.pop(workers.id, None)
+        for written in decision.worker_sets:
+            self.worker_sets[written.workers.id] = written.workers
+            if written.what == "over":
+                del self.worker_sets[written.workers.id]
         self.streams |= {stream.name: stream for stream in decision.streams}
         self.streams = {name: stream for name, stream in self.streams.items() if not stream.is_untold}

@@ -22,8 +22,8 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
-from gpubroker_server.core.domain.submission import ARRAY_LABEL, KnownKey
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
+from gpubroker_server.core.domain.submission import WORKER_LABELS, KnownKey
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -292,17 +292,17 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMem
         self._require(term)
         left = [task for task in self._tasks.values() if not task.is_terminal]
         awaited = {dependency.task for task in left if task.awaits for dependency in task.after}
-        awaited |= {TaskId(self._specs[task.id].labels.get(ARRAY_LABEL, "")) for task in left}
-        over = [it for it in self._tasks.values() if it.id not in awaited and self._is_over(it, cutoffs)]
+        labels = (self._specs[task.id].labels for task in left)
+        awaited |= {TaskId(found.get(name, "")) for found in labels for name in WORKER_LABELS}
+        over = {it.id for it in self._tasks.values() if it.id not in awaited and self._is_over(it, cutoffs)}
         for task in over:
-            del self._tasks[task.id], self._specs[task.id]
-            self._outcomes.pop(task.id, None)
-            self._checkpoints.pop(task.id, None)
-            self._batch_answers.pop(task.id, None)
-            self.drop_logs_of(task.id)
-        ids = {task.id for task in over}
-        self.drop_pages(ids)
-        self._keys = {key: known for key, known in self._keys.items() if known[0] not in ids}
+            del self._tasks[task], self._specs[task]
+            self._outcomes.pop(task, None)
+            self._checkpoints.pop(task, None)
+            self._batch_answers.pop(task, None)
+            self.drop_logs_of(task)
+        self.drop_pages(over)
+        self._keys = {key: known for key, known in self._keys.items() if known[0] not in over}
         stays = (event.at >= cutoffs.finished or event.position > cutoffs.heard for event, _ in self._log)
         first = next((n for n, it in enumerate(stays) if it), None)
         gone = (len(self._log) if first is None else first) - self._pruned

@@ -16,7 +16,7 @@ from gpubroker_server.adapters.sql.statements import ONE, delete_rows
 from gpubroker_server.adapters.sql.system_tables import Count
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
 from gpubroker_server.core.domain.policy import Cutoffs
-from gpubroker_server.core.domain.submission import ARRAY_LABEL
+from gpubroker_server.core.domain.submission import WORKER_LABELS
 from gpubroker_server.core.domain.units import TaskId, Term
 
 TASKS_PER_STEP: Final = 200
@@ -95,18 +95,18 @@ def _on_postgresql(is_awaited: _IsAwaited, compiler: Any, **options: Any) -> str
 @over(Column("before", Double), Column("keyed_before", Double))
 def _finished_tasks(_insert: Any, r: FromClause) -> Any:
     """Tasks whose memory is confirmed free, whose idempotency key has expired, and for whose end no task
-    waits: a new leader reads how those ended. The first worker of an array keeps its terms and its results
-    for the others. Times are scalar subqueries for the planner's sake, as in `tail`."""
+    waits: a new leader reads how those ended. The first worker of an array or a set keeps its terms and its
+    results for the others. Times are scalar subqueries for the planner's sake, as in `tail`."""
     lease, label, worker = tables.lease, tables.task_label, _task.alias("worker")
     before, keyed_before = (select(time).scalar_subquery() for time in (r.c.before, r.c.keyed_before))
     held = select(lease.c.holder).where(lease.c.holder == _task.c.id, ~lease.c.released).exists()
     ended = (_task.c.finished) & (_task.c.finished_at < before)
-    of_array = (
+    of_first = (
         (label.c.tenant == _task.c.tenant)
-        & (label.c.key == literal_column(f"'{ARRAY_LABEL}'"))
+        & label.c.key.in_([literal_column(f"'{name}'") for name in WORKER_LABELS])
         & (label.c.value == _task.c.id)
     )
-    at_work = select(worker.c.id).join(label, label.c.task == worker.c.id).where(of_array, ~worker.c.finished)
+    at_work = select(worker.c.id).join(label, label.c.task == worker.c.id).where(of_first, ~worker.c.finished)
     unkeyed = _task.c.idem_key.is_(None) | (_task.c.submitted_at < keyed_before)
     return (
         select(_task.c.id, _task.c.tenant, _spec.c.labels)

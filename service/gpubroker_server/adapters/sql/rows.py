@@ -230,10 +230,12 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.MAKE_PAUSES, (pause.queue, pause.at, pause.actor, pause.reason)
     for pause in decision.resumed:
         yield sql.END_PAUSES, (pause.queue,)
-    for workers in decision.worker_sets:
-        yield sql.WRITE_WORKER_SETS, (workers.id, workers.tenant, json_text(workers))
-    for workers in decision.sets_over:
-        yield sql.END_WORKER_SETS, (workers.id,)
+    for row in decision.worker_sets:
+        workers = row.workers
+        if row.what == "over":
+            yield sql.END_WORKER_SETS, (workers.id,)
+        else:
+            yield sql.WRITE_WORKER_SETS, (workers.id, workers.tenant, json_text(workers))
     for stream in decision.streams:
         if stream.is_untold:
             yield sql.REMOVE_STREAMS, (stream.name,)

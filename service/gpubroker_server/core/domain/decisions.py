@@ -154,6 +154,17 @@ def known_streams(
 
 
 @value
+class WorkerSetWrite:
+    """The row of a worker set."""
+
+    workers: WorkerSet
+    what: str
+    """formed, changed or over; then its row is deleted."""
+    changed: tuple[str, ...] = ()
+    """Names of the changed fields: the event carries exactly these."""
+
+
+@value
 class Decision:
     """Rows that change together, and the orders to send after the commit.
 
@@ -183,10 +194,7 @@ class Decision:
     notices: tuple[Notice, ...] = ()
     paused: tuple[QueuePause, ...] = ()
     resumed: tuple[QueuePause, ...] = ()
-    worker_sets: tuple[WorkerSet, ...] = ()
-    """New or changed."""
-    sets_over: tuple[WorkerSet, ...] = ()
-    """Nothing is left of them."""
+    worker_sets: tuple[WorkerSetWrite, ...] = ()
     streams: tuple[StreamState, ...] = ()
     """The row of one of which nothing is told is deleted."""
 
@@ -202,7 +210,6 @@ class Decision:
             or self.paused
             or self.resumed
             or self.worker_sets
-            or self.sets_over
             or self.streams
         )
 

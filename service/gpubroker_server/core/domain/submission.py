@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import value
 
 Fields = Mapping[str, Any]
@@ -45,8 +45,8 @@ class RunSpec:
 
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Of the workers of an array: its id, and the limits of an item."""
-ARRAY_LABEL = "array"
-"""The label of its workers; its value is the array's id."""
+WORKER_LABELS = ARRAY_LABEL, WORKER_SET_LABEL = "array", "worker_set"
+"""Of the workers of arrays and of sets: the id of what they belong to, which is that of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,6 @@ class WorkerSet:
     scaling: Scaling | None = None
     signal: float | None = None
     """The number that was last posted."""
-    joined: Mapping[TaskId, Fence] = field(default_factory=dict)
-    """The workers that run, as the log has said, and their attempts."""
 
 
 def worker_set_from(fields: Mapping[str, Any]) -> WorkerSet:

@@ -173,14 +173,13 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
 
 
 def _held(world: World, task: Task) -> str:
-    for workers in world.worker_sets.values():
-        if task.id in workers.workers:
-            places = len(workers.workers)
-            return (
-                f"a place of worker set {workers.id}, which wants {workers.count} of {places} workers now; "
-                "scale the set up to have it start"
-            )
-    return "held in the queue; release it to let it run"
+    workers = world.worker_sets.of(task.id)
+    if workers is None:
+        return "held in the queue; release it to let it run"
+    return (
+        f"a place of worker set {workers.id}, which wants {workers.count} of {len(workers.workers)} workers "
+        "now; scale the set up to have it start"
+    )
 
 
 def _paused(pause: QueuePause, now: Instant) -> str:

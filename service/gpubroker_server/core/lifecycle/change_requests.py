@@ -50,7 +50,7 @@ def carry_out_all(world: World, requests: Iterable[Request], now: Instant, polic
             about_streams.setdefault(request.task, []).append(request)
         elif request.what in members.REQUESTS:
             decision = members.carry_out(world, sets.get(request.task), request)
-            sets.update({workers.id: workers for workers in decision.worker_sets})
+            sets.update({row.workers.id: row.workers for row in decision.worker_sets})
             decisions.append(decision)
         else:
             decisions.append(carry_out(world, request, now, policy))

@@ -134,12 +134,11 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
     for notice in decision.notices:
         yield NewEvent(notice.kind, notice.key, 1, notice.tenant, notice.fields)
-    for sets, what in ((decision.worker_sets, "changed"), (decision.sets_over, "over")):
-        for workers in sets:
-            fields = asdict(workers)
-            yield NewEvent(
-                f"worker_set.{what}", workers.id, 1, workers.tenant, fields, reader=_FORM_OF_STANDING
-            )
+    for row in decision.worker_sets:
+        workers, kind = row.workers, f"worker_set.{row.what}"
+        fields = {name: getattr(workers, name) for name in row.changed}
+        fields = asdict(workers) if row.what == "formed" else fields
+        yield NewEvent(kind, workers.id, 1, workers.tenant, fields, reader=_FORM_OF_STANDING)
     for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
         for pause in pauses:
             fields = pause_fields(pause)

@@ -11,7 +11,6 @@ from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseSta
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks, vacant_bundles
-from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -48,6 +47,7 @@ from gpubroker_server.core.world.placement_scores import DemandMix
 from gpubroker_server.core.world.queue import PendingQueue
 from gpubroker_server.core.world.revisions import WorldRevisions
 from gpubroker_server.core.world.tenant_accounts import Accounts
+from gpubroker_server.core.world.worker_sets import WorkerSets
 
 Claim = tuple[str, int]
 """(holder, fence)"""
@@ -90,7 +90,7 @@ class World:
         """Devices that give nothing before a sample shows that memory released there is free."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
-        self.worker_sets: dict[TaskId, WorkerSet] = {}
+        self.worker_sets = WorkerSets()
         self.streams: dict[str, StreamState] = {}
         self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
@@ -258,10 +258,8 @@ class World:
                 self.requests.pop(event.key, None)
             case "estimate":
                 self.learned.apply(event, what)
-            case "worker_set" if what == "changed":
-                self.worker_sets[TaskId(event.key)] = worker_set_from(event.fields)
             case "worker_set":
-                self.worker_sets.pop(TaskId(event.key), None)
+                self.worker_sets.apply(event, what)
             case "queue":
                 pause = pause_from(event.fields) if what == "paused" else None
                 self.queue.set_pause(event.key, pause, self.tasks)

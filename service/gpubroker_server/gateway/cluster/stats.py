@@ -225,12 +225,9 @@ def _node_counts(world: World) -> NodeCounts:
 
 
 def _worker_set_counts(world: World) -> WorkerSetCounts:
-    sets = world.worker_sets.values()
-    return {
-        "sets": len(sets),
-        "wanted": sum(workers.count for workers in sets),
-        "running": sum(len(workers.joined) for workers in sets),
-    }
+    sets = world.worker_sets
+    wanted = sum(workers.count for workers in sets.values())
+    return {"sets": len(sets), "wanted": wanted, "running": sets.running(world.tasks)}
 
 
 def _task_counts(world: World) -> TaskCounts:

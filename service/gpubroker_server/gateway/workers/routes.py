@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import structlog
-from fastapi import Response
+from fastapi import Query, Response
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.lifecycle.worker_sets.members import scaled
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.bodies import Body
+from gpubroker_server.gateway.http.bodies import Body, PageQuery, filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.ids import is_task_id
@@ -81,7 +81,13 @@ class WorkerSetView(TypedDict):
     count: Annotated[int, Field(description="How many workers are wanted.")]
     min_count: int
     max_count: int
-    places: Annotated[int, Field(description="What `max_count` may be at most.")]
+    places: Annotated[
+        int,
+        Field(
+            description="A place is a task that is a worker while one is wanted, and is held otherwise. So "
+            "many were made with the set; `max_count` may be that at most."
+        ),
+    ]
     max_concurrency: int
     scale: ScaleBy | None
     signal: float | None
@@ -90,8 +96,10 @@ class WorkerSetView(TypedDict):
     created_at: Time
 
 
-class WorkerSetsView(TypedDict):
-    worker_sets: list[WorkerSetView]
+class WorkerSetPage(TypedDict):
+    items: list[WorkerSetView]
+    next_cursor: str | None
+    has_more: bool
 
 
 class ChangeWorkerSet(Body):
@@ -188,7 +196,7 @@ async def submit_worker_set(
         found = objects_in_run(role.run, arguments_of(role.run))
         named |= {f"{at}{place}": id for place, id in found.items()}
     await submissions.check_objects(tenant, named)
-    new = await new_worker_set(submissions, body, task, spec)
+    new = await new_worker_set(submissions, body, task, spec, set(named.values()))
     submissions.check_queue(worker.task for worker in new.batch.submissions)
     with parts.requests.expected(new.batch.requests) as settle:
         if (known := await sent.store(new.batch)) is not None:
@@ -198,13 +206,29 @@ async def submit_worker_set(
     return _accepted(new.workers, parts, is_new=True)
 
 
-@resource.route("GET /worker-sets", "worker_sets_list", Scope.TASKS_READ, WorkerSetsView, "follower-stale")
-async def list_worker_sets(call: Call, parts: Parts) -> Response:
-    """List the worker sets that are not over, of the token's tenant, or of all for an administrator."""
+@resource.route(
+    "GET /worker-sets",
+    "worker_sets_list",
+    Scope.TASKS_READ,
+    WorkerSetPage,
+    "cursor-invalid follower-stale validation-failed",
+)
+async def list_worker_sets(call: Call, parts: Parts, query: Annotated[PageQuery, Query()]) -> Response:
+    """List the worker sets that are not over, of the token's tenant, or of all for an administrator; oldest
+    first."""
     parts.freshness.as_of()
+    limit = min(query.limit, parts.submissions.records.page_items)
+    filtered_by = filter_hash({"worker sets of": call.identity.tenant})
+    after = "" if query.cursor is None else read_cursor(query.cursor, filtered_by)
     sets = parts.world.worker_sets
-    mine = [sets[id] for id in sorted(sets) if call.identity.may_see(sets[id].tenant)]
-    return answer({"worker_sets": [view(workers, parts.world) for workers in mine]})
+    left = [sets[id] for id in sorted(sets) if id > after and call.identity.may_see(sets[id].tenant)]
+    page, has_more = left[:limit], len(left) > limit
+    seen: WorkerSetPage = {
+        "items": [view(workers, parts.world) for workers in page],
+        "next_cursor": write_cursor(page[-1].id, filtered_by) if has_more else None,
+        "has_more": has_more,
+    }
+    return answer(seen)
 
 
 @resource.route("GET /worker-sets/{set_id}", "worker_sets_get", Scope.TASKS_READ, WorkerSetView, "not-found")
@@ -310,7 +334,7 @@ async def end_worker_set(call: Call, parts: Parts, set_id: str) -> Response:
     return answer(seen, 200 if seen["state"] == "over" else 202)
 
 
-def view(workers: WorkerSet, world: World) -> dict[str, Any]:
+def view(workers: WorkerSet, world: World) -> Any:
     scaling = workers.scaling
     rows = (world.tasks.get(worker) for worker in workers.workers)
     alive = [row for row in rows if row is not None and not row.is_terminal]
@@ -359,8 +383,8 @@ async def _find(call: Call, parts: Parts, set_id: str) -> WorkerSet:
     workers = parts.world.worker_sets.get(TaskId(set_id))
     if workers is None and is_task_id(set_id):
         text = await parts.submissions.store.batch_answer(TaskId(set_id))
-        fields = json.loads(text) if text else {}
-        workers = worker_set_from(fields) if "max_concurrency" in fields else None
+        kept = json.loads(text) if text else {}
+        workers = worker_set_from(kept["worker_set"]) if "worker_set" in kept else None
     if workers is None or not call.identity.may_see(workers.tenant):
         raise Problem("not-found", f'there is no worker set "{set_id[:100]}"')
     return workers

@@ -1,6 +1,7 @@
 """What a worker set is asked to be: its body, and the tasks and the row that are made of it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -9,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.submission import (
+    WORKER_SET_LABEL,
     WORKER_SET_VARIABLE,
     RunSpec,
     Scaling,
@@ -36,8 +38,6 @@ from gpubroker_server.ports.store import BatchSubmission, Submission
 MAX_WORKERS = 256
 MOST_AT_ONCE = 1000
 UNLIMITED_RESTARTS = 2**31 - 1
-LABEL = "worker_set"
-"""The label of its workers; its value is the set's id."""
 OWN_ROLE = "self"
 NEEDS_ONE = "workers report their calls and their CPU, so at least one is needed; set min_count"
 _ENDS = ("timeout_seconds", "queue_ttl_seconds", "deadline_at", "deadline_seconds")
@@ -47,7 +47,8 @@ MethodName = Annotated[str, StringConstraints(max_length=200, pattern=r"^[A-Za-z
 
 
 class HealthCheck(Body):
-    """A method without arguments. Raising, returning false or taking too long is a failure."""
+    """A method without arguments, of the set's own object and of those of roles that have it. Raising,
+    returning false or taking too long is a failure."""
 
     method: MethodName = "check_health"
     period_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
@@ -89,10 +90,22 @@ class SubmitWorkerSet(SubmitTask):
     min_count: Annotated[int | None, Field(ge=0, le=MAX_WORKERS, description="Left out: `count`.")] = None
     max_count: Annotated[
         int | None,
-        Field(ge=1, le=MAX_WORKERS, description="Left out: `count`. So many places the set has for good."),
+        Field(
+            ge=1,
+            le=MAX_WORKERS,
+            description="Left out: `count`. The set gets so many places now, and never more.",
+        ),
     ] = None
     scale: ScaleBy | None = None
     health: HealthCheck | None = None
+    start_timeout_seconds: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=86_400,
+            description="A worker that has not made its objects within this time has failed to start.",
+        ),
+    ] = 3600.0
     max_restarts: Annotated[
         int | None,
         Field(ge=0, le=UNLIMITED_RESTARTS, description="Of one worker, after failures; null: no limit."),
@@ -153,9 +166,9 @@ def check_worker(body: SubmitWorkerSet) -> None:
     if body.held:
         detail = "workers that are not wanted are held by the service; set count to 0"
         faults.append(Fault(pointer="/held", detail=detail, code="count"))
-    if LABEL in body.labels:
-        detail = f"the service sets the label {LABEL}; choose another name"
-        faults.append(Fault(pointer=f"/labels/{LABEL}", detail=detail, code="reserved"))
+    if WORKER_SET_LABEL in body.labels:
+        detail = f"the service sets the label {WORKER_SET_LABEL}; choose another name"
+        faults.append(Fault(pointer=f"/labels/{WORKER_SET_LABEL}", detail=detail, code="reserved"))
     if faults:
         raise invalid(*faults)
 
@@ -187,9 +200,10 @@ def _sized(given: dict[str, Any], usual: NamedDefaults) -> Role:
 
 
 async def new_worker_set(
-    submissions: Submissions, body: SubmitWorkerSet, task: Task, spec: RunSpec
+    submissions: Submissions, body: SubmitWorkerSet, task: Task, spec: RunSpec, objects: Iterable[str]
 ) -> NewWorkerSet:
-    """`task` and `spec` are those of a worker. All are held until the leader has the row of the set."""
+    """`task` and `spec` are those of a worker, and `objects` those that it opens. All tasks are held until
+    the leader has the row of the set."""
     least, most = body.bounds
     now = submissions.clock.now()
     ids = submissions.ids.tasks(now, most)
@@ -214,6 +228,7 @@ async def new_worker_set(
     terms = {
         "id": workers.id,
         "max_concurrency": concurrency,
+        "start_seconds": body.start_timeout_seconds,
         "health": None if body.health is None else body.health.model_dump(),
         "roles": {name: role.run.model_dump() for name, role in body.colocate_with.items()},
     }
@@ -225,7 +240,7 @@ async def new_worker_set(
     spec = changed(
         spec,
         env={**spec.env, WORKER_SET_VARIABLE: told},
-        labels={**spec.labels, LABEL: workers.id},
+        labels={**spec.labels, WORKER_SET_LABEL: workers.id},
     )
     restarts = UNLIMITED_RESTARTS if body.max_restarts is None else body.max_restarts
     own = {"shareable": False, "max_retries": restarts, "timeout_seconds": None, "held": True}
@@ -236,4 +251,5 @@ async def new_worker_set(
     tasks = [one, *(Submission(other, one.spec, like=one) for other in others)]
     fields = asdict(workers)
     form = Request(submissions.ids.request(now), workers.id, task.tenant, "form", fields, Instant(now))
-    return NewWorkerSet(workers, BatchSubmission(tasks, answer=json.dumps(fields), requests=[form]))
+    kept = json.dumps({"worker_set": fields, "objects": sorted(objects)})
+    return NewWorkerSet(workers, BatchSubmission(tasks, answer=kept, requests=[form]))

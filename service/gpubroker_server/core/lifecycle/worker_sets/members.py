@@ -1,6 +1,6 @@
 """Which workers of a set come and which leave, and what clients ask of a set."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +9,14 @@ from gpubroker_server.core.domain.decisions import (
     Notice,
     Request,
     TaskWrite,
+    WorkerSetWrite,
     withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, orders_to_leave, will_requeue
 from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
@@ -34,20 +35,23 @@ _LEAVES = {TaskState.PENDING: 0, TaskState.STOPPING: 1, TaskState.ADMITTED: 2, T
 def carry_out(world: World, known: WorkerSet | None, request: Request) -> Decision:
     """Settles the request about a set, which is `known` as it is by then. One about a set that is over, or
     that is there already, changes nothing."""
-    done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
+    rows: tuple[WorkerSetWrite, ...] = ()
     match request.what, known:
         case "form", None:
             formed = worker_set_from(request.fields)
-            return replace(done, worker_sets=(formed,)) if formed.id in world.tasks else done
+            rows = (WorkerSetWrite(formed, "formed"),) if formed.id in world.tasks else ()
         case "scale", WorkerSet():
-            return replace(done, worker_sets=(scaled(known, **request.fields),))
+            rows = _rewritten(known, scaled(known, **request.fields))
         case "signal", WorkerSet():
-            value = float(request.fields["value"])
-            return (
-                done if value == known.signal else replace(done, worker_sets=(changed(known, signal=value),))
-            )
-        case _:
-            return done
+            rows = _rewritten(known, changed(known, signal=float(request.fields["value"])))
+    return Decision(request.task, request.what, requests_done=(request.id,), worker_sets=rows)
+
+
+def _rewritten(known: WorkerSet, after: WorkerSet) -> tuple[WorkerSetWrite, ...]:
+    """Nothing if nothing changed."""
+    hot = ("least", "most", "count", "signal")
+    names = tuple(name for name in hot if getattr(after, name) != getattr(known, name))
+    return (WorkerSetWrite(after, "changed", names),) if names else ()
 
 
 def scaled(
@@ -77,13 +81,9 @@ def _due(
     alive = [task for task in rows if task is not None and not task.is_terminal]
     if not alive:
         autoscaler.forget(workers.id)
-        notices = tuple(_came_and_left(world, workers, {}))
-        return Decision(workers.id, "worker_set_over", sets_over=(workers,), notices=notices)
+        return Decision(workers.id, "worker_set_over", worker_sets=(WorkerSetWrite(workers, "over"),))
     count = autoscaler.count(workers, alive, loads, now)
-    joined = {task.id: task.fence for task in alive if task.state is TaskState.RUNNING}
-    decision = Decision(workers.id, "scale", notices=tuple(_came_and_left(world, workers, joined)))
-    if (count, joined) != (workers.count, workers.joined):
-        decision = replace(decision, worker_sets=(changed(workers, count=count, joined=joined),))
+    decision = Decision(workers.id, "scale", worker_sets=_rewritten(workers, changed(workers, count=count)))
     wanted = sorted((task for task in alive if not task.held), key=_leaving_order)
     surplus = len(wanted) - count
     if surplus > 0:
@@ -99,14 +99,21 @@ def _due(
     return replace(decision, tasks=tuple(writes))
 
 
-def _came_and_left(world: World, workers: WorkerSet, joined: Mapping[TaskId, Fence]) -> Iterator[Notice]:
-    """Since the row was last written. A worker that starts again has left and joined."""
-    for worker, fence in workers.joined.items() - joined.items():
-        left = {"set": workers.id, "attempt": fence}
-        yield Notice("worker.left", worker, left, workers.tenant)
-    for worker, fence in joined.items() - workers.joined.items():
-        came = {"set": workers.id, "attempt": fence, "node": world.tasks[worker].node}
-        yield Notice("worker.joined", worker, came, workers.tenant)
+def with_notices(world: World, decision: Decision) -> Decision:
+    """The log says that a worker has joined, or left, in the commit by which it runs, or no longer does."""
+    notices = tuple(notice for write in decision.tasks if (notice := _came_or_left(world, write.task)))
+    return replace(decision, notices=decision.notices + notices) if notices else decision
+
+
+def _came_or_left(world: World, task: Task) -> Notice | None:
+    before, workers = world.tasks.get(task.id), world.worker_sets.of(task.id)
+    runs = task.state is TaskState.RUNNING
+    if workers is None or before is None or runs is (before.state is TaskState.RUNNING):
+        return None
+    about = {"set": workers.id, "attempt": task.fence}
+    if runs:
+        return Notice("worker.joined", task.id, {**about, "node": task.node}, workers.tenant)
+    return Notice("worker.left", task.id, about, workers.tenant)
 
 
 def _leaving_order(task: Task) -> tuple[int, float, TaskId]:

@@ -1,0 +1,42 @@
+"""The worker sets that are not over, and which task is a worker of which."""
+
+from collections.abc import Iterable, Mapping
+
+from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.values import changed
+from gpubroker_server.core.world.events import Event
+
+
+class WorkerSets(dict[TaskId, WorkerSet]):
+    """By id."""
+
+    def __init__(self, known: Iterable[WorkerSet] = ()) -> None:
+        super().__init__()
+        self._set_of: dict[TaskId, TaskId] = {}
+        for workers in known:
+            self._form(workers)
+
+    def of(self, worker: TaskId) -> WorkerSet | None:
+        return self.get(self._set_of.get(worker, worker))
+
+    def running(self, tasks: Mapping[TaskId, Task]) -> int:
+        """How many of all workers run."""
+        found = (tasks.get(worker) for worker in self._set_of)
+        return sum(task is not None and task.state is TaskState.RUNNING for task in found)
+
+    def apply(self, event: Event, what: str) -> None:
+        id = TaskId(event.key)
+        match what:
+            case "formed":
+                self._form(worker_set_from(event.fields))
+            case "changed":
+                self[id] = changed(self[id], **event.fields)
+            case _:
+                for worker in self.pop(id).workers:
+                    del self._set_of[worker]
+
+    def _form(self, workers: WorkerSet) -> None:
+        self[workers.id] = workers
+        self._set_of |= dict.fromkeys(workers.workers, workers.id)
