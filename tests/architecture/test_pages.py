@@ -168,7 +168,7 @@ def test_lines_of_pages_are_short_enough_to_be_compared() -> None:
     assert long == []
 
 
-def test_every_kind_of_finding_is_explained() -> None:
+def test_every_kind_of_finding_is_explained_and_provoked_by_a_test() -> None:
     folder = ROOT / "service/gpubroker_server/core/control/findings"
     code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     kinds = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', code)) - {"no-head", "gpubroker-server"}
@@ -177,6 +177,9 @@ def test_every_kind_of_finding_is_explained() -> None:
     page = (ROOT / "docs/how-to/find-what-is-wrong.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", "".join(re.findall(r"^\| (`[^|]*)", page, re.M))))
     assert explained == kinds
+    tests = "".join(module.text for module in modules("tests"))
+    marks = "".join(re.findall(r"pytest\.mark\.provokes\(([^)]*)\)", tests))
+    assert kinds - set(re.findall(r'"([^"]+)"', marks)) == set()
     assert len(kinds) > 30
 
 

@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "269cac69c0b1",
+    "agent-9": "197cb1045abe",
     "runner-5": "159adbd1a83c",
     "runner-6": "ab963385aa8e",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "040d02add951"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "5631f5515522"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "1cd60971a765"),
     ],
     ids=["driver and agent", "agent and run process"],

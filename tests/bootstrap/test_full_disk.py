@@ -33,6 +33,7 @@ def is_told_while_it_lasts(
     said = readiness(service)[1]
     assert said.startswith(f"disk full: {service.data_dir} (")
     assert broker.stats().disk_full == said
+    assert "service-disk-full" in {one.kind for one in broker.diagnostics()}
     bearer = {"Authorization": f"Bearer {service.token}"}
     large = {"run": {"entrypoint": "tests.e2e.work:add", "args": ["x" * 50_000]}}
     refused = httpx.post(f"{service.url}/tasks", json=large, headers=bearer)
@@ -46,6 +47,7 @@ def is_told_while_it_lasts(
     assert (log.count(SAID), log.count(OVER)) == (1, 1)
 
 
+@pytest.mark.provokes("service-disk-full")
 def test_files_that_cannot_grow_are_a_full_disk(tmp_path: Path) -> None:
     with ForkedService(tmp_path / "data", **WAITING) as service:
         soft, hard = resource.prlimit(service.pid, resource.RLIMIT_FSIZE)

@@ -47,6 +47,7 @@ def a_task(seconds: float = 0.0) -> dict[str, Any]:
     return {"run": {"entrypoint": "tests.e2e.work:add", "kwargs": {"seconds": seconds}}}
 
 
+@pytest.mark.provokes("database-unreachable")
 @pytest.mark.parametrize("how", ["fast", "immediate"], ids=["it says goodbye", "it crashes"])
 def test_the_service_outlives_its_database_server_and_loses_nothing(
     service: ServiceProcess, server: OwnServer, how: str
@@ -64,6 +65,8 @@ def test_the_service_outlives_its_database_server_and_loses_nothing(
     until(lambda: code_of(ask(service, "GET", "/stats")) == (503, "follower-stale"), "the picture is too old")
     assert ask(service, "GET", "/healthz").status_code == 200
     assert ask(service, "GET", "/readyz").status_code == 503
+    found = ask(service, "GET", "/diagnostics").json()["items"]
+    assert "database-unreachable" in {one["kind"] for one in found}
     server.start()
 
     until(lambda: ask(service, "GET", "/readyz").status_code == 200, "the service is ready again")

@@ -1,6 +1,8 @@
 """A database that has no connection left: for a start, for a gateway that runs, and for its clients."""
 
+import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,14 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql.database import open_database
+from gpubroker_server.adapters.sql.session import DatabaseRefused
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.chaos.forked import ForkedGateway
+from tests.contracts.proxy import a_proxy, to_postgres, url_through
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 from tests.postgres import PostgresServer
@@ -46,6 +51,11 @@ class Limited:
         with psycopg.connect(self._admin, autocommit=True) as connection:
             connection.execute(statement)
 
+    def are_open(self, connections: int) -> bool:
+        asked = "SELECT count(*) FROM pg_stat_activity WHERE usename = %s"
+        with psycopg.connect(self._admin) as connection:
+            return connection.execute(asked, [USER]).fetchall() == [(connections,)]
+
 
 @pytest.fixture
 def limited(postgres_server: PostgresServer) -> Iterator[Limited]:
@@ -70,6 +80,26 @@ def test_a_process_that_cannot_have_all_its_connections_does_not_start(
     assert f"keeps {NEEDED} connections: 1 that writes, 4 that read, 1 that listens" in said
 
 
+def test_a_start_waits_for_connections_that_are_being_closed(limited: Limited, tmp_path: Path) -> None:
+    limited.limit(NEEDED)
+    gateway = ForkedGateway(tmp_path / "data", **settings_of(limited, tmp_path))
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(limited.url):
+        starting = threads.submit(gateway.start)
+        until(lambda: starting.done() or limited.are_open(NEEDED), "the gateway lacks one connection")
+    starting.result().stop()
+
+
+async def test_a_start_whose_server_falls_silent_says_so(limited: Limited) -> None:
+    limited.limit(NEEDED)
+    async with a_proxy(to_postgres(limited.url)) as proxy:
+        starting = asyncio.create_task(asyncio.to_thread(open_database, url_through(proxy, limited.url)))
+        while not proxy.taken:  # noqa: ASYNC110  # until it is the first
+            await asyncio.sleep(0)
+        proxy.is_silent = True
+        with pytest.raises(DatabaseRefused, match=r"cannot use PostgreSQL at .*: connection timeout"):
+            await starting
+
+
 def ask(gateway: ServiceProcess, path: str) -> httpx.Response:
     bearer = {"Authorization": f"Bearer {gateway.token}"}
     return httpx.get(f"{gateway.url}{path}", headers=bearer, timeout=PATIENCE_SECONDS)
@@ -80,6 +110,8 @@ def test_a_gateway_keeps_its_connections_and_says_so_when_it_lost_them_to_others
 ) -> None:
     limited.limit(NEEDED + 1)  # one more for the migration
     with ForkedGateway(tmp_path / "data", **settings_of(limited, tmp_path)) as gateway, ExitStack() as stack:
+        # A connection counts until its process has ended.
+        until(lambda: limited.are_open(NEEDED), "the gateway has its connections and no others")
         others = [stack.enter_context(psycopg.connect(limited.url))]
         with pytest.raises(psycopg.OperationalError, match="too many connections"):
             psycopg.connect(limited.url)
@@ -95,6 +127,6 @@ def test_a_gateway_keeps_its_connections_and_says_so_when_it_lost_them_to_others
         assert (refused.status_code, refused.json()["code"]) == (503, "store-unavailable")
         assert "out of database connections: too many connections for role" in refused.json()["detail"]
         others.pop().close()
-        limited.limit(NEEDED)
+        limited.limit(NEEDED + 1)
         until(lambda: ask(gateway, "/readyz").status_code == 200, "it has its connections again")
         assert gateway.broker.get(task).state == "pending"

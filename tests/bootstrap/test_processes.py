@@ -117,6 +117,7 @@ def test_gateways_show_the_leader(site: Site) -> None:
     assert stats["executor"]["address"] == "simulated"
 
 
+@pytest.mark.provokes("no-leader")
 def test_a_gateway_is_ready_without_a_leader_and_shows_what_a_leader_publishes(
     tmp_path: Path, postgres_url: str
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_gateway_is_ready_without_a_leader_and_shows_what_a_leader_publishes(
         ready = ask(gateway, "/readyz")
         assert ready["status"] == "ready"
         assert (ready["parts"]["leader"], ready["parts"]["executor"]) == ("none", "unknown")
+        assert [one["kind"] for one in ask(gateway, "/diagnostics")["items"]] == ["no-leader"]
         last = [gateway.broker.submit("tests.e2e.work:add", kwargs=LONG, gpus=1) for _ in range(3)][-1]
         with ForkedService(tmp_path / "leader", **settings) as leader:
             until(lambda: leader.broker.stats().tasks["running"] == 2, "both devices are taken")

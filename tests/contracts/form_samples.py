@@ -14,6 +14,7 @@ from gpubroker.runtime.messages import RESIZES, TELLS_OUTPUT, RunOrder
 from gpubroker_server.adapters.ray.agent.run_files import RunRecord
 from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.wire import (
     MEASURE,
     TELLS_LOGS,
@@ -22,6 +23,7 @@ from gpubroker_server.adapters.ray.wire import (
     log_order,
     object_order,
     pack,
+    peers_order,
     write_reports,
 )
 from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
@@ -133,6 +135,7 @@ OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
 NODE_SAMPLED = (
     *("node_sampled", 1000.0, 0.5, 100, 60, 0.25, [("/", 1000, 400)], 7, 8, (64, 3)),
     {"GPU-a": (300.5, 54, 1980, 2619, 0, 79)},
+    *(0.75, [("n2", "10.0.0.2:9", "Connection refused")]),
 )
 ASKED = (*WANTED, 5)
 """The agent says from where on it lacks the object."""
@@ -149,6 +152,7 @@ DISK_ORDER = disk_order(
         live=("/scratch/state",),
     )
 )  # fmt: skip
+PEERS_ORDER = peers_order([Peer("n2", "10.0.0.2", (8, 9))])
 DISK_REPORT = ("disk", 1000.0, "r2", [tuple(FOUND)], [("young", 3)], True, "")
 STACK = ("stack", "t", 3, 1, 1000.0, "r1", "Thread 1", "")
 RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
@@ -216,7 +220,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     about_logs = agent >= TELLS_LOGS
     orders = [
         *(form.write(o, PAYLOAD) for o in orders_in(agent)),
-        *([LOG_ORDER, *ANSWERS, DISK_ORDER] if about_logs else []),
+        *([LOG_ORDER, *ANSWERS, DISK_ORDER, PEERS_ORDER] if about_logs else []),
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)

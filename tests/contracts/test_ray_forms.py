@@ -27,6 +27,7 @@ from gpubroker_server.core.domain.device import (
     Node,
     NodeSample,
     StoreSample,
+    UnreachedNode,
 )
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
@@ -59,6 +60,7 @@ from tests.contracts.form_samples import (
     FOUND,
     LOG_ORDER,
     PAYLOAD,
+    PEERS_ORDER,
     RECORD,
     RUN,
     news_of,
@@ -76,7 +78,8 @@ SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(
 
 NODE_SAMPLED = NodeSample(
     N, AT, 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8, StoreSample(64, 3),
-    {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)},
+    {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)}, 0.75,
+    (UnreachedNode(NodeName("n2"), "10.0.0.2:9", "Connection refused"),),
 )  # fmt: skip
 
 
@@ -106,8 +109,8 @@ def test_orders_are_read(agent: int) -> None:
     assert RunOrder.from_wire(start[3]) == RUN
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
-    about_logs = [LOG_ORDER, *ANSWERS, unpack(wire.pack(DISK_ORDER))] if agent >= wire.TELLS_LOGS else []
-    assert others == [*about_runs, *about_logs, wire.MEASURE]
+    more = [LOG_ORDER, *ANSWERS, *(unpack(wire.pack(it)) for it in (DISK_ORDER, PEERS_ORDER))]
+    assert others == [*about_runs, *(more if agent >= wire.TELLS_LOGS else []), wire.MEASURE]
 
 
 @AGENTS

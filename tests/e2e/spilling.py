@@ -8,7 +8,11 @@ from pathlib import Path
 import ray
 from gpubroker_server.adapters.ray.agent.host_meter import HostMeter
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
+from gpubroker_server.core.control.findings.nodes import spilling_stores
+from gpubroker_server.core.domain.device import NodeSample, StoreSample
+from gpubroker_server.core.domain.units import Mib, NodeName
 
+from tests.builders import NOW
 from tests.contracts.fake_runners import an_agent_config
 from tests.patience import PATIENCE_SECONDS
 
@@ -29,7 +33,8 @@ def main(folder: str) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
     while measured() == before and time.monotonic() < until:
         time.sleep(0.1)
-    print(before, measured()[1] > 0, len(kept))
+    sample = NodeSample(NodeName("n1"), NOW, 0.0, Mib(1), Mib(1), store=StoreSample(*measured()))
+    print(before, [one.kind for one in spilling_stores([sample])], len(kept))
 
 
 main(sys.argv[1])

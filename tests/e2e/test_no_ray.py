@@ -91,11 +91,17 @@ def test_the_status_of_a_head_that_cannot_start_quotes_its_log(
     assert "ray.address" in said
 
 
+@pytest.mark.provokes("ray-unreachable")
 def test_the_status_of_a_cluster_that_does_not_answer_names_the_setting(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with running(ForkedServiceOnRay(tmp_path / "data", ray={"address": address})) as service:
         said = what_is_said(service, "nothing answers")
+        [found] = [one for one in service.broker.diagnostics() if one.kind == "ray-unreachable"]
+    assert (found.severity, f"Nothing starts: nothing answers at {address}" in found.cause) == (
+        "critical",
+        True,
+    )
     assert said.startswith(f"failed: nothing answers at {address}, the configured ray.address")
     assert "start the head of the cluster there" in said
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gpubroker import Broker
 from gpubroker_server.adapters.ray import wire
 
@@ -18,6 +19,7 @@ def agent_of(broker: Broker) -> Mapping[str, Any]:
     return node.agent or {}
 
 
+@pytest.mark.provokes("agent-outdated")
 def test_runs_go_on_while_the_service_is_upgraded_and_new_ones_start_beside_them(tmp_path: Path) -> None:
     installed = Installation(tmp_path)
     service = ServiceProcess(
@@ -45,6 +47,7 @@ def test_runs_go_on_while_the_service_is_upgraded_and_new_ones_start_beside_them
         assert broker.result(ended) == 1
         assert agent_of(broker)["outdated"], "it is used as it is"
         assert "stays in use" in agent_of(broker)["message"]
+        assert "agent-outdated" in {one.kind for one in broker.diagnostics()}
         beside = [broker.submit("tests.e2e.work:add", n, n, gpu_mb=GIB) for n in (1, 2)]
         assert [broker.result(task) for task in beside] == [2, 4]
         until(lambda: sum(gpu.leased_mb for gpu in broker.gpus()) == 10 * GIB, "one run has memory")

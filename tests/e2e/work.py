@@ -80,6 +80,17 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
+def fail_as(name: str, message: str) -> None:
+    """With an exception of this class name, as a framework does that is not installed here."""
+    raise type(name, (RuntimeError,), {})(message)
+
+
+def take(mb: int) -> None:
+    """Host memory, until it is killed."""
+    taken = b"x" * (mb * 2**20)
+    time.sleep(600.0 if taken else 0.0)
+
+
 def hold(witness: str, until: str) -> int:
     """Write one line at its start, and return its attempt once the file `until` is there."""
     task = current_task()

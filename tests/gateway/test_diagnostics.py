@@ -69,6 +69,7 @@ async def test_it_is_answered_while_the_database_is_away(gateway: Gateway, api: 
     assert {one["kind"] for one in await diagnosed(api)} == {"database-unreachable", "service-disk-full"}
 
 
+@pytest.mark.provokes("pending-for-ever")
 async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start(
     gateway: Gateway, api: Client
 ) -> None:
@@ -85,6 +86,28 @@ async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start
     assert (found["kind"], found["subject"]) == ("pending-for-ever", task)
     assert found["cause"].endswith("it fits on n1, which is cordoned (repair)")
     assert found["remedy"] == "gpubroker uncordon n1"
+    await api.post("/nodes/n1/uncordon")
+    assert await diagnosed(api) == []
+    await gateway.admit(task)
+
+
+@pytest.mark.provokes("all-on-one-node")
+async def test_work_that_is_bound_to_one_of_two_nodes_is_found_while_a_task_waits(
+    gateway: Gateway, api: Client
+) -> None:
+    await gateway.commit(
+        Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(a_device("gpu0", "n2"),))
+    )
+    gateway.world.measure([a_sample(device, gateway.clock.at) for device in gateway.world.ledgers])
+    bound = {"resources": {"gpu_mb": 18 * GIB, "nodes": {"node": ["n1"]}}}
+    for _ in range(4):
+        await gateway.admit(await api.submit(**bound))
+    assert await diagnosed(api) == []
+    await api.submit(**bound)
+    [found] = await diagnosed(api)
+    assert (found["kind"], found["subject"]) == ("all-on-one-node", "n1")
+    await gateway.admit(await api.submit(resources={"gpu_mb": 18 * GIB}))
+    assert await diagnosed(api) == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.decisions import Decision, Notice
 from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
-from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
+from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.idle_templates import IdleTemplates
@@ -72,8 +72,6 @@ class FleetKeeper:
         self._began_at = clock.now()
         self._told = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
-        self._calls: dict[TaskId, tuple[Fence, int]] = {}
-        """How many calls the present run of each worker has answered, as far as it has told."""
         self._control.nodes.expect(node.name for node in world.nodes.values() if node.ready)
         for task in world.tasks.values():
             self._control.fill.note(task, is_new=False)
@@ -122,12 +120,13 @@ class FleetKeeper:
         """What a run answered before this leader began is not counted."""
         for report in reports:
             if isinstance(report, Loaded) and (row := self._world.tasks.get(report.task)) is not None:
-                is_older = row.started_at is not None and row.started_at < self._began_at
-                unknown = report.fence, report.answered if is_older else 0
-                fence, before = self._calls.get(report.task, unknown)
-                self._calls[report.task] = report.fence, report.answered
-                new = report.answered - (before if fence == report.fence else 0)
-                self._throughput.done[CALLS] += max(0, new)
+                if (before := self._control.loads.get(report.task)) is not None:
+                    counted = before.answered if before.fence == report.fence else 0
+                else:
+                    is_older = row.started_at is not None and row.started_at < self._began_at
+                    counted = report.answered if is_older else 0
+                self._control.loads[report.task] = report
+                self._throughput.done[CALLS] += max(0, report.answered - counted)
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -141,7 +140,7 @@ class FleetKeeper:
             if task is None:
                 continue
             if task.is_terminal:
-                self._calls.pop(task.id, None)
+                self._control.loads.pop(task.id, None)
             if what == Move.SUBMITTED:
                 self._control.fill.note(task, is_new=True)
             elif what == Move.ADMITTED and task.admitted_at is not None:

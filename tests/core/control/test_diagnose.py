@@ -11,7 +11,8 @@ from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.control.memory_failures import MemoryFailures
-from gpubroker_server.core.domain.device import DiskSample, NodeSample, StoreSample
+from gpubroker_server.core.control.waiting_calls import WaitingCalls
+from gpubroker_server.core.domain.device import DiskSample, NodeSample, StoreSample, UnreachedNode
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
@@ -158,10 +159,11 @@ def test_work_on_one_node_alone_is_a_finding_while_tasks_wait() -> None:
     assert findings(a_lonely_fleet(waits, elsewhere)) == []
 
 
-def test_without_gpus_the_work_on_one_node_is_its_cpus():
-    nodes = a_node("n1"), a_node("n2")
+@pytest.mark.parametrize("gpus", [(), (a_device("gpu0", "n1"), a_device("gpu0", "n2"))])
+def test_where_no_gpu_is_leased_the_work_on_one_node_is_its_cpus(gpus: tuple[Any, ...]) -> None:
+    nodes = a_node("n1"), a_node("n2"), *gpus
     runs = [holding(a_task(f"t{n}", cpu=1.0)) for n in range(4)]
-    waits = a_task("waits", cpu=65.0)
+    waits = a_task("waits", gpus=0, cpu=65.0)
     [found] = findings(a_world(*nodes, *runs, waits))
     assert (found.kind, found.subject, found.evidence["share"]) == ("all-on-one-node", "n1", 1.0)
     assert findings(a_world(*nodes, *runs[:3], waits)) == [], "by chance"
@@ -202,13 +204,50 @@ def test_free_run_slots_do_not_matter_without_free_memory() -> None:
 
 
 @pytest.mark.parametrize(("used", "count"), [(0.2, 1), (0.8, 0), (None, 0)])
-def test_busy_cpus_beside_waiting_gpus_are_the_bottleneck(used: float | None, count: int) -> None:
+@pytest.mark.parametrize("busy", ["cpu", "network"])
+def test_busy_cpus_or_a_busy_network_beside_waiting_gpus_are_the_bottleneck(
+    used: float | None, count: int, busy: str
+) -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("t"), "gpu0", mb=GIB))
     world.measure([a_sample("gpu0", LATER, utilization=used)])
-    node_shows(world, cpu=0.99)
-    assert kinds(findings(world)) == [("cpu-bottleneck", "n1")] * count
-    node_shows(world, at=LATER - 100.0, cpu=0.99)
+    node_shows(world, **{busy: 0.99})
+    found = findings(world)
+    assert kinds(found) == [(f"{busy}-bottleneck", "n1")] * count
+    assert [one.evidence for one in found] == [{busy: 0.99, "gpu_utilization": used}] * count
+    node_shows(world, at=LATER - 100.0, **{busy: 0.99})
     assert findings(world) == []
+
+
+@pytest.mark.parametrize(
+    ("percent", "why", "remedy"),
+    [
+        (93.0, "each worker uses up a core", "gpubroker workers scale s 6"),
+        (
+            4.0,
+            "a worker answers 2 calls at once",
+            "a set with a higher max_concurrency, or gpubroker workers",
+        ),
+    ],
+)
+def test_calls_that_wait_are_told_with_what_their_workers_lack(percent: float, why: str, remedy: str) -> None:
+    waiting = WaitingCalls(TaskId("s"), "acme", "judges", 3, 2, 6, 9, percent)
+    [found] = findings(a_world(), fleet=FleetSeen(waiting_calls=(waiting,)))
+    assert (found.kind, found.subject, found.tenant) == ("calls-wait", "judges", "acme")
+    assert why in found.cause
+    assert found.remedy.startswith(remedy)
+
+
+def test_a_node_that_answers_and_that_other_nodes_cannot_reach_is_found_once() -> None:
+    world = a_world(*(a_node(name, ready=name != "n4") for name in ("n1", "n2", "n3", "n4")))
+    for name in ("n1", "n2"):
+        seen = ((other, f"10.0.0.3:{port}", "refused") for other, port in (("n3", 8), ("n4", 9), ("n5", 9)))
+        node_shows(world, name, unreached=tuple(UnreachedNode(NodeName(it[0]), *it[1:]) for it in seen))
+    [found] = findings(world)
+    assert (found.kind, found.subject, found.evidence) == ("node-unreachable-from-node", "n3", {"nodes": 2})
+    assert found.cause.startswith("n1 and 1 more cannot connect to 10.0.0.3:8 of n3")
+    assert found.remedy.startswith("nc -vz 10.0.0.3 8, on n1;")
+    node_shows(world, "n1", at=LATER - 100.0)
+    assert findings(world)[0].cause.startswith("n2 cannot connect")
 
 
 def test_a_limit_that_is_used_up_is_a_finding_while_a_task_asks_for_it() -> None:

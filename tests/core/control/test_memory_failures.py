@@ -11,6 +11,8 @@ from tests.builders import NOW, a_task, holding
 
 CUDA = Failure("exception", "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB")
 
+OF_TENSOR = "tensor with shape[9,9] and type float on /job:localhost/replica:0/task:0/device:"
+
 
 def failed(name: str, failure: Failure | None = CUDA, at: float = NOW) -> Decision:
     task = holding(a_task(name)).task
@@ -23,6 +25,22 @@ def failed(name: str, failure: Failure | None = CUDA, at: float = NOW) -> Decisi
     [
         (CUDA, "cuda"),
         (Failure("exception", "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying"), "cuda"),
+        (Failure("exception", "AcceleratorError: CUDA error: out of memory\nCUDA kernel errors"), "cuda"),
+        (Failure("exception", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "cuda"),
+        (Failure("exception", "OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB."), "cuda"),
+        (Failure("exception", "CudaAPIError: [2] Call to cuMemAlloc in CUDA_ERROR_OUT_OF_MEMORY"), "cuda"),
+        (Failure("exception", "MemoryError: std::bad_alloc: CUDA error: cudaErrorMemoryAllocation"), "cuda"),
+        (Failure("exception", "OutOfMemoryError: Out of memory allocating 8,000 bytes (allocated"), "cuda"),
+        (Failure("exception", f"ResourceExhaustedError: OOM when allocating {OF_TENSOR}GPU:0 by"), "cuda"),
+        (Failure("exception", f"ResourceExhaustedError: OOM when allocating {OF_TENSOR}CPU:0 by"), None),
+        (
+            Failure(
+                "exception",
+                "ResourceExhaustedError: {{function_node __wrapped__Mul_device_/job:localhost/"
+                "replica:0/task:0/device:GPU:0}} failed to allocate memory [Op:Mul]",
+            ),
+            "cuda",
+        ),
         (Failure("host_memory_exceeded", "took 9 GiB"), "host"),
         (Failure("out_of_memory", "the node ran out of host memory"), "node"),
         (Failure("exception", "ValueError: no"), None),

@@ -135,6 +135,28 @@ def test_a_set_and_its_state_outlive_the_service(service: ServiceProcess) -> Non
     ended(service.broker, made)
 
 
+@pytest.mark.provokes("calls-wait")
+def test_calls_that_wait_for_a_worker_that_takes_one_at_a_time_are_found(
+    broker: Broker, tmp_path: Path
+) -> None:
+    made = broker.create_worker_set(COUNTER, cpu=0.1, name="counters")
+    handle, witness, go = broker.workers(made, **PLAIN), tmp_path / "witness", tmp_path / "go"
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(handle.hold, str(witness), str(go)) for _ in range(2)]
+
+        def said() -> list[str]:
+            return [one.remedy for one in broker.diagnostics() if one.kind == "calls-wait"]
+
+        try:
+            until(lambda: bool(said()), "one call waits for the other")
+            assert f"gpubroker workers scale {made.id} 2" in said()[0]
+        finally:
+            go.touch()
+    assert len({call.result() for call in calls}) == 1
+    until(lambda: not said(), "no call waits")
+    ended(broker, made)
+
+
 @contextmanager
 def busy(broker: Broker, workers: WorkerSet, folder: Path) -> Iterator[dict[int, "Future[int]"]]:
     """Two workers that have a call each, by process; the calls end when the block does."""

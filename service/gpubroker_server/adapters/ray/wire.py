@@ -11,6 +11,7 @@ from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 
+from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.orders import (
@@ -47,6 +48,8 @@ TELLS_LOGS = 9
 """From this form on, agents report the output of runs."""
 GUARDS_DISKS = 9
 """From this form on, agents look for files that may go, and delete them."""
+TRIES_PEERS = 9
+"""From this form on, agents try the ports of other nodes."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
 """From this form on. An earlier agent would run a worker's function or command once, without an item, give a
 function the name of an object in its place, and end the worker of a set with the object that it has made."""
@@ -69,6 +72,11 @@ def disk_order(order: DiskOrder) -> tuple[Any, ...]:
     """The order to look for what may be deleted, or to delete it."""
     about = order.roots, order.spared, order.warn, order.old_seconds
     return "disk", order.request, *about, order.deletes, order.runs_sync, order.live
+
+
+def peers_order(peers: Sequence[Peer]) -> tuple[Any, ...]:
+    """The order to try the ports of these nodes."""
+    return "peers", peers
 
 
 def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:

@@ -219,10 +219,7 @@ def check_server(url: str, named: str = SETTING) -> None:
     except StoreExhausted as short:
         raise DatabaseRefused(f"PostgreSQL at {display_name(url)} is {short}; {GET_CONNECTIONS}") from None
     except psycopg.Error as error:
-        raise DatabaseRefused(
-            f"cannot use PostgreSQL at {display_name(url)}: {str(error).strip()}; start it, or "
-            f"correct {named}"
-        ) from None
+        raise unusable(url, error, named) from None
     if version < _OLDEST:
         raise DatabaseRefused(
             f"PostgreSQL at {display_name(url)} has version {version // 10000}; use 14 or newer"
@@ -243,10 +240,7 @@ def check_waits_for_standby(url: str) -> None:
         with connect_writer(url, pooled=True) as connection:
             [(standbys, waits)] = connection.execute(_WAITS_FOR_STANDBY).fetchall()
     except psycopg.Error as error:
-        raise DatabaseRefused(
-            f"cannot use PostgreSQL at {display_name(url)}: {str(error).strip()}; start it, or correct "
-            f"{SETTING}"
-        ) from None
+        raise unusable(url, error) from None
     if not standbys or waits == "local":
         found = "synchronous_commit is local" if standbys else "synchronous_standby_names is empty"
         raise DatabaseRefused(
@@ -278,6 +272,12 @@ def _telling_shortage() -> Iterator[None]:
         if any(words in said for words in _OUT_OF_CONNECTIONS):
             raise StoreExhausted(f"out of database connections: {said}") from error
         raise
+
+
+def unusable(url: str, error: BaseException | None, named: str = SETTING) -> DatabaseRefused:
+    return DatabaseRefused(
+        f"cannot use PostgreSQL at {display_name(url)}: {str(error).strip()}; start it, or correct {named}"
+    )
 
 
 def display_name(url: str) -> str:

@@ -4,6 +4,7 @@ moved away by `move_data`.
 psycopg is imported only where a server is spoken to: a service on SQLite runs without it.
 """
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text, update
 from sqlalchemy.engine import ExceptionContext, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool, QueuePool
 
 from gpubroker_server.adapters.sql.reads import READERS, leader, now
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
+HOLD_SECONDS = 2.0
+"""So long a start tries to have all its connections. One that was closed counts until the server has ended
+its process, and a start has closed several, or its predecessor has; and a busy server is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +234,8 @@ def file_engine(file: SqliteFile) -> Engine:
 
 
 def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
+    import psycopg
+
     from gpubroker_server.adapters.sql import connections
 
     needed = connections_kept(pooled=pooled, leads=leads)
@@ -241,6 +247,10 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool)
             f"connections: 1 that writes, {READERS} that read{'' if pooled else ', 1 that listens'}"
             f"{', 1 for the leader' if leads else ''}; {connections.GET_CONNECTIONS}"
         ) from None
+    except psycopg.OperationalError as error:
+        raise connections.unusable(url, error) from None
+    except OperationalError as error:
+        raise connections.unusable(url, error.orig) from None
 
 
 def connections_kept(*, pooled: bool, leads: bool) -> int:
@@ -286,14 +296,27 @@ def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
     """Open all readers, which stay open, and the others, which are opened again as soon as the process works:
     it starts with all connections that it needs, or not at all. Raises what a connection raises."""
     opening = [readers.connect] * READERS + list(others)
+    until = time.monotonic() + HOLD_SECONDS
     with ThreadPoolExecutor(len(opening)) as threads:
-        opened = [threads.submit(connect) for connect in opening]
+        opened = [threads.submit(_connect_by, until, connect) for connect in opening]
     faults = [fault for one in opened if (fault := one.exception()) is not None]
     for one in opened:
         if one.exception() is None:
             one.result().close()
     if faults:
-        raise faults[0]
+        raise next((fault for fault in faults if isinstance(fault, StoreExhausted)), faults[0])
+
+
+def _connect_by(until: float, connect: Callable[[], Any]) -> Any:
+    import psycopg
+
+    while True:
+        try:
+            return connect()
+        except (StoreExhausted, psycopg.OperationalError, OperationalError):
+            if time.monotonic() >= until:
+                raise
+        time.sleep(0.1)
 
 
 def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:

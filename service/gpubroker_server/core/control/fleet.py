@@ -20,11 +20,13 @@ from gpubroker_server.core.control.streams import steady_weights
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
 from gpubroker_server.core.control.throughput import ThroughputRules
+from gpubroker_server.core.control.waiting_calls import WaitingCalls, waiting_calls
 from gpubroker_server.core.domain.decisions import Notice
 from gpubroker_server.core.domain.demand import may_use_device, may_use_node
 from gpubroker_server.core.domain.interval import Interval
+from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.world.background import BACKGROUND_TOP, IDLE_TOP, BackgroundRoom
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
@@ -84,6 +86,7 @@ class FleetSeen:
     templates: tuple[TemplateSeen, ...] = ()
     memory_failures: tuple[MemoryFailures, ...] = ()
     """Of tasks that failed so again and again."""
+    waiting_calls: tuple[WaitingCalls, ...] = ()
     stream_weights: dict[str, float] = field(default_factory=dict)
     """By which every process orders the queue."""
     full_disks: dict[NodeName, str] = field(default_factory=dict)
@@ -116,6 +119,8 @@ class FleetControl:
         self._disks: dict[tuple[NodeName, str], DiskStanding] = {}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
+        self.loads: dict[TaskId, Loaded] = {}
+        """What workers of sets last told."""
         self.nodes = NodeWatch(rules.overload, Seconds(policy.sample_period_seconds))
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
@@ -140,6 +145,7 @@ class FleetControl:
             self._pressure_values(pressures),
             self.fill.seen,
             self.memory_failures.often(now),
+            tuple(waiting_calls(world, self.loads)),
             steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
             self._full_disks(),
             tuple(one for one in self._disks.values() if one.level),

@@ -1,5 +1,6 @@
 """Runs that ended for lack of memory, counted by what ran out. In one leader's memory only."""
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,8 +13,12 @@ OFTEN = 3
 """So many of one kind and name within that time are a finding."""
 MOST_COUNTED = 1_000
 _OF_OURS = {"out_of_memory": "node", "host_memory_exceeded": "host"}
-_OF_FRAMEWORKS = ("CUDA out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "RESOURCE_EXHAUSTED: Out of memory")
-"""PyTorch, CUDA's driver, JAX and TensorFlow."""
+_OF_FRAMEWORKS = re.compile(
+    r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"  # PyTorch
+    r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"  # CUDA itself, and what is built on it
+    r"|RESOURCE_EXHAUSTED: Out of memory|Out of memory allocating"  # JAX; CuPy
+    r"|OOM when allocating tensor .*GPU|device:GPU.* failed to allocate memory"  # TensorFlow
+)
 
 
 class MemoryFailures(NamedTuple):
@@ -34,8 +39,7 @@ def memory_of(failure: Failure | None) -> str | None:
     """What ran out; None if it was not memory."""
     if failure is None:
         return None
-    told = any(word in failure.message for word in _OF_FRAMEWORKS)
-    return _OF_OURS.get(failure.kind) or ("cuda" if told else None)
+    return _OF_OURS.get(failure.kind) or ("cuda" if _OF_FRAMEWORKS.search(failure.message) else None)
 
 
 class MemoryFailureCount:

@@ -154,6 +154,14 @@ class StoreSample(NamedTuple):
     answer."""
 
 
+class UnreachedNode(NamedTuple):
+    """Another node of the cluster to which this one cannot connect."""
+
+    node: NodeName
+    address: str
+    fault: str
+
+
 class GpuHealth(NamedTuple):
     """What the driver says of a whole GPU besides its use; None where it does not."""
 
@@ -187,6 +195,11 @@ class NodeSample:
     """None where Ray does not say."""
     gpus: Mapping[str, GpuHealth] = field(default_factory=dict)
     """By UUID; without simulated ones and without those that do not answer now."""
+    network: float | None = None
+    """The share of its speed that the busiest interface used since the sample before, in the busier
+    direction; None if the kernel tells no speed."""
+    unreached: tuple[UnreachedNode, ...] = ()
+    """Among those that it has tried lately."""
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """As the sample of a device is: it is older than three periods."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import psutil
 import structlog
 from gpubroker.runtime.messages import Report
 
+from gpubroker_server.adapters.ray.peers import PeerPorts
 from gpubroker_server.core.domain.device import GpuHealth
 
 log = structlog.get_logger("gpubroker.agent")
@@ -70,6 +72,37 @@ class RaySession(NamedTuple):
     """0: it has none, or it is unknown."""
 
 
+class Network(NamedTuple):
+    received_bytes: int
+    sent_bytes: int
+    share: float | None
+    """Of its speed that the busiest interface used since the last look, in the busier direction; None if no
+    interface has a speed."""
+
+
+class NetworkMeter:
+    """All interfaces but loopback."""
+
+    def __init__(self) -> None:
+        self._bytes: Mapping[str, tuple[int, int]] = {}
+        """Received and sent, by interface."""
+        self._read_at = 0.0
+
+    def read(self) -> Network:
+        before, seconds = self._bytes, time.monotonic() - self._read_at
+        counters = psutil.net_io_counters(pernic=True).items()
+        self._bytes = {name: (it.bytes_recv, it.bytes_sent) for name, it in counters if name != "lo"}
+        self._read_at += seconds
+        shares = [
+            8 * max(map(sub, self._bytes[name], before[name])) / (about.speed * 1e6 * seconds)
+            for name, about in psutil.net_if_stats().items()
+            if about.speed and name in self._bytes and name in before
+        ]
+        share = max(0.0, min(1.0, max(shares))) if shares else None
+        received, sent = map(sum, zip((0, 0), *self._bytes.values(), strict=True))
+        return Network(received, sent, share)
+
+
 class HostMeter:
     def __init__(self, session: RaySession, directories: Iterable[str]) -> None:
         """`directories`: whose file systems are measured besides the session's."""
@@ -77,11 +110,13 @@ class HostMeter:
         self._disks = {path: FileQuestion(path, room_of) for path in paths}
         self._spill = FileQuestion(session.spill_directory, _total_mb)
         self._store_mb = session.object_store_bytes // MIB
+        self._network = NetworkMeter()
+        self.peers = PeerPorts()
         psutil.cpu_percent()  # each call tells the time since the one before
 
     async def report(self, gpus: Mapping[str, GpuHealth]) -> Report:
         """A `node_sampled` with what answers at once."""
-        at, memory, (received_bytes, sent_bytes) = time.time(), psutil.virtual_memory(), _network()
+        at, memory, network = time.time(), psutil.virtual_memory(), self._network.read()
         cpu = min(1.0, psutil.cpu_percent() / 100)
         asked = {path: answer for path, disk in self._disks.items() if (answer := disk.begin())}
         spill = self._spill.begin() if self._store_mb else None
@@ -97,10 +132,12 @@ class HostMeter:
             memory.available // MIB,
             _memory_pressure(),
             disks,
-            received_bytes,
-            sent_bytes,
+            network.received_bytes,
+            network.sent_bytes,
             (self._store_mb, spilled[0] if spilled else None) if self._store_mb else None,
             {uuid: tuple(health) for uuid, health in gpus.items()},
+            network.share,
+            self.peers.unreached,
         )
 
 
@@ -123,12 +160,6 @@ def _total_mb(path: str) -> tuple[int]:
             with contextlib.suppress(FileNotFoundError):
                 total_bytes += os.stat(os.path.join(path, name)).st_size
     return (total_bytes // MIB,)
-
-
-def _network() -> tuple[int, int]:
-    """Bytes received and sent by all interfaces but loopback."""
-    interfaces = [it for name, it in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-    return sum(it.bytes_recv for it in interfaces), sum(it.bytes_sent for it in interfaces)
 
 
 def _memory_pressure() -> float | None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -27,6 +28,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.head.head import lost_file
 from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.processes import boot_id, versions
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, TELLS_LOGS, WireSample, unpack, write_reports
 from gpubroker_server.telemetry.logs import configure_logs
@@ -233,6 +235,8 @@ class NodeAgent:
                 runs.forget(RunKey(task, fence, rank))
             case ("log", task, fence, rank, stream, first_byte) if not is_over:
                 self.report(runs.logs.new(RunKey(task, fence, rank), stream, first_byte))
+            case ("peers", peers):
+                self._host.peers.try_all(Peer(*peer) for peer in peers)
             case ("measure",):
                 self._measure_now.set()
 
@@ -314,12 +318,8 @@ class NodeAgent:
             "complete": inventory.complete,
             "versions": versions(),
         }
-        devices = [
-            (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
-            for d in inventory.devices
-        ]
         here = [tuple(key) for key in (*runs.table.runs, *runs.external)]
-        return "node_seen", time.time(), node, devices, here
+        return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], here
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
         """None if the devices cannot be measured."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import ray
@@ -13,7 +14,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.agent.node_agent import NodeAgent
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, write_reports
+from gpubroker_server.adapters.ray.peers import Peer
+from gpubroker_server.adapters.ray.wire import (
+    PROTOCOL,
+    SPOKEN,
+    TRIES_PEERS,
+    pack,
+    peers_order,
+    write_reports,
+)
 
 log = structlog.get_logger("gpubroker.driver")
 
@@ -70,6 +79,7 @@ class NodeLink:
         self._protocol = PROTOCOL
         """The form that the agent and this release share."""
         self._queue: deque[bytes] = deque()
+        self._peers: Sequence[Peer] = ()
         self._calls: set[asyncio.Task[None]] = set()
         self._reported_lost = False
         self._pause_seconds = FIRST_PAUSE_SECONDS
@@ -81,10 +91,20 @@ class NodeLink:
         self._queue.append(packed)
         self._send_queued()
 
+    def give_peers(self, peers: Sequence[Peer]) -> None:
+        """Have the agent try them, now or once it answers."""
+        self._peers = peers
+        if peers and self._agent is not None and self._protocol >= TRIES_PEERS:
+            self.send(pack([peers_order(peers)]))
+
     async def flush(self) -> None:
         """Back when the agent has taken everything that was sent, or does not answer."""
         while self._calls:
             await asyncio.wait(set(self._calls))
+
+    @property
+    def has_peers(self) -> bool:
+        return bool(self._peers)
 
     @property
     def node(self) -> str:
@@ -194,6 +214,7 @@ class NodeLink:
                 self._agent = agent
                 self._reported_lost = False
                 self._send_queued()
+                self.give_peers(self._peers)
             case ("stale", lineage, term):
                 log.warning("the agent knows a later term", node=self.node, term=term, known_lineage=lineage)
                 await self._listener.send("stale", self.node, lineage, term, self._term)

@@ -23,6 +23,7 @@ from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.calls import ActorCalls
 from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.peers import Peer, peers_of
 from gpubroker_server.adapters.ray.wire import frame, read_frame
 from gpubroker_server.telemetry.logs import configure_logs
 
@@ -50,6 +51,8 @@ LONGEST_LOOK_SECONDS = 1.0
 """... but never as rare as to see a node later than this."""
 TELL_SECONDS = 5.0
 """The service is told so often which nodes Ray has."""
+TRY_SECONDS = 30.0
+"""Nodes try other nodes' ports so often, and when they join."""
 LOOK_PATIENCE_SECONDS = 3.0
 """A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
@@ -144,11 +147,15 @@ class Driver:
         await self.send("connected")
         self._tasks.create_task(self._request_resources())
         told, told_at = frozenset[str](), -TELL_SECONDS
+        turn, tried_at = 0, time.monotonic()
         while True:
             asked_at = time.monotonic()
             nodes = await self._nodes()
             took_seconds = time.monotonic() - asked_at
             await self._update_links(nodes)
+            if is_due := asked_at >= tried_at + TRY_SECONDS:
+                turn, tried_at = turn + 1, asked_at
+            self._give_peers(nodes, turn, to_all=is_due)
             names = frozenset(_name_of(node) for node in nodes if node["Alive"] and _takes_runs(node))
             if not self._opening.local_node and (names != told or asked_at >= told_at + TELL_SECONDS):
                 told, told_at = names, asked_at
@@ -261,6 +268,17 @@ class Driver:
             if ray_node not in linked and (self._opening.local_node or _takes_runs(node)):
                 self._link(ray_node, node)
 
+    def _give_peers(self, nodes: list[dict[str, Any]], turn: int, *, to_all: bool) -> None:
+        """Or to those only that have none yet."""
+        if not to_all and all(link.has_peers for link in self._links.values()):
+            return
+        about = {node["NodeID"]: node for node in nodes}
+        links = sorted(self._links.items())
+        circle = [_peer(name, about[link.ray_node]) for name, link in links]
+        for at, (_, link) in enumerate(links):
+            if to_all or not link.has_peers:
+                link.give_peers(peers_of(circle, at, turn))
+
     def _link(self, ray_node: str, node: dict[str, Any]) -> None:
         local = self._opening.local_node
         name = local or _name_of(node)
@@ -294,6 +312,11 @@ def _request_resources(bundles: list[dict[str, float]]) -> None:
 def _takes_runs(node: dict[str, Any]) -> bool:
     """A broker's own node, through which it talks to Ray, has no CPUs: `ray start --num-cpus=0`."""
     return float(node["Resources"].get("CPU", 0.0)) > 0.0
+
+
+def _peer(name: str, node: dict[str, Any]) -> Peer:
+    ports = int(node["NodeManagerPort"]), int(node["ObjectManagerPort"])
+    return Peer(name, str(node["NodeManagerAddress"]), ports)
 
 
 def _name_of(node: dict[str, Any]) -> str:

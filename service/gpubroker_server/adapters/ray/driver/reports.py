@@ -138,6 +138,8 @@ class NodeSampledForm(Form, tag="node_sampled"):
     store: tuple[Count, Count | None] | None
     """(MiB in total, spilled)"""
     gpus: dict[Name, Health]
+    network: Share | None
+    unreached: tuple[device.UnreachedNode, ...]
 
 
 class DiskForm(Form, tag="disk"):
@@ -367,7 +369,7 @@ def _of_node(source: Source, it: OfNode) -> Report:
                 source.node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb),
                 it.memory_pressure, tuple(device.DiskSample(*disk) for disk in it.disks),
                 it.received_bytes, it.sent_bytes, None if it.store is None else device.StoreSample(*it.store),
-                {uuid: device.GpuHealth(*health) for uuid, health in it.gpus.items()},
+                {uuid: device.GpuHealth(*one) for uuid, one in it.gpus.items()}, it.network, it.unreached,
             )  # fmt: skip
         case DiskForm():
             return device.DiskReport(source.node, at, it.request, it.files, it.kept, it.is_first, it.message)

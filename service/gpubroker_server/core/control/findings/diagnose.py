@@ -10,6 +10,7 @@ from gpubroker_server.core.control.findings.nodes import (
     clocks_apart,
     full_disks,
     spilling_stores,
+    unreached_nodes,
     versions_apart,
 )
 from gpubroker_server.core.control.findings.parts import (
@@ -24,13 +25,14 @@ from gpubroker_server.core.control.findings.work import (
     StuckTask,
     all_on_one_node,
     bottlenecks,
+    calls_wait,
     repeated_memory_failures,
     slow_starts,
     waits_for_ever,
 )
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
 
 MOST_OF_A_SUBJECT = 20
@@ -53,7 +55,8 @@ class FleetKnown(NamedTuple):
 
 def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
     """In no order; of each subject the first MOST_OF_A_SUBJECT."""
-    fresh_seconds = Seconds(3 * policy.sample_period_seconds)
+    period = policy.sample_period_seconds
+    samples = [seen for seen in world.node_samples.values() if not seen.is_stale(now, period)]
     agents: Mapping[str, Mapping[str, Any]] = known.executor.get("agents") or {}
     of_parts: Iterable[Iterator[Finding]] = (
         no_leader(known.has_leader),
@@ -69,8 +72,10 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         all_on_one_node(world),
         slow_starts(world, now),
         bottlenecks(world, policy, now),
-        full_disks(world, now, fresh_seconds),
-        spilling_stores(world, now, fresh_seconds),
+        calls_wait(known.fleet.waiting_calls),
+        full_disks(samples),
+        spilling_stores(samples),
+        unreached_nodes(world, samples),
         clocks_apart(agents),
         versions_apart(agents),
     )

@@ -1,11 +1,12 @@
 """Nodes: their disks, Ray's object store, clocks, and the software of their agents."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpubroker_server.core.control.findings.finding import Finding, Severity
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.device import NodeSample, UnreachedNode
+from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 DISK_SHARE, FULL_SHARE = 0.9, 0.98
@@ -16,9 +17,10 @@ Agents = Mapping[str, Mapping[str, Any]]
 """By node, as `Executor.status` has them."""
 
 
-def full_disks(world: World, now: Instant, fresh_seconds: Seconds) -> Iterator[Finding]:
-    for name, seen in world.node_samples.items():
-        for disk in seen.disks if now - seen.at <= fresh_seconds else ():
+def full_disks(samples: Iterable[NodeSample]) -> Iterator[Finding]:
+    for seen in samples:
+        name = seen.node
+        for disk in seen.disks:
             if disk.used_share >= DISK_SHARE:
                 is_full = disk.used_share >= FULL_SHARE
                 yield Finding(
@@ -31,17 +33,40 @@ def full_disks(world: World, now: Instant, fresh_seconds: Seconds) -> Iterator[F
                 )
 
 
-def spilling_stores(world: World, now: Instant, fresh_seconds: Seconds) -> Iterator[Finding]:
-    for name, seen in world.node_samples.items():
-        if now - seen.at <= fresh_seconds and seen.store is not None and seen.store.spilled_mb:
+def spilling_stores(samples: Iterable[NodeSample]) -> Iterator[Finding]:
+    for seen in samples:
+        if seen.store is not None and seen.store.spilled_mb:
             yield Finding(
                 "object-store-spills",
-                name,
+                seen.node,
                 Severity.WARNING,
-                f"Ray's object store on {name} is too small: it writes objects to disk.",
+                f"Ray's object store on {seen.node} is too small: it writes objects to disk.",
                 {"spilled_mb": seen.store.spilled_mb, "total_mb": seen.store.total_mb},
                 "raise ray.object_store_mb; for a joined Ray, --object-store-memory of its `ray start`",
             )
+
+
+def unreached_nodes(world: World, samples: Iterable[NodeSample]) -> Iterator[Finding]:
+    """Those that answer the leader: of one that does not, more is said elsewhere."""
+    by_node: dict[NodeName, list[tuple[NodeName, UnreachedNode]]] = {}
+    for seen in samples:
+        for one in seen.unreached:
+            if (node := world.nodes.get(one.node)) is not None and node.ready:
+                by_node.setdefault(one.node, []).append((seen.node, one))
+    for name, found in by_node.items():
+        source, (_, address, fault) = found[0]
+        host, _, port = address.rpartition(":")
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield Finding(
+            "node-unreachable-from-node",
+            name,
+            Severity.WARNING,
+            f"{source}{others} cannot connect to {address} of {name}, which answers the leader: {fault}. "
+            "Gangs and objects need this way.",
+            {"nodes": len(found)},
+            f"nc -vz {host} {port}, on {source}; open Ray's ports between the nodes (`ray start "
+            "--node-manager-port`, `--object-manager-port` name them)",
+        )
 
 
 def clocks_apart(agents: Agents) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from gpubroker_server.core.control.findings.finding import Finding, Severity
 from gpubroker_server.core.control.memory_failures import LATELY_SECONDS, MemoryFailures
-from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.control.waiting_calls import WaitingCalls
+from gpubroker_server.core.domain.device import Node, NodeSample
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, in_time
@@ -15,7 +16,9 @@ SLOW_SECONDS = Seconds(30.0)
 """From the order to start a run to its first line of user code."""
 FREE_SHARE = 0.1
 """Of a GPU's memory: if more is free, memory is not what keeps work out."""
-BUSY_CPU, BUSY_GPU = 0.95, 0.5
+BUSY_CPU, BUSY_NETWORK, BUSY_GPU = 0.95, 0.9, 0.5
+BUSY_CORE_PERCENT = 80.0
+"""Python computes on one core of a process."""
 LONELY_SHARE = 0.9
 """Of what all nodes hold on one node: all work is there."""
 FEWEST_HOLDERS = 4
@@ -63,10 +66,11 @@ def repeated_memory_failures(failures: Sequence[MemoryFailures]) -> Iterator[Fin
 
 
 def all_on_one_node(world: World) -> Iterator[Finding]:
-    """Of several that take work, while tasks wait. Work is GPU memory, or CPUs where no node has a GPU."""
+    """Of several that take work, while tasks wait. Work is leased GPU memory, or CPUs where none is."""
     open_nodes = [node.name for node in world.nodes.values() if node.ready and not node.cordoned]
     held = {name: _leased(world, name) for name in open_nodes if world.by_node.get(name)}
-    held = held or {name: (world.use[name].cpu, world.use[name].runs) for name in open_nodes}
+    if not any(amount for amount, _ in held.values()):
+        held = {name: (world.use[name].cpu, world.use[name].runs) for name in open_nodes}
     total = sum(amount for amount, _ in held.values())
     if len(held) < 2 or not total or not world.queue.groups:
         return
@@ -168,18 +172,58 @@ def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator
                 evidence,
                 "gpubroker submit --cpu: ask for fewer, or gpubroker profiles: lower the default",
             )
-    seen = world.node_samples.get(node.name)
-    period = policy.sample_period_seconds
-    if seen is None or now - seen.at > 3 * period or seen.cpu < BUSY_CPU:
+    seen, period = world.node_samples.get(node.name), policy.sample_period_seconds
+    if seen is None or seen.is_stale(now, period):
         return
     held = [one for one in ledgers if one.leased_mb() and not one.is_stale(now, period)]
-    busy = [one.sample.utilization for one in held if one.sample and one.sample.utilization is not None]
-    if busy and sum(busy) / len(busy) < BUSY_GPU:
+    used = [one.sample.utilization for one in held if one.sample and one.sample.utilization is not None]
+    if used and (mean := sum(used) / len(used)) < BUSY_GPU:
+        yield from _slowed_down(node.name, seen, mean)
+
+
+def _slowed_down(node: NodeName, seen: NodeSample, gpu_utilization: float) -> Iterator[Finding]:
+    """Its leased GPUs wait for something else."""
+    used = {"gpu_utilization": round(gpu_utilization, 3)}
+    if seen.cpu >= BUSY_CPU:
         yield Finding(
             "cpu-bottleneck",
-            node.name,
+            node,
             Severity.WARNING,
-            f"The CPUs of {node.name} are busy and its GPUs wait for them.",
-            {"cpu": round(seen.cpu, 3), "gpu_utilization": round(sum(busy) / len(busy), 3)},
-            f"gpubroker cordon {node.name}, or submit with more CPUs each (--cpu): fewer runs share them",
+            f"The CPUs of {node} are busy and its GPUs wait for them.",
+            {"cpu": round(seen.cpu, 3), **used},
+            f"gpubroker cordon {node}, or submit with more CPUs each (--cpu): fewer runs share them",
+        )
+    if seen.network is not None and seen.network >= BUSY_NETWORK:
+        yield Finding(
+            "network-bottleneck",
+            node,
+            Severity.WARNING,
+            f"The network of {node} is busy and its GPUs wait for it.",
+            {"network": round(seen.network, 3), **used},
+            f"keep what runs on {node} reads on its own disks; gpubroker cordon {node}: fewer runs share it",
+        )
+
+
+def calls_wait(sets: Sequence[WaitingCalls]) -> Iterator[Finding]:
+    for one in sets:
+        is_busy = one.cpu_percent >= BUSY_CORE_PERCENT
+        why = (
+            "each worker uses up a core"
+            if is_busy
+            else f"they use little CPU, and a worker answers {one.max_concurrency} calls at once"
+        )
+        more = f"gpubroker workers scale {one.workers_of} {2 * one.workers}"
+        yield Finding(
+            "calls-wait",
+            one.name,
+            Severity.WARNING,
+            f"As many calls wait for the workers of {one.name} as are under way: {why}.",
+            {
+                "set": one.workers_of,
+                "running": one.running,
+                "waiting": one.waiting,
+                "cpu_percent": round(one.cpu_percent),
+            },
+            more if is_busy else f"a set with a higher max_concurrency, or {more}",
+            tenant=one.tenant,
         )

@@ -1,0 +1,67 @@
+"""Whether the nodes of a cluster reach each other at the ports that Ray uses between them."""
+
+import asyncio
+import os
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+CONNECT_SECONDS = 3.0
+AT_ONCE = 8
+"""So many others a node tries each time: in a large cluster each pair has its turn in the end."""
+MOST_KEPT = 8
+"""Peers that could not be reached, which are tried again each time."""
+
+
+class Peer(NamedTuple):
+    node: str
+    host: str
+    ports: tuple[int, ...]
+
+
+def peers_of(circle: Sequence[Peer], at: int, turn: int) -> list[Peer]:
+    """The next ones after this one in the circle; at each turn those after the ones before."""
+    others = len(circle) - 1
+    steps = range(turn * AT_ONCE, turn * AT_ONCE + min(AT_ONCE, others))
+    return [circle[(at + 1 + step % others) % len(circle)] for step in steps]
+
+
+class PeerPorts:
+    """As one node sees the others. In its agent's memory only."""
+
+    def __init__(self) -> None:
+        self._unreached: dict[Peer, tuple[str, str]] = {}
+        """Address and fault; the one that was found longest ago comes first."""
+        self._trying: asyncio.Task[None] | None = None
+
+    @property
+    def unreached(self) -> list[tuple[str, str, str]]:
+        """(node, address, fault) of each that could not be reached when it was last tried."""
+        return [(peer.node, *found) for peer, found in self._unreached.items()]
+
+    def try_all(self, peers: Iterable[Peer]) -> None:
+        """These, and once more those that could not be reached. Not while others are tried."""
+        if self._trying is None or self._trying.done():
+            again = {peer.node: peer for peer in (*self._unreached, *peers)}
+            self._trying = asyncio.create_task(self._try_all(list(again.values())))
+
+    async def _try_all(self, peers: Sequence[Peer]) -> None:
+        found = await asyncio.gather(*map(_unreached, peers))
+        kept = [(peer, it) for peer, it in zip(peers, found, strict=True) if it is not None]
+        self._unreached = dict(kept[-MOST_KEPT:])
+
+
+async def _unreached(peer: Peer) -> tuple[str, str] | None:
+    """Address and fault of the first port that cannot be reached."""
+    for port in peer.ports:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(peer.host, port)
+        except TimeoutError:
+            fault = f"no answer within {CONNECT_SECONDS:g} s"
+        except OSError as refused:
+            fault = os.strerror(refused.errno) if refused.errno else str(refused)
+        else:
+            writer.transport.abort()
+            continue
+        return f"{peer.host}:{port}", fault
+    return None

@@ -1,0 +1,63 @@
+"""What keeps tasks waiting, as a leader has made it so, is found by its cause."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
+from gpubroker_server.core.control.findings.finding import Finding
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.policy import CustomLimit
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant, TaskId
+
+from tests.broker.stage import Stage, a_stage
+from tests.builders import GIB
+
+LONG = 1e6
+
+
+def found(stage: Stage) -> dict[str, Finding]:
+    """By kind."""
+    known = FleetKnown(stage.executor.status(), has_leader=True)
+    return {one.kind: one for one in diagnose_fleet(stage.world, stage.policy, known, stage.clock.now())}
+
+
+@pytest.mark.provokes("run-slots-used-up", "cpus-used-up", "limit-used-up")
+@pytest.mark.parametrize(
+    ("kind", "demand", "runs", "subject"),
+    [
+        ("run-slots-used-up", {}, 64, "n1"),
+        ("cpus-used-up", {"cpu": 32.0}, 2, "n1"),
+        ("limit-used-up", {"custom": {"licence": 1.0}}, 2, "licence"),
+    ],
+)
+async def test_what_is_used_up_while_gpu_memory_is_free_is_found_until_a_run_ends(
+    tmp_path: Path, kind: str, demand: dict[str, Any], runs: int, subject: str
+) -> None:
+    async with a_stage(tmp_path, custom_limits=(CustomLimit("licence", 2.0),)) as stage:
+        for number in range(runs):
+            await stage.submit(f"t{number}", seconds=LONG, **{"gpu_mb": GIB // 8, "cpu": 0.1, **demand})
+        await stage.leader.cycle()
+        await stage.turns_until(f"t{runs - 1}", TaskState.RUNNING)
+        assert found(stage) == {}
+        await stage.submit("waits", seconds=LONG, **{"gpu_mb": GIB // 8, "cpu": 0.1, **demand})
+        await stage.leader.cycle()
+        assert {one: it.subject for one, it in found(stage).items()} == {kind: subject}
+        cancel = Request("r1", TaskId("t0"), "default", "cancel", {}, stage.clock.now())
+        await stage.store.request(cancel)
+        await stage.leader.cycle()
+        await stage.turns_until("waits", TaskState.RUNNING)
+        assert found(stage) == {}
+
+
+@pytest.mark.provokes("slow-starts")
+async def test_a_run_that_does_not_begin_within_half_a_minute_is_found(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        await stage.submit("t", seconds=LONG, gpu_mb=GIB)
+        await stage.leader.cycle()
+        assert (await stage.row("t")).state is TaskState.ADMITTED
+        stage.clock.time = Instant(stage.clock.time + 29.0)
+        assert found(stage) == {}
+        stage.clock.time = Instant(stage.clock.time + 2.0)
+        assert found(stage)["slow-starts"].evidence == {"runs": 1, "longest_seconds": 31.0}
