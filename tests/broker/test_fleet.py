@@ -72,7 +72,7 @@ async def test_what_it_finds_is_in_the_log_and_published(tmp_path: Path) -> None
             ("fleet.BACKPRESSURE_ACTIVATED", "queue_length"),
             ("fleet.BACKPRESSURE_ACTIVATED", "disk_percent"),
         ]
-        told = {kind: count for kind, count in fleet.seen.told.items() if count}
+        told = {kind: count for kind, count in fleet.seen.events.items() if count}
         assert told == {"fleet.BACKPRESSURE_ACTIVATED": 2}
 
 
@@ -193,12 +193,12 @@ async def test_a_node_that_is_given_up_has_left_and_one_that_answers_the_next_le
             await stage.lead()
             await look(stage)
             assert stage.leader.fleet is not None
-            assert set(stage.leader.fleet.seen.told.values()) == {0}
+            assert set(stage.leader.fleet.seen.events.values()) == {0}
         node = stage.world.nodes[NodeName("n1")]
         await stage.hear(NodeLost(node.name, node.incarnation, stage.clock.now(), "no beat", confirmed=True))
         await stage.leader.fleet.look()
         await stage.leader.cycle()
-        assert stage.leader.fleet.seen.told["fleet.NODE_LEFT"] == 1
+        assert stage.leader.fleet.seen.events["fleet.NODE_LEFT"] == 1
 
 
 async def test_calls_that_were_answered_under_the_last_leader_are_not_counted_again(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
             (target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,), {"disk_percent": 96.0},
             stream_weights={"a": 2.0}, overloaded=(Overload(NodeName("n1"), "cpu"),),
             low_disks=(DiskStanding(NodeName("n1"), "/data", 0.7, DiskLevel.BLOCK, 0.7),),
-            done={"started": 7}, told={"fleet.NODE_JOINED": 1},
+            done={"started": 7}, events={"fleet.NODE_JOINED": 1},
         )  # fmt: skip
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent, fleet=fleet)
         await one.publish(term, 1, LastValues(leader=said, nodes=(NODE_SAMPLE,)))

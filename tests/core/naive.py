@@ -19,7 +19,7 @@ from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_gangs import a_rank, gang_step, runs
 from tests.core.naive_growth import growth_steps
 from tests.core.naive_leavers import NaiveLeavers, leave
-from tests.core.naive_moves import is_moving, kept
+from tests.core.naive_moves import is_moving, kept, step_elsewhere
 from tests.core.naive_worth import fullest, learn, score
 
 Step = tuple[Any, ...]
@@ -300,23 +300,27 @@ class Naive(NaiveLeavers):
         while left:
             task = min(left, key=self.order)
             left.remove(task)
-            pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
-            if not pledged and stands_behind(self, task):
-                continue
-            if task.demand.bundles:
-                steps += gang_step(self, task, is_pledged=pledged)
-                continue
-            places = list(self.places(task) if not (pledged and task.stop_reason) else kept(self, task))
-            best = min(places, key=lambda place: place[0]) if places else None
-            place = best if best is None or pledged else beside(self, task, best)
-            if place is not None:
-                _, node, devices = place
-                promised = sum(pledge.mb for pledge in self.pledges if pledge.preemptor == task.id)
-                self.given[task.tenant] += max(0, sum(mb for _, mb in devices) - promised)
-                steps.append(self.admit(task, node, devices))
-            elif not pledged and (way := other_way(self, task, best)) is not None:
-                steps.append(self.evict(task, [(*self.pledged(task, one), ()) for one in way[0]], way[1]))
+            mine = [pledge for pledge in self.pledges if pledge.preemptor == task.id]
+            found = self.step(task, pledged=bool(mine))
+            steps += found or (step_elsewhere(self, task, mine) if mine else [])
         return [*steps, *growth_steps(self)]
+
+    def step(self, task: Task, *, pledged: bool) -> list[Step]:
+        if not pledged and stands_behind(self, task):
+            return []
+        if task.demand.bundles:
+            return gang_step(self, task, is_pledged=pledged)
+        places = list(self.places(task) if not (pledged and task.stop_reason) else kept(self, task))
+        best = min(places, key=lambda place: place[0]) if places else None
+        place = best if best is None or pledged else beside(self, task, best)
+        if place is not None:
+            _, node, devices = place
+            promised = sum(pledge.mb for pledge in self.pledges if pledge.preemptor == task.id)
+            self.given[task.tenant] += max(0, sum(mb for _, mb in devices) - promised)
+            return [self.admit(task, node, devices)]
+        if pledged or (way := other_way(self, task, best)) is None:
+            return []
+        return [self.evict(task, [(*self.pledged(task, one), ()) for one in way[0]], way[1])]
 
     def pledged(self, task: Task, one: Any) -> tuple[str, int]:
         """What is pledged of a device, or of a node to a task without GPUs."""

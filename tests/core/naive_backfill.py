@@ -76,7 +76,7 @@ def in_the_way_until(naive: Any, run: Task, forecast: Forecast) -> float:
 
 def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     """From when on the other one may have it stopped; a run that has not begun begins now."""
-    if not naive.may_preempt(other) or run.priority >= other.priority:
+    if not naive.may_preempt(other) or run.priority >= naive.stops_below(other):
         return inf
     if naive.is_spared_from(run, other):
         return inf
@@ -87,7 +87,8 @@ def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     def is_protected(at: float) -> bool:
         return naive.is_shielded(begun, at) or naive.has_turn_protection(begun, other.priority, at)
 
-    return min(at for at in moments if at >= naive.now and (other.priority >= 90 or not is_protected(at)))
+    at_once = naive.ignores_shields(run, other)
+    return min(at for at in moments if at >= naive.now and (at_once or not is_protected(at)))
 
 
 def lease_until(naive: Any, lease: Lease, forecast: Forecast) -> float:

@@ -80,9 +80,9 @@ class NaiveLeavers(NaiveTenants):
             for run in self.tasks.values()
             if run.state in (TaskState.ADMITTED, TaskState.RUNNING)
             and (run.admitted_at or 0.0) < self.now
-            and run.priority < task.priority
+            and run.priority < self.stops_below(task)
             for one in leavers(run)
-            if task.priority >= 90
+            if self.ignores_shields(run, task)
             or is_alone(one)
             or not (self.is_shielded(run) or self.has_turn_protection(run, task.priority))
         ]
@@ -93,7 +93,12 @@ class NaiveLeavers(NaiveTenants):
         return self.lost(one), not is_alone(one), one.priority, -self.gives_back(one), one.id, -rank
 
     def may_preempt(self, task: Task) -> bool:
-        return self.policy.preemption and (self.needs_gpus(task) or task.priority >= 90)
+        return self.policy.preemption and self.stops_below(task) >= 0
+
+    def stops_below(self, task: Task) -> int:
+        if self.needs_gpus(task) or task.priority >= 90:
+            return task.priority
+        return 10 if task.priority >= 10 else -1
 
     @staticmethod
     def key_of(one: Any) -> str:
@@ -115,6 +120,9 @@ class NaiveLeavers(NaiveTenants):
             if task == one.id:
                 return not ranks or str(self.name_of(one)[1]) in ranks.split(",")
         return False
+
+    def ignores_shields(self, run: Task, task: Task) -> bool:
+        return task.priority >= 90 or run.priority < 10 <= task.priority
 
     def is_shielded(self, run: Task, at: float | None = None) -> bool:
         now = self.now if at is None else at

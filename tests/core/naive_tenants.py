@@ -42,6 +42,7 @@ class NaiveTenants:
     left_after: Any
     is_leaving: Any
     is_shielded: Any
+    ignores_shields: Any
     lost: Any
     takes: Any
     soon: Any
@@ -266,7 +267,7 @@ class NaiveTenants:
             and run.tenant in surplus
             and run.priority <= top
             for one in self.leaving_members(run)
-            if task.priority >= 90 or self.is_alone(one) or not self.is_shielded(run)
+            if self.ignores_shields(run, task) or self.is_alone(one) or not self.is_shielded(run)
         ]
         found = [one for one in found if any(run.node == node for run in self.runs_of(one))]
         return sorted(found, key=self.by_cost)

@@ -88,12 +88,12 @@ async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Cli
     gateway.fleet = FleetSeen(
         (target, unmeasured),
         idle=(Idle(key("gpu0"), 0.01, Instant(NOW - 50)), Idle("n1", 0.0, NOW)),
-        pressures=(a_pressure(),),
+        pressures=(a_pressure(), a_pressure("disk_percent")),
         pressure_values={"queue_length": 120.0, "store_seconds": 0.5},
         overloaded=(Overload(node, "cpu"),),
-        low_disks=(DiskStanding(node, "/data", 0.75, DiskLevel.BLOCK, 0.7),),
+        low_disks=tuple(DiskStanding(node, it, 0.75, DiskLevel.BLOCK, 0.7) for it in ("/data", "/slow")),
         done={"started": 7},
-        told={"fleet.NODE_LEFT": 2},
+        events={"fleet.NODE_LEFT": 2},
     )
     gateway.clock.advance(400.0)
     assert await fleet_metrics(api) == {
@@ -107,6 +107,7 @@ async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Cli
         'gpubroker_background_share_ratio{scope="pool:lab"} 0.25',
         'gpubroker_backpressure_active{measure="queue_length"} 1.0',
         'gpubroker_backpressure_active{measure="store_seconds"} 0.0',
+        'gpubroker_backpressure_active{measure="disk_percent"} 1.0',
         'gpubroker_backpressure_value{measure="queue_length"} 120.0',
         'gpubroker_backpressure_value{measure="store_seconds"} 0.5',
         'gpubroker_gpu_idle_seconds{UUID="gpu0",gpu="0",hostname="n1"} 450.0',
@@ -115,6 +116,7 @@ async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Cli
         'gpubroker_node_overloaded{hostname="n1",measure="cpu"} 1.0',
         'gpubroker_node_overloaded{hostname="n1",measure="host_memory"} 0.0',
         'gpubroker_node_disk_level{hostname="n1",path="/data"} 3.0',
+        'gpubroker_node_disk_level{hostname="n1",path="/slow"} 3.0',
         'gpubroker_node_disk_level{hostname="n1",path="/"} 0.0',
         'gpubroker_items_total{component="started"} 7.0',
         'gpubroker_fleet_events_total{kind="fleet.NODE_LEFT"} 2.0',

@@ -376,14 +376,14 @@ class Ground:
                 assert was_so, f"{key} was not {write.end}"
 
     def _check_victims(self, naive: Naive, decision: Decision) -> None:
-        """Victims have no shield, except for critical tasks, and strictly lower priority; or they borrow, in
-        the same band at most, and keep their guarantee."""
+        """Victims have no shield that counts, and strictly lower priority; or they borrow, in the same band
+        at most, and keep their guarantee."""
         stopped = [w.task.id for w in decision.tasks if w.task.state is TaskState.STOPPING]
         victims = [self.world.tasks[name] for name in stopped]
         if not victims:
             return
         preemptor = self.world.tasks[decision.subject]  # type: ignore[index]
-        assert preemptor.priority >= 90 or not any(map(naive.is_shielded, victims))
+        assert all(naive.ignores_shields(it, preemptor) or not naive.is_shielded(it) for it in victims)
         turns = [victim for victim in victims if naive.has_turn_protection(victim, preemptor.priority)]
         if any(v.priority >= preemptor.priority or (v in turns and preemptor.priority < 90) for v in victims):
             surplus = naive.surplus_for(preemptor)

@@ -309,7 +309,7 @@ def fleet_rules_of(settings: Settings) -> FleetRules:
         retry_after_seconds=Seconds(pressed.retry_after_seconds),
         disk=disk_guard_of(settings),
         overload=_thresholds(
-            {"cpu": given.overload.cpu_percent, "host_memory": given.overload.memory_percent}, whole=100
+            {"cpu": given.overload.cpu_percent, "host_memory": given.overload.host_memory_percent}, whole=100
         ),
         throughput=ThroughputRules(
             Seconds(given.throughput.seconds),

@@ -70,7 +70,7 @@ class FleetKeeper:
         self._news: list[Notice] = []
         self._is_new = False
         self._began_at = clock.now()
-        self._told = dict.fromkeys(COUNTED, 0)
+        self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
         self._control.nodes.expect(node.name for node in world.nodes.values() if node.ready)
         for task in world.tasks.values():
@@ -78,7 +78,7 @@ class FleetKeeper:
 
     @property
     def seen(self) -> FleetSeen:
-        return replace(self._control.seen, done=dict(self._throughput.done), told=dict(self._told))
+        return replace(self._control.seen, done=dict(self._throughput.done), events=dict(self._events))
 
     async def keep(self) -> None:
         """Until cancelled."""
@@ -130,8 +130,8 @@ class FleetKeeper:
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
-            if event.kind in self._told:
-                self._told[event.kind] += 1
+            if event.kind in self._events:
+                self._events[event.kind] += 1
             subject, _, what = event.kind.partition(".")
             if subject != "task":
                 continue

@@ -85,7 +85,7 @@ class BackpressureSettings(Section):
 
 class OverloadSettings(Section):
     cpu_percent: ThresholdSettings | None = ThresholdSettings(high=95, low=85, seconds=300)
-    memory_percent: ThresholdSettings | None = ThresholdSettings(high=90, low=85, seconds=60)
+    host_memory_percent: ThresholdSettings | None = ThresholdSettings(high=90, low=85, seconds=60)
 
 
 class ThroughputSettings(Section):

@@ -180,7 +180,7 @@ class PolicySettings(Section):
     preemption: bool = True
     preemption_budget: Annotated[int, Field(ge=0)] = 3
     shield_seconds: Annotated[float, Field(ge=0)] = 600.0
-    pledge_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
+    pledge_patience_seconds: Annotated[float, Field(gt=0)] = 600.0
     kill_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
     sample_period_seconds: Annotated[float, Field(gt=0)] = 2.0
     beat_seconds: Annotated[float, Field(ge=0.1, le=60)] = 2.0

@@ -47,7 +47,7 @@ def fleet_samples(world: World, seen: FleetSeen | None, now: Instant) -> Iterato
     yield from _idle(world, seen, now)
     yield from _nodes(world, seen)
     yield "gpubroker_items", [((name,), count) for name, count in seen.done.items()]
-    yield "gpubroker_fleet_events", [((kind,), count) for kind, count in seen.told.items()]
+    yield "gpubroker_fleet_events", [((kind,), count) for kind, count in seen.events.items()]
 
 
 def _targets(seen: FleetSeen, now: Instant) -> Iterator[tuple[str, Samples]]:
@@ -63,10 +63,12 @@ def _targets(seen: FleetSeen, now: Instant) -> Iterator[tuple[str, Samples]]:
 
 def _backpressure(seen: FleetSeen) -> Iterator[tuple[str, Samples]]:
     active = {it.name for it in seen.pressures}
-    tenants = sorted(name for name in seen.pressure_values if ":" in name)
-    shown = [name for name in seen.pressure_values if name not in tenants[MOST_TENANTS:]]
+    values = seen.pressure_values
+    known = sorted(active | values.keys())
+    of_tenants = [name for name in known if ":" in name]
+    shown = [name for name in known if ":" not in name] + of_tenants[:MOST_TENANTS]
     yield "gpubroker_backpressure_active", [((name,), name in active) for name in shown]
-    yield "gpubroker_backpressure_value", [((name,), seen.pressure_values[name]) for name in shown]
+    yield "gpubroker_backpressure_value", [((name,), values[name]) for name in shown if name in values]
 
 
 def _idle(world: World, seen: FleetSeen, now: Instant) -> Iterator[tuple[str, Samples]]:
@@ -86,7 +88,7 @@ def _nodes(world: World, seen: FleetSeen) -> Iterator[tuple[str, Samples]]:
     overloaded = set(seen.overloaded)
     watched = [Overload(node, it) for node in sorted(world.node_samples) for it in ("cpu", "host_memory")]
     yield "gpubroker_node_overloaded", [(it, it in overloaded) for it in watched]
-    levels = {(it.node, it.path): float(it.level) for it in seen.low_disks}
-    samples = (sample for _, sample in sorted(world.node_samples.items()))
-    disks = [(it.node, disk.path) for it in samples for disk in it.disks]
-    yield "gpubroker_node_disk_level", [(at, levels.get(at, 0.0)) for at in disks]
+    # A disk that does not answer now keeps its level.
+    levels = {(it.node, disk.path): 0.0 for it in world.node_samples.values() for disk in it.disks}
+    levels |= {(it.node, it.path): float(it.level) for it in seen.low_disks}
+    yield "gpubroker_node_disk_level", sorted(levels.items())

@@ -223,7 +223,7 @@ def test_no_run_is_preempted_without_preemption_gpus_or_nodes():
     cpu = a_world(holding(a_task("low", priority=10, cpu=64.0), node="n1"), a_task("new", cpu=1.0))
     assert preemption_of(cpu)[::2] == (
         PreemptionStatus.NO_GPUS,
-        "no run is preempted for a task that asks for no GPU and isn't critical",
+        "for a task that asks for no GPU and isn't critical only idle work is preempted",
     )
     licence = {"custom": {"licence": 1.0}}
     used = holding(a_task("low", priority=10, gpu_mb=1, **licence), "gpu0")

@@ -374,7 +374,7 @@ def test_a_run_not_confirmed_gone_keeps_the_place_to_which_it_moves(patience: fl
         watch = extend_window(watch, now)
         if world.tasks[TaskId("fresh")].state is TaskState.PENDING:
             break
-    assert list(world.pledges) == ["fresh"]
+    assert list(world.pledges) == ["large", "fresh"]
     world.measure([a_sample(device, now) for device in world.ledgers])
     commit(world, plan_cycle(world, policy, now).decisions, now)
     assert world.tasks[TaskId("fresh")].state is TaskState.ADMITTED

@@ -76,6 +76,18 @@ def test_only_a_critical_task_stops_runs_for_cpu(priority: int):
     assert cycle(two_runs(a_task("high", priority=priority, cpu=8.0))) == []
 
 
+def test_idle_work_makes_room_for_every_task_that_lacks_cpu():
+    idle = a_run("idle", "n2", priority=3, cpu=4.0)
+    world = two_runs(a_node("n2", cpu=4.0), idle, a_task("same", priority=9, cpu=2.0))
+    assert cycle(world) == []
+    submit(world, a_task("other", priority=10, cpu=2.0))
+    assert stopped(cycle(world)) == ["idle"]
+    let_go(world, "idle")
+    assert started(cycle(world, now=NOW + 1.0)) == ["other", "same"]
+    submit(world, a_task("wide", priority=50, cpu=8.0))
+    assert cycle(world, now=NOW + 2.0) == [], "it has no way where the others run"
+
+
 def test_no_run_is_stopped_for_cpu_where_preemption_is_off_or_would_not_help():
     assert cycle(two_runs(a_task("high", priority=95, cpu=8.0)), policy=Policy(preemption=False)) == []
     assert cycle(two_runs(a_task("high", priority=95, cpu=9.0))) == []

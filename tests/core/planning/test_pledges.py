@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.lease import PledgeEnd
+from gpubroker_server.core.domain.lease import PledgeEnd, Proof, release
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Move, Placement, Task
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.world.world import World
@@ -170,3 +171,62 @@ def test_what_is_pledged_to_a_task_is_not_taken_twice_from_what_its_reservation_
     late = Forecast(first.id, (there,), due, due, Instant(NOW + 999.0), 0, Basis.STATED)
     decisions = plan_cycle(world, POLICY, NOW, budget=10_000, forecasts=[late]).decisions
     assert [(d.why, d.subject) for d in decisions] == [("preempt", "first"), ("admit", "behind")]
+
+
+def given_up(world: World, *names: str) -> None:
+    """Their time to leave is over, and their processes are still there."""
+    now = Instant(NOW + POLICY.kill_patience_seconds)
+    decisions = due(world, now, POLICY, ObservationWindow(since=NOW, last=now))
+    assert [(d.subject, d.why) for d in decisions] == [(name, "unconfirmed") for name in names]
+    commit(world, decisions, now)
+
+
+def confirmed_gone(world: World, name: str) -> None:
+    """The first run of a task that was given up, and may run again."""
+    leases = world.unconfirmed.quarantined[name].values()
+    gone = tuple(release(lease, Proof.PROCESS_ABSENT) for lease in leases)
+    commit(world, Decision(name, "gone", leases=gone))
+
+
+def full_gpus(count: int) -> list[object]:
+    """One run on each of a node."""
+    low = [a_wide(f"low{n}", 10, grace_seconds=Seconds(0.0)) for n in range(count)]
+    return [part for n, run in enumerate(low) for part in (a_device(f"gpu{n}"), holding(run, f"gpu{n}"))]
+
+
+def at(world: World, seconds: float) -> list[Decision]:
+    world.measure([a_sample(device, NOW + seconds) for device in world.ledgers])
+    return cycle(world, now=NOW + seconds)
+
+
+def test_what_other_victims_freed_waits_for_the_one_in_quarantine():
+    """They took it again at once, were stopped for it again, and so on, and `both` never began."""
+    world = a_world(*full_gpus(2), a_task("both", priority=55, gpus=2))
+    assert stopped(cycle(world)) == ["low0", "low1"]
+    let_go(world, "low1")
+    given_up(world, "low0")
+    assert at(world, 11.0) == []
+    confirmed_gone(world, "low0")
+    decisions = at(world, 60.0)
+    assert (started(decisions), ends(decisions)) == (["both"], [("both", PledgeEnd.CONSUMED)] * 2)
+
+
+def test_a_preemptor_goes_elsewhere_while_its_victim_is_in_quarantine():
+    world = a_world(*full_gpus(2), a_wide("high", 55))
+    assert stopped(cycle(world)) == ["low0"]
+    assert at(world, 5.0) == []  # it may still leave
+    given_up(world, "low0")
+    decisions = at(world, 11.0)
+    assert (stopped(decisions), ends(decisions)) == (["low1"], [("high", PledgeEnd.DISSOLVED)])
+    assert [*world.pledges[TaskId("high")]] == [key("gpu1")]
+    confirmed_gone(world, "low0")
+    assert started(at(world, 12.0)) == ["high"]
+
+
+def test_what_was_freed_for_a_preemptor_is_part_of_its_other_way():
+    world = a_world(*full_gpus(4), a_task("both", priority=55, gpus=2))
+    assert stopped(cycle(world)) == ["low0", "low1"]
+    let_go(world, "low1")
+    given_up(world, "low0")
+    assert stopped(at(world, 11.0)) == ["low2"]
+    assert [*world.pledges[TaskId("both")]] == [key("gpu1"), key("gpu2")]

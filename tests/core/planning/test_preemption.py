@@ -1,5 +1,6 @@
 """Who must leave for whom."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,6 +169,14 @@ def test_the_shield_holds_until_then(fields: dict[str, Any]):
 def test_a_critical_task_ignores_the_shield():
     shielded = a_run("shielded", "gpu0", 80, preemptions=9)
     assert victims(a_world(shielded), gpu_mb=10 * GIB, priority=90) == ["shielded"]
+
+
+def test_idle_work_makes_room_for_all_other_work_however_often_it_had_to_before():
+    policy = replace(POLICY, min_run_seconds=Seconds(300.0))
+    world = a_world(a_run("idle", "gpu0", 80, priority=9, preemptions=9))
+    assert victims(world, policy=policy, gpu_mb=10 * GIB, priority=10) == ["idle"]
+    other = a_world(a_run("idle", "gpu0", 80, priority=3, preemptions=9))
+    assert chosen(other, policy=policy, gpu_mb=10 * GIB, priority=9) is Reason.WAITING_FOR_MEMORY
 
 
 def test_a_run_is_left_alone_until_it_has_run_for_a_while_except_by_critical_tasks():

@@ -132,15 +132,15 @@ def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
     draft = Draft(a_world(a_node(), a_device(), low, new), RevisionLog())
     node, place = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),))
     known = NodeRooms(draft, POLICY, NOW, NOW, {})
-    before = known.most(node, 80), known.now(node, 80)
+    before = known.most(node, 80, 80), known.now(node, 80)
     since = draft.changes.at(node)
     admit(draft, new, (place,), NOW)
     known.took(node, since, new, place)
     fresh = NodeRooms(draft, POLICY, NOW, NOW, {})
-    assert (known.most(node, 80), known.now(node, 80)) == (fresh.most(node, 80), fresh.now(node, 80))
-    assert (known.most(node, 80), known.now(node, 80)) != before
+    assert (known.most(node, 80, 80), known.now(node, 80)) == (fresh.most(node, 80, 80), fresh.now(node, 80))
+    assert (known.most(node, 80, 80), known.now(node, 80)) != before
     known.took(node, since, new, place)
-    assert known.most(node, 80) == fresh.most(node, 80)
+    assert known.most(node, 80, 80) == fresh.most(node, 80, 80)
 
 
 @pytest.mark.parametrize("lasts", [5.0, 500.0])

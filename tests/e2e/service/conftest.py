@@ -10,8 +10,8 @@ from tests.e2e.guarded_disk import GuardedDisk, guarded_disk
 from tests.e2e.policy import POLICY
 from tests.e2e.service_process import ServiceProcess
 
-OVERLOAD = {"memory_percent": {"high": 0.2, "low": 0.1, "seconds": 0}}
-"""Any machine is."""
+OVERLOAD = {"host_memory_percent": {"high": 0.2, "low": 0.1, "seconds": 0}}
+"""Any machine uses more of its memory."""
 
 
 @pytest.fixture(scope="package")

@@ -95,8 +95,9 @@ class FleetSeen:
     """Disks that are above a level."""
     overloaded: tuple[Overload, ...] = ()
     done: dict[str, int] = field(default_factory=dict)
-    """How many items each component got done, and by kind, how many events were told, since it leads."""
-    told: dict[str, int] = field(default_factory=dict)
+    """How many items each component got done since it leads ..."""
+    events: dict[str, int] = field(default_factory=dict)
+    """... and how many events of each kind there were."""
     idle_grace_seconds: Seconds = Seconds(300.0)
     """What is idle has been so for longer."""
 

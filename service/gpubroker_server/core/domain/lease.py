@@ -159,7 +159,7 @@ class PledgeEnd(StrEnum):
     TAKEN = "taken"
     """A task of strictly higher priority took the memory."""
     DISSOLVED = "dissolved"
-    """A victim was not confirmed gone in time; the task is planned again."""
+    """A victim was not confirmed gone in time, and its task goes elsewhere or has waited for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,7 @@ class Pledge:
     tenant: str
     made_at: Instant
     deadline_at: Instant
-    """The latest stop deadline of its victims, or the limit of a move; an unconfirmed pledge is dissolved 10
-    s later."""
+    """The latest stop deadline of its victims, or the limit of a move."""
     ranks: tuple[int, ...] = ()
     """The ranks of a gang that will use it; their CPU and host memory are kept for them as well."""
 

@@ -155,7 +155,8 @@ class Policy:
     running. Critical tasks ignore the shield."""
     shield_seconds: Seconds = Seconds(600.0)
     """For this long, too, a task admitted ahead of others by age is not preempted by those of its band."""
-    pledge_patience_seconds: Seconds = Seconds(10.0)
+    pledge_patience_seconds: Seconds = Seconds(600.0)
+    """How long after its victims' deadline a pledge is kept, unless its task finds another way."""
     kill_patience_seconds: Seconds = Seconds(10.0)
     """How long after its stop deadline, or its end, an unconfirmed run's leases stay out of quarantine."""
     sample_period_seconds: Seconds = Seconds(2.0)

@@ -11,7 +11,12 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
-from gpubroker_server.core.planning.nodes.shields import has_turn_protection, is_protected, is_young, preempts
+from gpubroker_server.core.planning.nodes.shields import (
+    has_turn_protection,
+    is_protected,
+    is_young,
+    stops_below,
+)
 from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
 
@@ -142,7 +147,7 @@ def _status(survey: Survey, way: Way, counts: Counter[Protection]) -> Preemption
         return PreemptionStatus.ROOM_IS_COMING
     if not survey.policy.preemption:
         return PreemptionStatus.OFF
-    if not preempts(task, survey.policy):
+    if stops_below(task) < task.priority:
         return PreemptionStatus.NO_GPUS
     if draft.short_of(task, survey.policy.custom_limits):
         return PreemptionStatus.LIMIT
@@ -162,7 +167,7 @@ def _message(survey: Survey, why: PreemptionStatus, counts: Counter[Protection])
         case PreemptionStatus.ROOM_IS_COMING:
             return "no run is preempted, because the memory that is being released is enough"
         case PreemptionStatus.NO_GPUS:
-            return "no run is preempted for a task that asks for no GPU and isn't critical"
+            return "for a task that asks for no GPU and isn't critical only idle work is preempted"
         case PreemptionStatus.OFF:
             return "no run is preempted, because preemption is switched off"
         case PreemptionStatus.LIMIT:

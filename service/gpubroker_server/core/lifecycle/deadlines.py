@@ -72,7 +72,6 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
     since = extend_window(watch, now).since
     decisions: list[Decision] = []
     moved: set[TaskId] = set()
-    abandoned: set[TaskId | None] = set()
     overdue = _overdue(world, now, policy, since)
     for task in overdue:
         if task.state is not TaskState.STOPPING:
@@ -81,16 +80,14 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
             decisions.append(_give_up(world, task, now, policy))
             moved.add(task.id)
-            abandoned.add(task.freeing_for)
         elif task.external is None and (
             watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now)
         ):
             kills = orders_to_leave(world, task, Seconds(0.0))
             decisions.append(Decision(task.id, "kill", orders=kills))
-    for decision, lost in _late_members(world, now, policy, since, watch, overdue):
+    for decision in _late_members(world, now, policy, since, watch, overdue):
         decisions.append(decision)
         moved |= {write.task.id for write in decision.tasks}
-        abandoned |= {member.freeing_for for member in lost}
     for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
         run = world.holder(holder, fence)
         # A run that is asked to stop has a deadline, checked above.
@@ -99,7 +96,6 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
             decisions.append(_quarantine(world, holder, fence, rank, now))
             if run is not None:
                 moved.add(run.id)
-                abandoned.add(stop_notice(run, rank)[0])
     expiring = world.expiring.due(now)
     for preemptor, pledges in world.pledges.items():
         if preemptor in expiring:
@@ -109,7 +105,7 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
         if mover is not None and mover.is_moving:
             is_late = False  # while its run stops, it has had no turn
-        if is_late or preemptor in abandoned:
+        if is_late:
             dissolved = _dissolve(world, preemptor, moved)
             decisions.append(dissolved)
             moved |= {write.task.id for write in dissolved.tasks}  # a gang may free for several
@@ -124,22 +120,21 @@ def _late_members(
     since: Instant,
     watch: ObservationWindow | None,
     but_not: Collection[Task],
-) -> Iterator[tuple[Decision, list[Member]]]:
-    """What is due of running gangs with ranks that should have joined, or have left, by now; and the ranks
-    that are given up."""
+) -> Iterator[Decision]:
+    """What is due of running gangs with ranks that should have joined, or have left, by now."""
     for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
         if unready := _late(unready_members(task), now):
             ranks = {member.rank for member in unready}
             write, orders = gang_runs.stop_ranks(world, task, ranks, None, now, Seconds(0.0))
-            yield Decision(task.id, "not_ready", tasks=(write,), orders=orders), []
+            yield Decision(task.id, "not_ready", tasks=(write,), orders=orders)
             continue
         late = _late(leaving_members(task), now)
         lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
         if lost:
-            yield gang_runs.give_up(world, task, lost, now), lost
+            yield gang_runs.give_up(world, task, lost, now)
         elif late and (watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late)):
-            yield gang_runs.kills(world, task, late), []
+            yield gang_runs.kills(world, task, late)
 
 
 def _late(members: Iterable[Member], now: Instant) -> list[Member]:

@@ -156,9 +156,10 @@ def evict(
     kept_up_to: int = 0,
 ) -> Decision:
     """The victims get notice, and what they free is pledged to the task, which stays pending. No task of
-    priority `kept_up_to` or lower may take it, even if that is above the task's own."""
+    priority `kept_up_to` or lower may take it, even if that is above the task's own. What was pledged to it
+    before, it gives up."""
     stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
-    made = []
+    made = [PledgeWrite(pledge, PledgeEnd.DISSOLVED) for pledge in draft.end_pledges(task.id)]
     for device, mb in eviction.devices:
         whose = max(task.priority, kept_up_to), task.tenant, now, eviction.deadline_at
         pledge = Pledge(task.id, device, mb, *whose, eviction.ranks.get(device, ()))

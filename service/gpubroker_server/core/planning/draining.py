@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.lease import HolderKind
-from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.policy import BAND_NAMES, Policy, band_of
 from gpubroker_server.core.domain.ranks import removable_ranks
 from gpubroker_server.core.domain.task import Member, Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.stopping import give_notice, orders_to_leave
-from gpubroker_server.core.planning.nodes.shields import is_shielded
+from gpubroker_server.core.planning.nodes.shields import is_protected
 from gpubroker_server.core.world.world import World
+
+INTERACTIVE = BAND_NAMES["interactive"]
 
 
 def still_on(world: World, node: NodeName) -> set[str]:
@@ -79,4 +81,4 @@ def _leaves_later(member: Member, at_latest: Instant | None) -> bool:
 def _must_go(task: Task, ends_at: Instant | None, policy: Policy, now: Instant) -> bool:
     if ends_at is not None and now >= ends_at - task.grace_seconds:
         return True
-    return band_of(task.priority)[0] != "critical" and not is_shielded(task, policy, now)
+    return band_of(task.priority)[0] != "critical" and not is_protected(task, INTERACTIVE, policy, now)

@@ -122,6 +122,9 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
     3. a place that delays no reservation ahead of it
     4. what its tenant is guaranteed is taken back from borrowers
     5. runs of lower priority are preempted, where no reservation is in the way
+
+    A task with pledges waits for its victims. If what leaves will not be enough, since one of them is in
+    quarantine, it looks for another way from the second rung on, and keeps its pledges until it has one.
     """
     return finish(search_way(task, view, nodes))
 
@@ -139,7 +142,7 @@ def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> St
     if places is not None:
         return Start(places)
     if has_pledges:
-        return Wait(WaitReason.PLEDGED)
+        return (yield from _other_way(task, view))
     if task.demand.bundles:
         if unreserved is not None:
             return Wait(WaitReason.RESERVED, tuple(one.node for one in unreserved))
@@ -149,6 +152,19 @@ def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> St
         if eviction is not None:
             return Evict(eviction)
     return (yield from _preempt(task, view, nodes, has_room=unreserved is not None))
+
+
+def _other_way(task: Task, view: View) -> Steps[Way]:
+    """Of a task with pledges, as if it had none. Without one it keeps them: others would start there, be
+    stopped for it again, and so on."""
+    draft = view.draft
+    if draft.is_room_coming(task.id):
+        return Wait(WaitReason.PLEDGED)
+    kept = draft.end_pledges(task.id)
+    way = yield from search_way(task, view)
+    for pledge in kept:
+        draft.put_pledge(pledge)
+    return Wait(WaitReason.PLEDGED) if isinstance(way, Wait) else way
 
 
 def place(

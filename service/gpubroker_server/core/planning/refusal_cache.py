@@ -12,7 +12,7 @@ from gpubroker_server.core.planning.find_way import View, Wait, WaitReason
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
 from gpubroker_server.core.planning.nodes.node_room import Room
-from gpubroker_server.core.planning.nodes.shields import is_critical
+from gpubroker_server.core.planning.nodes.shields import NOTHING, victims_below
 from gpubroker_server.core.planning.preemption.reclaim import may_make_room_in_limit
 from gpubroker_server.core.world.queue import EquivalenceClass, QueueGroup
 
@@ -105,7 +105,7 @@ class RefusalCache:
         self._known = known
         self._view = view
         self._revisions = revisions
-        self._rooms: dict[tuple[int, int, bool], list[Room]] = {}
+        self._rooms: dict[tuple[int, int, int], list[Room]] = {}
         self._rooms_at = 0
         """Revision of `changes` for which they hold."""
         reservations = view.reservations
@@ -272,7 +272,7 @@ class RefusalCache:
         since = known.covered_at(priority)
         if since and since != now:
             gpus, mb = known.gpus, known.mb
-            rooms = self._rooms_since(since, priority, may_preempt=gpus > 0 or is_critical(priority))
+            rooms = self._rooms_since(since, priority, victims_below(priority, with_gpus=gpus > 0))
             self.budget.spent += PROBE_SIFTED * len(rooms)
             for room in rooms:
                 amounts = room.ceiling.amounts
@@ -284,19 +284,22 @@ class RefusalCache:
             known.at[priority] = now
         return since > 0
 
-    def _rooms_since(self, since: int, priority: int, *, may_preempt: bool) -> list[Room]:
+    def _rooms_since(self, since: int, priority: int, below: int) -> list[Room]:
         """What the nodes that grew since then have, or could have after preemption. The same for hundreds of
         demands: without remembering them `bench plan` takes twice the time for a cycle."""
         if self._rooms_at != self._revisions.changes.revision:
             self._rooms_at = self._revisions.changes.revision
             self._rooms.clear()
-        key = since, priority, may_preempt
-        rooms = self._rooms.get(key)
-        if rooms is None:
-            may_preempt = may_preempt and self._view.policy.preemption
-            room_of = self._view.offers.rooms.most if may_preempt else self._view.offers.rooms.now
-            rooms = self._rooms[key] = [room_of(node, priority) for node in self._grown(since)]
-        return rooms
+        key = since, priority, below
+        found = self._rooms.get(key)
+        if found is None:
+            rooms, grown = self._view.offers.rooms, self._grown(since)
+            if below > NOTHING and self._view.policy.preemption:
+                found = [rooms.most(node, priority, below) for node in grown]
+            else:
+                found = [rooms.now(node, priority) for node in grown]
+            self._rooms[key] = found
+        return found
 
     def _grown(self, since: int) -> list[NodeName]:
         nodes = self._view.offers.nodes

@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, remaining_seconds, run_seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.shields import preempts, stoppable_at
+from gpubroker_server.core.planning.nodes.shields import NOTHING, preempts, stoppable_at, stops_below
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 
 
@@ -151,8 +151,8 @@ class _WaitingTask(NamedTuple):
     """What decides which runs end, or can be preempted, for a task that is to start."""
 
     priority: int
-    stops: bool
-    """It may preempt."""
+    below: int
+    """Runs of lower priority may be preempted for it (`stops_below`)."""
     since: Instant
     """When it was submitted."""
     spared: frozenset[str] = frozenset()
@@ -224,10 +224,10 @@ class _CapacityReleases:
         stays = expected_end.is_guess and came_after and not self._for_plans
         leaves_at = inf if stays else expected_end.p50_at
         is_protected = run.tenant in waiter.spared and needs_gpus(run.demand)
-        if not waiter.stops or is_protected or run.state is TaskState.STOPPING:
+        if is_protected or run.state is TaskState.STOPPING:
             return leaves_at
         grace = run.grace_seconds if self._for_plans else 0.0
-        return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)
+        return min(leaves_at, stoppable_at(run, waiter.below, policy, now) + grace)
 
 
 class CapacityAt:
@@ -324,10 +324,11 @@ class FutureCapacity:
 
     def _waiter(self, task: Task) -> _WaitingTask:
         stops = preempts(task, self._expected_ends.policy)
+        below = stops_below(task) if stops else NOTHING
         since = self._expected_ends.now if self._for_plans else task.submitted_at
         protected = self._protected_tenants(task) if stops else frozenset[str]()
         pledged = task.id if self._expected_ends.draft.pledges_of(task.id) else None
-        return _WaitingTask(task.priority, stops, since, protected, pledged)
+        return _WaitingTask(task.priority, below, since, protected, pledged)
 
     def _work_out(self, node: NodeName, waiter: _WaitingTask) -> CapacityProfile:
         leaving, devices = self._leaving, dict[DeviceKey, list[tuple[float, int]]]()

@@ -13,7 +13,12 @@ from gpubroker_server.core.planning.forecasts.future_capacity import CapacityAt,
 from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
 from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.shields import ahead_of_priority, preempts, stoppable_at
+from gpubroker_server.core.planning.nodes.shields import (
+    ahead_of_priority,
+    preempts,
+    stoppable_at,
+    stops_below,
+)
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
@@ -337,7 +342,7 @@ class Reservations:
         may_stop = preempts(other, self._policy)
         if not may_stop or self._guarantees.would_be_protected(task, other):
             return False
-        return stoppable_at(task, other.priority, self._policy, self._now) <= planned.forecast.start_at
+        return stoppable_at(task, stops_below(other), self._policy, self._now) <= planned.forecast.start_at
 
     def _longest_seconds(self, task: Task, node: NodeName) -> float:
         """90th percentile of its run time; infinite if unknown."""

@@ -135,13 +135,14 @@ class Draft:
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> NodeHeadroom:
         """The same once every run under notice has left the node."""
-        room = self.headroom(node, priority=priority)
+        return self.headroom(node, priority=priority).with_room_of(*self._under_notice(node))
+
+    def _under_notice(self, node: NodeName) -> Iterator[Task]:
         touched = self._tasks.keys() & self.world.runs.get(node, set())
         for name in touched | self.use(node).stopping:
             for part in rank_tasks_on(self.task(name), node):
                 if part.state is TaskState.STOPPING:
-                    room = room.with_room_of(part)
-        return room
+                    yield part
 
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
         """The cluster-wide resources of which too little is left for this task now, in name order.
@@ -285,6 +286,17 @@ class Draft:
             self.growth.mark(node_of(device))
         self._waiting = None
         return tuple(ended[device] for device in sorted(ended))
+
+    def is_room_coming(self, task: TaskId) -> bool:
+        """Whether what is leaving will be enough for its pledges. Not if nothing is leaving."""
+        mine = self.pledges_of(task)
+        ledgers = [(self.ledger(key), mine[key]) for key in mine if key in self.world.ledgers]
+        is_leaving = any(any(ledger.leaving()) for ledger, _ in ledgers)
+        is_leaving = is_leaving or any(any(self._under_notice(node_of(key))) for key in mine)
+        return is_leaving and all(
+            ledger.free_after_releases_mb(task=task, priority=pledge.priority) >= pledge.mb
+            for ledger, pledge in ledgers
+        )
 
     def pledge_priorities(self, node: NodeName) -> list[int]:
         """Of the pledges that keep something there, in order; and up to which it is closed to background

@@ -15,10 +15,11 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Tas
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import ahead_of_priority
 from gpubroker_server.core.planning.nodes.victims import PossibleVictim, after, gives_way, possible_victims
+from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.placement_scores import Row, rows
 
 CRITICAL = BANDS[0][1]
-"""From this priority on no shield counts."""
+"""From this priority on no shield counts; above IDLE_TOP, none of idle work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class _Facts:
     steps: list[int] = field(default_factory=list)
     """Priorities of its pledges and runs, and those up to which runs are protected by their turn."""
     most: dict[int, Room] = field(default_factory=dict)
+    """Negative: after idle work alone has left."""
 
 
 Known = dict[NodeName, _Facts]
@@ -130,16 +132,18 @@ class NodeRooms:
             room = facts.soon[above] = _room(devices, self._draft.headroom_soon(node, priority=priority))
         return room
 
-    def most(self, node: NodeName, priority: int) -> Room:
-        """Once every run that may be preempted at this priority has left too."""
+    def most(self, node: NodeName, priority: int, below: int) -> Room:
+        """For a task of this priority, once every run that may be preempted below that one has left too
+        (`stops_below`)."""
         priorities = self._draft.use(node).priorities
-        if not priorities or min(priorities) >= priority:
+        if not priorities or min(priorities) >= below:
             return self.soon(node, priority)
         facts = self._facts(node)
         above = bisect_left(self.steps(node), priority)
+        above = above if below == priority else ~above
         room = facts.most.get(above)
         if room is None:
-            leavers = self.leavers(node, priority)
+            leavers = self.leavers(node, below)
             freed: dict[DeviceKey, int] = {}
             for run in leavers:
                 for key, mb in run.frees.items():
@@ -158,7 +162,8 @@ class NodeRooms:
                 ahead_of_priority(one.task, self._policy, self._began_at)
                 for one in self.possible_victims(node)
             )
-            facts.steps = sorted({*facts.pledges, *self._draft.use(node).priorities, *first, CRITICAL - 1})
+            steps = {*facts.pledges, *self._draft.use(node).priorities, *first, IDLE_TOP, CRITICAL - 1}
+            facts.steps = sorted(steps)
         return facts.steps
 
     def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:

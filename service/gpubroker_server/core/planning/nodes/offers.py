@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms
+from gpubroker_server.core.planning.nodes.shields import stops_below
 from gpubroker_server.core.planning.nodes.victims import (
     NO_COST,
     Candidate,
@@ -59,8 +61,8 @@ class Offer:
     """Usable devices, in key order."""
 
 
-Offered = dict[tuple[NodeName, int], tuple[int, Offer]]
-"""(node, priority) -> (revision, offer). Holds for one cycle, and until the node's next revision."""
+Offered = dict[tuple[NodeName, int, int], tuple[int, Offer]]
+"""(node, priority, below) -> (revision, offer). Holds for one cycle, and until the node's next revision."""
 
 
 class Offers:
@@ -85,16 +87,16 @@ class Offers:
         self._known: Offered = {} if offered is None else offered
         self.rooms = rooms or NodeRooms(draft, policy, now, self.began_at, {})
 
-    def of(self, node: NodeName, priority: int) -> Offer:
-        """For a task of this priority without pledges."""
-        revision = self.draft.changes.at(node)
-        known = self._known.get((node, priority))
+    def of(self, node: NodeName, task: Task) -> Offer:
+        """For a task without pledges."""
+        revision, key = self.draft.changes.at(node), (node, task.priority, stops_below(task))
+        known = self._known.get(key)
         if known is None or known[0] != revision:
-            known = self._known[node, priority] = revision, self._offer(node, priority)
+            known = self._known[key] = revision, self._offer(*key)
         return known[1]
 
-    def _offer(self, node: NodeName, priority: int) -> Offer:
-        return self.among(node, priority, self.rooms.leavers(node, priority))
+    def _offer(self, node: NodeName, priority: int, below: int) -> Offer:
+        return self.among(node, priority, self.rooms.leavers(node, below))
 
     def possible_victims(self, node: NodeName) -> Iterable[PossibleVictim]:
         """Possible victims for any task, in no order."""

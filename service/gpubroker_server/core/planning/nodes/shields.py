@@ -8,11 +8,28 @@ from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.domain.values import changed
+from gpubroker_server.core.world.background import IDLE_TOP
+
+NOTHING = -1
+"""No run has a lower priority."""
 
 
 def preempts(task: Task, policy: Policy) -> bool:
-    """Whether runs may be stopped for it: it asks for GPUs, or it is critical."""
-    return policy.preemption and (needs_gpus(task.demand) or is_critical(task.priority))
+    """Whether runs may be stopped for it."""
+    return policy.preemption and stops_below(task) > NOTHING
+
+
+def stops_below(task: Task) -> int:
+    """Only runs of a lower priority than this may be stopped for it: its own, if it asks for GPUs or is
+    critical. For others idle work makes room."""
+    return victims_below(task.priority, with_gpus=task.demand.gpus > 0 or needs_gpus(task.demand))
+
+
+def victims_below(priority: int, *, with_gpus: bool) -> int:
+    """The same for any task of this priority."""
+    if with_gpus or is_critical(priority):
+        return priority
+    return IDLE_TOP + 1 if priority > IDLE_TOP else NOTHING
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
@@ -27,7 +44,7 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
     it started now."""
     if run.priority >= for_priority:
         return inf
-    if is_critical(for_priority):
+    if _ignores_shields(run, for_priority):
         return now
     is_first = for_priority <= ahead_of_priority(run, policy, now)
     if run.started_at is None or not run.is_active:
@@ -37,7 +54,13 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
 
 def is_protected(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Protected by its shield from a task of this priority."""
-    return not is_critical(for_priority) and is_shielded(run, policy, now)
+    return not _ignores_shields(run, for_priority) and is_shielded(run, policy, now)
+
+
+def _ignores_shields(run: Task, for_priority: int) -> bool:
+    """Critical tasks do. Idle work makes room for all other work at once, however often it had to before."""
+    is_idle_work = run.model is None and run.priority <= IDLE_TOP
+    return is_critical(for_priority) or (is_idle_work and for_priority > IDLE_TOP)
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offer, Offers, Site
-from gpubroker_server.core.planning.nodes.shields import preempts
+from gpubroker_server.core.planning.nodes.shields import preempts, stops_below
 from gpubroker_server.core.planning.nodes.victims import (
     EXACT_LIMIT,
     NO_COST,
@@ -95,7 +95,7 @@ def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
 
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
     """Whether it fits once all possible victims have left too."""
-    return node in offers.nodes and offers.rooms.most(node, task.priority).fits(task)
+    return node in offers.nodes and offers.rooms.most(node, task.priority, stops_below(task)).fits(task)
 
 
 def search_eviction(
@@ -120,7 +120,7 @@ def search_eviction(
     best: Option | None = None
     while ways and not _is_settled(best, ways[0]):
         way = heappop(ways)
-        offer = offers.of(way.node, task.priority)
+        offer = offers.of(way.node, task)
         budget.spent += CLOSE_LOOK
         if not way.is_close:
             bound = _NodeBound(_least_cost(offer, task), _newest(offer.found), way.node, True)

@@ -39,7 +39,7 @@ def choose_for_gang(
     """
     if not may_preempt(offers, task):
         return None
-    there = [offers.of(node, task.priority) for node in sorted(nodes)]
+    there = [offers.of(node, task) for node in sorted(nodes)]
     return choose_among(there, offers.draft, task, now, together=together)
 
 

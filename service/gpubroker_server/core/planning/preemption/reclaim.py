@@ -40,7 +40,7 @@ def evict_within_borrower_rule(
 ) -> Eviction | None:
     """The same for a task that would borrow, by preempting runs of lower priority. No node has room being
     released."""
-    there = (offers.of(node, task.priority) for node in sorted(nodes))
+    there = (offers.of(node, task) for node in sorted(nodes))
     return _cheapest_of(there, offers, task, now, rule.together)
 
 
@@ -92,7 +92,7 @@ def make_room_in_limit(
     missing = _missing_of(offers, task)
     if missing is None:
         return None
-    there = [offers.of(node, task.priority) for node in sorted(nodes)]
+    there = [offers.of(node, task) for node in sorted(nodes)]
 
     def gives_enough(gone: Sequence[Candidate]) -> bool:
         return all(amount <= _used_of(name, gone) for name, amount in missing.items())
