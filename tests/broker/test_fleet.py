@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from gpubroker_server.broker.fleet import HostUse
+from gpubroker_server.broker.fleet import MOST_NEWS, HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.fleet import FleetRules
+from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.control.memory_failures import memory_of
 from gpubroker_server.core.control.targets import FleetTarget, Measure
 from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
+from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Loaded, NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import CommitVerdict
+from gpubroker_server.ports.idle_templates import IdleTemplate
+from gpubroker_server.ports.store import CommitVerdict, TokenRow
 
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB
@@ -144,6 +147,39 @@ async def test_news_are_told_until_they_are_committed(tmp_path: Path) -> None:
         assert fleet.take() == first
         fleet.told(first)
         assert fleet.take() == []
+
+
+async def test_a_cycle_tells_some_of_many_news(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules(thresholds={"queue:*": Threshold(1.0, 0.5)})
+        await stage.lead()
+        for n in range(MOST_NEWS + 1):
+            await stage.submit(f"t{n}", tenant=f"team{n}", held=True)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        await fleet.look()
+        for expected in (MOST_NEWS, 1, 0):
+            found = fleet.take()
+            assert len(found) == expected
+            fleet.told(found)
+
+
+async def test_a_template_whose_task_has_failed_pauses(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules, now = FleetRules(), stage.clock.now()
+        await stage.store.put_token(TokenRow("ops", "hash", "red", ("*",), 100, now), by="ops")
+        template = Template("sweep", Demand(gpus=1), 1, 8)
+        await stage.store.put_idle_template(IdleTemplate(template, "red", "{}", "hash", "ops", now))
+        await stage.lead()
+        await stage.submit("t", name="idle/sweep", priority=0, seconds=1e6, gpu_mb=GIB)
+        await stage.turns_until("t", TaskState.RUNNING)
+        fault, at = Failure("exception", "ValueError"), stage.clock.now()
+        await stage.hear(Ended(TaskId("t"), Fence(1), at, Ending.FAILED, failure=fault))
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        await fleet.look()
+        [seen] = fleet.seen.templates
+        assert seen.paused_until is not None
 
 
 async def three_lack_memory(stage: Stage) -> None:

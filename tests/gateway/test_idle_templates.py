@@ -60,6 +60,13 @@ async def test_a_template_is_made_listed_and_deleted(gateway: Gateway, api: Clie
     problem(await api.delete("/idle-templates/sweep"), 404, "not-found")
 
 
+async def test_it_says_that_a_template_pauses_since_its_task_failed(gateway: Gateway, api: Client) -> None:
+    await made(api)
+    gateway.fleet = FleetSeen(templates=(TemplateSeen("sweep", paused_until=Instant(NOW + 8.0)),))
+    [found] = await listed(api)
+    assert "its last task failed" in found["stopped"]
+
+
 async def test_what_is_missing_is_submitted_for_the_token_that_made_it(gateway: Gateway) -> None:
     acme = await gateway.client("ops", "cluster:write", "cluster:read", "tasks:write", tenant="acme")
     await made(acme, task=a_body(resources={"gpus": 1, "gpu_mb": 1024}))

@@ -38,6 +38,9 @@ COUNTED = (
 )
 """Kinds of events about the health of the fleet, in the order of their names."""
 
+MOST_NEWS = 200
+"""A cycle tells: it plans after that, and a whole fleet may become idle at once."""
+
 
 class HostUse(NamedTuple):
     """Of the machine of this process, in percent; None: not known."""
@@ -118,7 +121,7 @@ class FleetKeeper:
         if self._room is not None:
             self._world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
             self._room = None
-        return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news]
+        return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
 
     def told(self, decisions: Sequence[Decision]) -> None:
         """These are committed."""
@@ -154,6 +157,7 @@ class FleetKeeper:
                 continue
             if task.is_terminal:
                 self._control.loads.pop(task.id, None)
+                self._control.fill.end(task, event.at)
             if what == Move.SUBMITTED:
                 self._control.fill.note(task, is_new=True)
             elif what == Move.ADMITTED and task.admitted_at is not None:

@@ -74,6 +74,16 @@ def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_
     assert (target.is_in, target.share is None) == (False, False)
 
 
+def test_a_model_that_makes_room_for_all_takes_nothing_from_background_work() -> None:
+    model = holding(a_task("model", priority=-1), "gpu0", mb=40 * GIB)
+    world, control = a_fleet(model), a_control(FleetRules((UTILIZATION,), controls=True))
+    control.step(world, {}, shows(world, NOW, n1=0.2, n2=0.2))
+    assert control.seen.targets[0].share == 0.0
+    room = BackgroundRoom({"all": 100}, {N1: ("all",)})
+    assert room.take(model.leases[0]) == []
+    assert room.left_mb == {"all": 100}
+
+
 def test_what_is_not_measured_leaves_the_share_as_it_is_and_begins_none() -> None:
     world, control = a_fleet(), a_control(FleetRules((UTILIZATION,), controls=True))
     control.step(world, {}, shows(world, NOW, n1=None, n2=None))

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules
 from gpubroker_server.core.control.idle import IdleRules
 from gpubroker_server.core.control.idle_templates import (
+    MOST_WAITING,
     NAME_PREFIX,
     IdleFill,
     Seat,
@@ -19,6 +21,7 @@ from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,11 +88,12 @@ def test_each_gets_at_least_the_whole_part_of_its_share_by_weight(weights: list[
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=4))
 def test_one_seat_is_shared_by_weight_as_time_goes_by(weights: list[int]) -> None:
     world = a_world(a_node(), a_device("gpu0"))
-    control = IdleFill()
+    control = IdleFill(2.0)
     control.templates = [a_template(str(n), weight) for n, weight in enumerate(weights)]
     control.find(world, [key("gpu0")])
     turns: Counter[str] = Counter()
     for n in range(2000):  # tasks of 30 s
+        world.measure([a_sample("gpu0", NOW + 30.0 * n)])
         control.look(world, {key("gpu0")}, Instant(NOW + 30.0 * n))
         [wanted] = [one.name for one in control.seen if one.missing]
         turns[wanted] += 1
@@ -127,7 +131,7 @@ def test_it_knows_its_tasks_and_numbers_the_next_one() -> None:
     first, other = a_task("t1", name="idle/a", priority=0), a_task("t2", name="b", priority=0)
     lease = a_task("t3", name="idle/a", external=None, answered_by="m")
     world = a_world(a_node(), a_device("gpu0"), first, other)
-    control = IdleFill()
+    control = IdleFill(2.0)
     control.templates = [a_template("a")]
     for task in (first, other, lease):
         control.note(task, is_new=True)
@@ -152,11 +156,13 @@ class Course:
         self.control.fill.templates = [a_template("a")]
         self.now = NOW
 
-    def look(self, world: World, seconds: float, *, use: float, cpu: float = 0.0) -> TemplateSeen:
+    def look(
+        self, world: World, seconds: float, *, use: float, cpu: float = 0.0, used_mb: int = 0
+    ) -> TemplateSeen:
         until = self.now + seconds
         while self.now < until:
             self.now = Instant(self.now + 2.0)
-            world.measure([a_sample("gpu0", self.now, utilization=use)])
+            world.measure([a_sample("gpu0", self.now, utilization=use, used_mb=used_mb)])
             world.node_samples[N1] = NodeSample(N1, self.now, cpu, Mib(10), Mib(5))
             self.control.step(world, {}, self.now)
         return self.control.seen.templates[0]
@@ -186,6 +192,92 @@ def test_a_gpu_stays_idle_while_a_template_fills_it_and_goes_on_when_its_task_en
     assert course.look(a_gpu_with(), 2, use=1.0).missing == 1  # its last sample
     assert course.look(a_gpu_with(), 20, use=1.0).missing == 0  # not ours, then
     assert course.look(a_gpu_with(), 20, use=0.0).missing == 0
+
+
+def test_nothing_is_submitted_where_nothing_may_start() -> None:
+    free = a_gpu_with()
+    assert Course().look(free, 100, use=0.0).missing == 1
+    free.control(BackgroundRoom({"all": 0}, {N1: ("all",)}), {})
+    assert Course().look(free, 100, use=0.0).missing == 0
+    free.control(BackgroundRoom(), {N1: "/scratch is full"})
+    assert Course().look(free, 100, use=0.0).missing == 0
+    for closed in ({"cordoned": True}, {"ready": False}):
+        node = a_world(a_node(**closed), a_device("gpu0"))
+        assert Course().look(node, 100, use=0.0).missing == 0
+    assert Course().look(a_gpu_with(), 100, use=0.0, used_mb=80 * GIB).missing == 0  # others use it
+
+
+def test_nothing_is_submitted_for_a_gpu_that_is_not_measured_any_more() -> None:
+    course, world = Course(), a_gpu_with()
+    assert course.look(world, 100, use=0.0).missing == 1
+    for seconds, expected in ((4.0, 1), (86_400.0, 0)):
+        course.control.step(world, {}, Instant(course.now + seconds))
+        assert [one.missing for one in course.control.seen.templates] == [expected]
+    world.remove_node(N1)
+    course.control.step(world, {}, Instant(course.now + 86_400.0))
+    assert [one.missing for one in course.control.seen.templates] == [0]
+
+
+def test_a_gpu_whose_model_makes_room_for_all_is_filled() -> None:
+    course = Course()
+    assert course.look(a_gpu_with(-1), 100, use=0.0).missing == 1
+    assert course.look(a_gpu_with(-1, 0), 100, use=1.0).missing == 0
+    assert key("gpu0") in [one.name for one in course.control.seen.idle]
+
+
+def test_the_cpus_of_a_node_are_filled_whether_its_gpus_may_be_or_not() -> None:
+    course, world = Course(), a_gpu_with()
+    course.control.fill.templates = [a_template("a", cpu=1.0)]
+    world.control(BackgroundRoom({"all": 0}, {N1: ("all",)}), {})
+    assert course.look(world, 100, use=1.0).missing == 1
+
+
+def test_a_template_whose_tasks_fail_pauses_longer_each_time_until_one_succeeds() -> None:
+    world, control = a_world(), IdleFill(2.0)
+    control.templates = [a_template("bad"), a_template("good", weight=1000)]
+    failed = a_task("t", name="idle/bad", priority=0, state=TaskState.FAILED)
+    submitted = Counter[str]()
+
+    def look(seconds: float) -> TemplateSeen:
+        now = Instant(NOW + seconds)
+        world.measure([a_sample("gpu0", now)])
+        control.find(world, [key("gpu0")])
+        control.look(world, {key("gpu0")}, now)
+        for one in control.seen:
+            submitted[one.name] += one.missing
+            if one.name == "bad" and one.missing:
+                control.end(failed, now)
+                control.end(failed, now)  # one that was submitted before it
+        return control.seen[0]
+
+    for n in range(1800):
+        look(2.0 * n)
+    assert submitted["good"] > 1700
+    control.templates = [a_template("bad")]
+    before = submitted["bad"]
+    for n in range(1800, 5400):
+        look(2.0 * n)
+    assert submitted["bad"] - before < 20
+    control.end(failed, Instant(NOW + 20_000.0))
+    assert look(20_000.0).paused_until == NOW + 20_600.0
+    control.end(replace(failed, state=TaskState.CANCELLED), Instant(NOW + 20_000.0))
+    control.end(replace(failed, name="other", state=TaskState.SUCCEEDED), Instant(NOW + 20_000.0))
+    assert look(20_000.0).paused_until is not None
+    control.end(replace(failed, state=TaskState.SUCCEEDED), Instant(NOW + 20_000.0))
+    assert look(20_000.0) == TemplateSeen("bad", missing=1)
+
+
+def test_no_more_than_some_tasks_of_a_template_wait_at_a_time() -> None:
+    assert fill(1000, a_template()) == {"a": MOST_WAITING}
+    waits = {"a": MOST_WAITING - 4}
+    assert fill(1000, a_template(), alive=waits, waiting=waits) == {"a": 4}
+
+
+def test_seats_of_one_node_need_not_be_alike() -> None:
+    pair, single = a_template("pair", gpus=2), a_template("single", max_running=1)
+    unlike = [Seat("gpu0", N1, (pair,)), Seat("gpu1", N1, (pair, single)), Seat("gpu2", N1, (single,))]
+    assert missing(unlike, {}, {}, {"pair": 99.0}) == {"single": 1}
+    assert missing(unlike, {}, {}, {"single": 99.0}) == {"pair": 1, "single": 1}
 
 
 def test_other_work_makes_it_busy_and_nothing_is_submitted_beside_it() -> None:

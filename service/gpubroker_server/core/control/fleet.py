@@ -27,7 +27,7 @@ from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
-from gpubroker_server.core.world.background import BACKGROUND_TOP, IDLE_TOP, BackgroundRoom
+from gpubroker_server.core.world.background import BackgroundRoom, gives_way, is_background, is_idle_work
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
@@ -105,7 +105,7 @@ class FleetSeen:
 class FleetControl:
     def __init__(self, rules: FleetRules, policy: Policy) -> None:
         self.seen = FleetSeen()
-        self.fill = IdleFill()
+        self.fill = IdleFill(policy.sample_period_seconds)
         self._rules = rules
         self._policy = policy
         self._standings: dict[FleetTarget, Standing] = {}
@@ -315,16 +315,17 @@ def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[in
         ledger = world.ledgers[key]
         total_mb += ledger.device.allocatable_mb
         leases = (holding.lease for holding in ledger.holdings.values())
-        used_mb += sum(lease.mb for lease in leases if lease.priority <= BACKGROUND_TOP)
+        used_mb += sum(lease.mb for lease in leases if is_background(lease.priority))
     return total_mb, used_mb
 
 
 def _is_filled(ledger: DeviceLedger) -> bool:
-    """It has leases of idle work and no others. A model that makes room for all has a lower priority."""
-    holdings = ledger.holdings.values()
-    return bool(holdings) and all(0 <= holding.lease.priority <= IDLE_TOP for holding in holdings)
+    """It has leases of idle work, and no others that stay."""
+    priorities = [holding.lease.priority for holding in ledger.holdings.values()]
+    staying = [priority for priority in priorities if not gives_way(priority)]
+    return bool(staying) and all(map(is_idle_work, staying))
 
 
 def _runs_idle_work(world: World, node: NodeName) -> bool:
     runs = [world.tasks[id] for id in world.runs.get(node, ()) if id in world.tasks]
-    return bool(runs) and all(0 <= task.priority <= IDLE_TOP for task in runs)
+    return bool(runs) and all(is_idle_work(task.priority) for task in runs)

@@ -1,14 +1,16 @@
 """Idle templates: how many more tasks of each the gateways are to submit, so that what is idle has work."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.device import Device
+from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.world.background import gives_way
 from gpubroker_server.core.world.world import World
 
 NAME_PREFIX = "idle/"
@@ -16,6 +18,12 @@ NAME_PREFIX = "idle/"
 
 MEMORY_SECONDS = Seconds(3600.0)
 """After so long without work, hardly a third of what a template has used still counts."""
+
+MOST_WAITING = 64
+"""Of the tasks of one template: gateways submit them one by one, and a look has to be short."""
+
+FIRST_PAUSE_SECONDS = Seconds(2.0)
+LONGEST_PAUSE_SECONDS = Seconds(600.0)
 
 
 class Template(NamedTuple):
@@ -50,6 +58,15 @@ class TemplateSeen(NamedTuple):
     """Of its next task, in this term: all gateways choose the same key for it."""
     missing: int = 0
     """So many are to be submitted now, with this number and the following ones."""
+    paused_until: Instant | None = None
+    """None are to be submitted before, since the last one failed."""
+
+
+class Pause(NamedTuple):
+    """After a failure. It is twice as long as the one before, if no task succeeded since."""
+
+    seconds: Seconds
+    until: Instant
 
 
 def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> list[Seat]:
@@ -63,18 +80,25 @@ def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> l
         if ledger is None:
             takers = [one for one in templates if not one.demand.gpus]
         else:
-            takers = [one for one in templates if one.demand.gpus and need_mb(one.demand, ledger.device)]
+            room_mb = ledger.unallocated_mb() + ledger.held_mb()  # what holds it has left when it is open
+            takers = [one for one in templates if 0 < _need_mb(one, ledger.device) <= room_mb]
         takers = [one for one in takers if may_use_node(one.demand, node)]
         if takers:
             found.append(Seat(name, node.name, tuple(takers)))
     return sorted(found, key=attrgetter("node", "name"))
 
 
+def _need_mb(one: Template, device: Device) -> int:
+    """0: it does not go there."""
+    return (need_mb(one.demand, device) or 0) if one.demand.gpus else 0
+
+
 def missing(
-    open_seats: Sequence[Seat],
+    open_seats: Iterable[Seat],
     alive: Mapping[str, int],
     waiting: Mapping[str, int],
     used_seconds: Mapping[str, float],
+    paused: Container[str] = (),
 ) -> Counter[str]:
     """How many more tasks of each template fill these seats. `alive`: tasks that run or wait, by template.
 
@@ -84,16 +108,22 @@ def missing(
     """
     held, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
 
+    def is_wanted(one: Template) -> bool:
+        name = one.name
+        if to_come[name]:
+            return True
+        has_queue = waiting.get(name, 0) + more[name] >= MOST_WAITING
+        return not has_queue and held[name] < one.max_running and name not in paused
+
     def cost(one: Template) -> tuple[bool, float, str]:
         used = (held[one.name] + 1) * one.seats + used_seconds.get(one.name, 0.0)
         return not to_come[one.name], used / one.weight, one.name
 
     for _, group in groupby(open_seats, attrgetter("node")):
-        left = list(group)
-        while able := [one for one in _able(left) if to_come[one.name] or held[one.name] < one.max_running]:
+        left = [Alike(takers, len(list(same))) for takers, same in groupby(group, attrgetter("takers"))]
+        while able := [one for one in _able(left) if is_wanted(one)]:
             chosen = min(able, key=cost)
-            for seat in [seat for seat in left if chosen in seat.takers][: chosen.seats]:
-                left.remove(seat)
+            left = _without(left, chosen)
             if to_come[chosen.name]:
                 to_come[chosen.name] -= 1
             else:
@@ -102,16 +132,41 @@ def missing(
     return more
 
 
-def _able(left: Sequence[Seat]) -> Iterator[Template]:
-    """Those that find enough seats among these, which are of one node."""
-    count = Counter(one for seat in left for one in seat.takers)
-    return (one for one, seats in count.items() if seats >= one.seats)
+class Alike(NamedTuple):
+    """So many seats of one node for the same templates."""
+
+    takers: tuple[Template, ...]
+    seats: int
+
+
+def _able(left: Sequence[Alike]) -> Iterable[Template]:
+    """Those that find enough seats among these."""
+    if len(left) == 1:
+        return (one for one in left[0].takers if one.seats <= left[0].seats)
+    found = {one.name: one for alike in left for one in alike.takers}
+    count = Counter[str]()
+    for alike in left:
+        for one in alike.takers:
+            count[one.name] += alike.seats
+    return (one for name, one in found.items() if one.seats <= count[name])
+
+
+def _without(left: Sequence[Alike], chosen: Template) -> list[Alike]:
+    """What remains when a task of it has its seats."""
+    need, after = chosen.seats, list[Alike]()
+    for alike in left:
+        taken = min(need, alike.seats) if chosen in alike.takers else 0
+        need -= taken
+        if taken < alike.seats:
+            after.append(Alike(alike.takers, alike.seats - taken))
+    return after
 
 
 class IdleFill:
     """The templates of one term: which tasks are theirs, and what they have used lately."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample_period_seconds: float) -> None:
+        self._period_seconds = sample_period_seconds
         self.templates: Sequence[Template] = ()
         self.seen: tuple[TemplateSeen, ...] = ()
         self._seats: Sequence[Seat] = ()
@@ -119,30 +174,65 @@ class IdleFill:
         self._submitted: Counter[str] = Counter()
         """In this term."""
         self._used_seconds: dict[str, float] = {}
+        self._pauses: dict[str, Pause] = {}
         self._looked_at: Instant | None = None
 
     def note(self, task: Task, *, is_new: bool) -> None:
         """`is_new`: it was submitted in this term."""
-        kind, _, name = task.name.partition("/")
-        if f"{kind}/" == NAME_PREFIX and task.is_run:
+        if (name := _template_of(task)) is not None:
             self._tasks[task.id] = name
             self._submitted[name] += is_new
+
+    def end(self, task: Task, now: Instant) -> None:
+        """One that fails at once must not be submitted again at once, for ever. Those that fail in a pause
+        were submitted before it."""
+        name = _template_of(task)
+        if name is None:
+            return
+        if task.state is TaskState.SUCCEEDED:
+            self._pauses.pop(name, None)
+        elif task.state is TaskState.FAILED and not self._is_paused(name, now):
+            last = self._pauses.get(name)
+            seconds = FIRST_PAUSE_SECONDS if last is None else min(2 * last.seconds, LONGEST_PAUSE_SECONDS)
+            self._pauses[name] = Pause(Seconds(seconds), Instant(now + seconds))
+
+    def _is_paused(self, name: str, now: Instant) -> bool:
+        return name in self._pauses and now < self._pauses[name].until
 
     def find(self, world: World, idle: Iterable[str]) -> None:
         """What is idle has changed, or the templates have."""
         self._seats = seats(world, idle, self.templates) if self.templates else ()
+        names = {one.name for one in self.templates}
+        self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
 
     def look(self, world: World, idle: Set[str], now: Instant) -> None:
         """`idle`: what is still idle of what was found."""
         running, waiting = self._count(world)
         alive = running + waiting
         self._age(alive, now)
-        open_seats = [seat for seat in self._seats if seat.name in idle and _is_open(world, seat)]
-        more = missing(open_seats, alive, waiting, self._used_seconds)
+        paused = {name: pause.until for name, pause in self._pauses.items() if self._is_paused(name, now)}
+        more = missing(self._open_seats(world, idle, now), alive, waiting, self._used_seconds, paused)
         self.seen = tuple(
-            TemplateSeen(one, running[one], waiting[one], self._submitted[one], more[one])
+            TemplateSeen(one, running[one], waiting[one], self._submitted[one], more[one], paused.get(one))
             for one in sorted({template.name for template in self.templates} | alive.keys())
         )
+
+    def _open_seats(self, world: World, idle: Set[str], now: Instant) -> Iterator[Seat]:
+        """Where a task may start now, beside nothing that stays."""
+        for name, group in groupby(self._seats, attrgetter("node")):
+            node = world.nodes.get(name)
+            if node is None or not world.takes_work(node):
+                continue
+            is_closed = world.background.is_closed(name)
+            for seat in group:
+                ledger = world.ledgers.get(DeviceKey(seat.name))
+                if ledger is None:
+                    is_open = not world.runs.get(name)
+                else:
+                    is_open = not (is_closed or ledger.is_stale(now, self._period_seconds))
+                    is_open = is_open and all(gives_way(one.lease.priority) for one in ledger.holdings.values())
+                if is_open and seat.name in idle:
+                    yield seat
 
     def _count(self, world: World) -> tuple[Counter[str], Counter[str]]:
         """(tasks that run, tasks that wait) of each template."""
@@ -171,7 +261,5 @@ class IdleFill:
         self._looked_at = now
 
 
-def _is_open(world: World, seat: Seat) -> bool:
-    """Nothing has a lease of the device; nothing runs on the node, if it is the node's CPUs."""
-    ledger = world.ledgers.get(DeviceKey(seat.name))
-    return not world.runs.get(seat.node) if ledger is None else not ledger.holdings
+def _template_of(task: Task) -> str | None:
+    return task.name.removeprefix(NAME_PREFIX) if task.is_run and task.name.startswith(NAME_PREFIX) else None

@@ -11,6 +11,19 @@ BACKGROUND_TOP = band_of(BAND_NAMES["background"])[2]
 """The highest priority of background work; idle work is below it."""
 
 
+def gives_way(priority: int) -> bool:
+    """A model that makes room for all work at once; it is neither background nor idle work."""
+    return priority < 0
+
+
+def is_background(priority: int) -> bool:
+    return 0 <= priority <= BACKGROUND_TOP
+
+
+def is_idle_work(priority: int) -> bool:
+    return 0 <= priority <= IDLE_TOP
+
+
 class BackgroundRoom:
     """MiB by scope: a part of the fleet with a target. The last start in a scope may take more than is left
     of it, for otherwise a large task would wait for ever."""
@@ -38,7 +51,7 @@ class BackgroundRoom:
 
     def take(self, lease: Lease) -> list[NodeName]:
         """Count a new lease; returns the nodes that this has closed."""
-        if lease.priority > BACKGROUND_TOP:
+        if not is_background(lease.priority):
             return []
         closed = []
         for scope in self.scopes.get(node_of(lease.device), ()):

@@ -160,6 +160,9 @@ class World:
         for node in sorted(before ^ after):
             self.marks.mark(node, grows=node in before)
 
+    def takes_work(self, node: Node) -> bool:
+        return node.ready and not node.cordoned and node.name not in self.full_disks
+
     def add_task(self, task: Task) -> None:
         """Add a task row, from a database snapshot or from its first event."""
         self.tasks[task.id] = task

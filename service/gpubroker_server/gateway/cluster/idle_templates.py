@@ -85,7 +85,8 @@ class IdleTemplateView(TypedDict):
     stopped: Annotated[
         str | None,
         Field(
-            description="Why nothing of it is submitted any more, such as a deleted token; null: it goes on."
+            description="Why nothing of it is submitted now, such as a deleted token, or a task that failed; "
+            "null: it goes on."
         ),
     ]
 
@@ -238,6 +239,11 @@ def _check_scopes(identity: Identity) -> None:
     identity.require(Scope.TASKS_WRITE, "submitting the tasks of an idle template")
 
 
+def _why_paused(seen: TemplateSeen) -> str | None:
+    until = seen.paused_until
+    return None if until is None else f"its last task failed; the next is submitted at {rfc3339(until)}"
+
+
 async def _why_stopped(parts: IdleTemplateParts, template: IdleTemplate) -> str | None:
     """What a submit of one of its tasks would be refused for, but for the state of the queue."""
     submissions, body = parts.submissions, _task(template.name, _parsed(template))
@@ -276,5 +282,5 @@ async def _view(
         "made_at": rfc3339(template.made_at),
         "running": now.running,
         "waiting": now.waiting,
-        "stopped": await _why_stopped(parts, template),
+        "stopped": await _why_stopped(parts, template) or _why_paused(now),
     }

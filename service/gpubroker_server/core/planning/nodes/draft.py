@@ -73,8 +73,7 @@ class Draft:
 
     def usable_nodes(self) -> Iterator[NodeName]:
         """Nodes on which something may be placed, in no order."""
-        nodes = self.world.nodes.values()
-        return (row.name for row in nodes if row.ready and not (row.cordoned or self.full_disk(row.name)))
+        return (row.name for row in self.world.nodes.values() if self.world.takes_work(row))
 
     def usable_ledgers(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
         """Devices whose last sample is fresh enough, in key order."""
