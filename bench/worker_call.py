@@ -10,7 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
-from bench.deployment import Deployment, add_variants, deployed, prefix_of, variants_of
+from bench.deployment import VARIANTS, Deployment, add_variants, deployed, prefix_of, variants_of
 from bench.http import Target
 from bench.load import ClosedLoop
 from bench.measuring import Figure, report
@@ -29,6 +29,9 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> Iterator[Figure]:
     settings = {"ENTRYPOINTS": "bench.tasks:*", "SIMULATED_DEVICES": json.dumps([{"memory_mb": 1024}])}
     for variant in variants_of(options):
+        if VARIANTS[variant]:
+            report(f"  {variant}: left out; its gateways join no Ray, and call no workers")
+            continue
         with (
             deployed(variant, **settings) as running,
             PlainRay() as plain,

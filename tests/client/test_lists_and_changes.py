@@ -48,7 +48,7 @@ def test_show_has_the_rate_of_progress_and_what_is_left(service: RecordedService
     assert "25% epoch 3 (3.75% a minute; at 2026-11-21 10:00:00Z 20m were left)" in shown
 
 
-@pytest.mark.parametrize("list_", ["nodes", "models", "objects", "lease list"])
+@pytest.mark.parametrize("list_", ["nodes", "models", "objects", "lease list", "workers list"])
 def test_other_lists_are_sorted_by_the_service(service: RecordedService, run: Run, list_: str) -> None:
     service.reply_with(page(), page())
     assert run(f"{list_} --sort=-name -o json").code == 0

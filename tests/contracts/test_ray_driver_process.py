@@ -10,8 +10,10 @@ import ray.autoscaler.sdk
 from gpubroker_server.adapters.ray.driver import link
 from gpubroker_server.adapters.ray.driver.process import Driver, Opening
 from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
+from gpubroker_server.ports.worker_calls import WorkerCall, WorkerRun
 
-from tests.contracts.test_ray_driver_link import Bench, bench  # noqa: F401  # a fixture
+from tests.contracts.test_ray_driver_link import SEEN, Bench, bench  # noqa: F401  # a fixture
 from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
 
@@ -31,6 +33,23 @@ def test_its_environment_names_the_ray_that_is_joined_whatever_that_of_the_servi
         finally:
             child.kill()
     assert [it for it in given.split(b"\0") if it.startswith(b"RAY_ADDRESS=")] == [b"RAY_ADDRESS=head:6379"]
+
+
+async def test_an_order_waits_behind_one_call_to_a_worker_at_most(bench: Bench) -> None:  # noqa: F811
+    driver = await bench.driver()
+    driver.send_reports(SEEN)
+    await bench.executor.reports()
+    run, large = WorkerRun(NodeName("n1"), TaskId("w"), Fence(1)), b"x" * 2**22
+    call = bench.executor.calls.call
+    calls = [
+        asyncio.create_task(call(run, WorkerCall("", "add", "json", large), Seconds(PATIENCE_SECONDS)))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0)
+    await bench.send("t")
+    assert [(await driver.next(("call", "orders")))[0] for _ in range(3)] == ["call", "orders", "call"]
+    for waiting in calls:
+        waiting.cancel()
 
 
 async def test_what_is_asked_of_the_executor_is_asked_of_the_autoscaler_again_after_a_failure(

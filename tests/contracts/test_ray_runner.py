@@ -110,7 +110,7 @@ async def test_a_call_is_answered_in_bytes(worker: Runner) -> None:
     assert (await call(worker, "answer", "another")) == ("refused", "run another:1 is not here")
 
 
-async def test_calls_beyond_a_bound_are_refused_at_once_and_orders_are_taken(
+async def test_calls_beyond_what_its_agent_leaves_are_refused_at_once(
     worker: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "MOST_CALLS", 2)

@@ -221,6 +221,20 @@ async def test_sets_are_listed_page_by_page_oldest_first(gateway: Gateway, api: 
     assert (await other.get(path)).json()["code"] == "cursor-invalid"
 
 
+@pytest.mark.parametrize(("sort", "expected"), [("-created", "dcba"), ("count", "bdac"), ("-count", "cadb")])
+async def test_sets_are_sorted_page_by_page_as_asked(
+    gateway: Gateway, api: Client, sort: str, expected: str
+) -> None:
+    for name, count in zip("abcd", (2, 1, 3, 1), strict=True):
+        await formed(gateway, api, name=name, count=count)
+    page = (await api.get("/worker-sets", params={"sort": sort, "limit": 1})).json()
+    rest = {"sort": sort, "cursor": page["next_cursor"]}
+    found = page["items"] + (await api.get("/worker-sets", params=rest)).json()["items"]
+    assert "".join(one["name"] for one in found) == expected
+    mixed = await api.get("/worker-sets", params={**rest, "sort": "created"})
+    assert mixed.json()["code"] == "cursor-invalid"
+
+
 async def test_the_objects_that_the_set_and_its_roles_name_are_kept_with_it(
     gateway: Gateway, api: Client
 ) -> None:

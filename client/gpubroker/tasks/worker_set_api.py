@@ -118,11 +118,12 @@ class WorkerSetApi(Operations):
         return decode(WorkerSet, (yield from self._ask("GET", _path(workers))))
 
     @listing
-    def worker_sets(self) -> Pages[WorkerSet]:
-        """Those that are not over, oldest first, fetched page by page as they are used."""
+    def worker_sets(self, *, sort: str | None = None) -> Pages[WorkerSet]:
+        """Those that are not over, oldest first, fetched page by page as they are used. `sort`: created (the
+        default) or count; with a `-` before it, the latest or those that want most workers first."""
 
         def fetch(cursor: str | None) -> Steps[Page[WorkerSet]]:
-            return page_of(WorkerSet, (yield from self._ask("GET", "/worker-sets", cursor=cursor)))
+            return page_of(WorkerSet, (yield from self._ask("GET", "/worker-sets", sort=sort, cursor=cursor)))
 
         return Pages(fetch)
 

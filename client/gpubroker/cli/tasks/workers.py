@@ -93,10 +93,16 @@ def create(
 
 
 @workers.command("list")
-def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+def list_(
+    context: typer.Context,
+    sort: Annotated[
+        str | None, typer.Option(help="created or count; -count: those that want most workers first.")
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
     """List the worker sets that are not over."""
     with connect(context) as broker:
-        emit_all(output, list(broker.worker_sets()), _table)
+        emit_all(output, list(broker.worker_sets(sort=sort)), _table)
 
 
 @workers.command("show")

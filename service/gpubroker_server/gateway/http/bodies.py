@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -163,6 +163,34 @@ def read_place(
     if len(values) + 1 != length:
         raise Problem("cursor-invalid", "the cursor belongs to another order; start without a cursor")
     return (*map(float, values), id)
+
+
+def page_in_order(
+    items: Iterable[T],
+    query: PageQuery,
+    sort: str,
+    fields: Mapping[str, Sequence[str]],
+    tenant: str,
+    most_items: int,
+) -> tuple[list[T], str | None]:
+    """A page of a list in memory, and the cursor of the next one.
+
+    `fields`: what a word of `sort` sorts by; the last one is an id. `tenant`: of the token. Raises Problem
+    cursor-invalid.
+    """
+    word, descending = direction_of(sort)
+    names = fields[word]
+
+    def place(item: T) -> SortKey:
+        return tuple(getattr(item, name) for name in names)
+
+    filtered_by, limit = filter_hash({"list of": tenant, "sort": sort}), min(query.limit, most_items)
+    left = sorted(items, key=place, reverse=descending)
+    if query.cursor is not None:
+        after = read_place(query.cursor, filtered_by, len(names))
+        left = [item for item in left if (place(item) < after if descending else place(item) > after)]
+    page = left[:limit]
+    return page, write_place(place(page[-1]), filtered_by) if len(left) > limit else None
 
 
 def read_cursor(cursor: str, filtered_by: str, is_id: Callable[[str], bool] = is_task_id) -> str:

@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.lifecycle.worker_sets.members import scaled
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.bodies import Body, PageQuery, filter_hash, read_cursor, write_cursor
+from gpubroker_server.gateway.http.bodies import Body, PageQuery, page_in_order
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.ids import is_task_id
@@ -206,6 +206,16 @@ async def submit_worker_set(
     return _accepted(new.workers, parts, is_new=True)
 
 
+_FIELDS = {"created": ("id",), "count": ("count", "id")}
+
+
+class WorkerSetQuery(PageQuery):
+    sort: Annotated[
+        Literal["created", "-created", "count", "-count"],
+        Field(description="`-`: the latest, or those that want most workers, first; equal ones by age."),
+    ] = "created"
+
+
 @resource.route(
     "GET /worker-sets",
     "worker_sets_list",
@@ -213,22 +223,14 @@ async def submit_worker_set(
     WorkerSetPage,
     "cursor-invalid follower-stale validation-failed",
 )
-async def list_worker_sets(call: Call, parts: Parts, query: Annotated[PageQuery, Query()]) -> Response:
-    """List the worker sets that are not over, of the token's tenant, or of all for an administrator; oldest
-    first."""
+async def list_worker_sets(call: Call, parts: Parts, query: Annotated[WorkerSetQuery, Query()]) -> Response:
+    """List the worker sets that are not over, of the token's tenant, or of all for an administrator."""
     parts.freshness.as_of()
-    limit = min(query.limit, parts.submissions.records.page_items)
-    filtered_by = filter_hash({"worker sets of": call.identity.tenant})
-    after = "" if query.cursor is None else read_cursor(query.cursor, filtered_by)
-    sets = parts.world.worker_sets
-    left = [sets[id] for id in sorted(sets) if id > after and call.identity.may_see(sets[id].tenant)]
-    page, has_more = left[:limit], len(left) > limit
-    seen: WorkerSetPage = {
-        "items": [view(workers, parts.world) for workers in page],
-        "next_cursor": write_cursor(page[-1].id, filtered_by) if has_more else None,
-        "has_more": has_more,
-    }
-    return answer(seen)
+    mine = [one for one in parts.world.worker_sets.values() if call.identity.may_see(one.tenant)]
+    most = parts.submissions.records.page_items
+    page, cursor = page_in_order(mine, query, query.sort, _FIELDS, call.identity.tenant, most)
+    views = [view(workers, parts.world) for workers in page]
+    return answer(WorkerSetPage(items=views, next_cursor=cursor, has_more=cursor is not None))
 
 
 @resource.route("GET /worker-sets/{set_id}", "worker_sets_get", Scope.TASKS_READ, WorkerSetView, "not-found")

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import pack
@@ -39,8 +38,7 @@ class ActorCalls:
         try:
             answer = await answering
         except Exception as fault:
-            if isinstance(fault, RayActorError):
-                self._actors.pop(key, None)
+            self._actors.pop(key, None)
             return pack(("lost", _first_line(fault)))
         is_answer = isinstance(answer, bytes) and len(answer) <= self._most_bytes
         return answer if is_answer else pack(())
