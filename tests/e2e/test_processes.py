@@ -117,7 +117,9 @@ def test_a_weight_that_is_set_at_one_gateway_orders_the_queue_of_the_leader(
     hands.let_go(held)
     until(lambda: a.get(second).state == "running", "the heavier one starts")
     assert b.get(first).state == "pending"
-    hands.end(second, first)
+    for task in (first, second):
+        a.cancel(task, grace_seconds=0)
+    assert {b.wait(task).state for task in (first, second)} == {"cancelled"}
     for stream in ("ladder", "nightly"):
         b.delete_stream(stream)
 
