@@ -82,11 +82,16 @@ class CallFailed(BrokerError):
 
 
 class ItemFailed(BrokerError):
-    """An item of an array has no result. `kind` and `traceback` are as those of TaskFailed."""
+    """An item of an array has no result. `kind` and `traceback` are as those of TaskFailed; `array` is the id
+    of the array, to cancel it or to do it again."""
 
-    def __init__(self, number: int, kind: str, message: str, traceback: str | None = None) -> None:
-        super().__init__(f"item {number} failed ({kind}): {message}", code="item-failed")
+    def __init__(
+        self, number: int, kind: str, message: str, traceback: str | None = None, *, array: str = ""
+    ) -> None:
+        of = f" of array {array}" if array else ""
+        super().__init__(f"item {number}{of} failed ({kind}): {message}", code="item-failed")
         self.number = number
+        self.array = array
         self.kind = kind
         self.traceback = traceback
 

@@ -75,7 +75,7 @@ def test_addresses_that_do_not_answer_are_named_with_their_setting(tmp_path: Pat
         ray={"address": f"127.0.0.1:{closed_port}"},
         triton={"servers": [server]},
     ).unreached
-    assert [one.setting for one in found] == ["database_url", "ray.address", "triton server here"]
+    assert [one.setting for one in found] == ["database_url", "ray.address", "triton.servers.here"]
     assert {one.address for one in found} == {f"127.0.0.1:{closed_port}"}
 
 

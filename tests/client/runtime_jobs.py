@@ -49,6 +49,13 @@ def is_stuck(_item: int) -> None:
     BEGAN.wait()
 
 
+def fails_and_is_stuck(item: int) -> None:
+    if item not in ONCE:
+        ONCE.append(item)
+        raise ValueError("once")
+    BEGAN.wait()
+
+
 def waits_for_file(path: str) -> None:
     while not Path(path).exists():
         time.sleep(0.01)

@@ -2,12 +2,15 @@
 
 import base64
 import json
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from gpubroker import BrokerError, ItemFailed, WrongArgument
+from gpubroker import Broker, BrokerError, ItemFailed, WrongArgument
+from gpubroker.cli.tasks.arrays import map_
+from gpubroker.cli.tasks.submit import submit as submit_command
 from gpubroker.tasks.array_api import Array, ArrayState, bar_line, progress_bar
 from gpubroker.transport.decoding import decode
 
@@ -74,13 +77,23 @@ def test_a_map_may_give_them_as_they_come(do: Do, service: RecordedService) -> N
     assert do("map", "jobs:f", [1, 2, 3], ordered=False) == [20, 0, 10]
 
 
-def test_a_failed_item_raises_in_its_place_or_is_the_exception(do: Do, service: RecordedService) -> None:
-    replies = (array(), array(3, state="failed"), page(item(0), bad(1), item(2), after=1))
-    service.reply_with(*replies)
-    with pytest.raises(ItemFailed, match=r"item 1 failed \(exception\): ValueError: no") as failed:
-        do("map", "jobs:f", [1, 2, 3])
-    assert (failed.value.number, failed.value.kind, failed.value.traceback) == (1, "exception", "trace")
-    service.reply_with(*replies)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_failed_item_raises_in_its_place(service: RecordedService, ordered: bool) -> None:
+    """After the results before it, which came in the same answer."""
+    service.reply_with(array(), array(2), page(item(0), item(1), bad(2), after=1))
+    with Broker(service.url, "gpb_secret") as broker:
+        found = broker.map("jobs:f", [1, 2, 3], ordered=ordered)
+        assert [next(found), next(found)] == [0, 10]
+        with pytest.raises(
+            ItemFailed, match=rf"item 2 of array {ID} failed \(exception\): ValueError: no"
+        ) as it:
+            next(found)
+    assert (it.value.number, it.value.kind, it.value.traceback) == (2, "exception", "trace")
+    assert it.value.array == ID
+
+
+def test_a_failed_item_may_be_its_exception(do: Do, service: RecordedService) -> None:
+    service.reply_with(array(), array(3, state="failed"), page(item(0), bad(1), item(2), after=1))
     zero, one, two = do("map", "jobs:f", [1, 2, 3], return_exceptions=True)
     assert (zero, one.number, two) == (0, 1, 20)
 
@@ -183,6 +196,60 @@ def test_the_command_maps_a_command_and_need_not_wait(
     ended = run(f"map --detach --items {tmp_path / 'items'} -- convert {{}} --small")
     assert (ended.code, ended.out.strip()) == (0, ID)
     assert service.requests[0].body["run"] == {"command": ["convert", "{}", "--small"]}
+
+
+def test_items_of_a_command_are_the_lines_of_the_file(
+    service: RecordedService, run: Run, tmp_path: Path
+) -> None:
+    """They name files and versions: what looks like JSON stays as it is written."""
+    lines = ["1.10", "1e5", "007", '"quoted"', '{"a":1}', "NaN", "a\u2028b"]
+    (tmp_path / "items").write_bytes("\r\n".join(lines).encode())
+    service.reply_with(array())
+    assert run(f"map -d --items {tmp_path / 'items'} -- convert").code == 0
+    assert service.requests[0].body["items"] == lines
+    service.reply_with(array())
+    assert run(f"map jobs:f -d --items {tmp_path / 'items'}").code == 0
+    assert service.requests[-1].body["items"] == [1.1, 1e5, "007", "quoted", {"a": 1}, "NaN", "a\u2028b"]
+    (tmp_path / "items").write_bytes(b"a\xff\n")
+    refused = run(f"map jobs:f --items {tmp_path / 'items'}")
+    assert (refused.code, "is not UTF-8: byte 1 is 0xff" in refused.err) == (2, True)
+
+
+def test_the_command_takes_the_options_of_a_task_for_its_workers(
+    service: RecordedService, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "items").write_text("1\n")
+    service.reply_with(array())
+    options = (
+        "--profile verifier --pool p --model-type m --gpu-fraction 0.5 --custom fpga=2 --placement spread "
+        "--prefer-kind H100 -C / --grace 5s --idempotency-key k --timeout 1h --stream s --hold --after " + ID
+    )
+    assert run(f"map -d --items {tmp_path / 'items'} {options} -- convert").code == 0
+    sent = service.requests[0]
+    assert sent.headers["idempotency-key"] == '"k"'
+    body = sent.body
+    assert body["resources"] == {
+        "pool": "p", "gpu_fraction": 0.5, "custom": {"fpga": 2.0}, "prefer_kinds": ["H100"],
+    }  # fmt: skip
+    given = {"profile": "verifier", "model_type": "m", "grace_seconds": 5.0}
+    given |= {"timeout_seconds": 3600.0, "stream": "s", "held": True, "after": [ID], "placement": "spread"}
+    assert {name: body.get(name) for name in given} == given
+    assert body["run"] == {"command": ["convert"], "working_directory": "/"}
+    assert {*signature(submit_command).parameters} - {*signature(map_).parameters} == {
+        "bundles", "strategy", "min_ranks", "max_retries", "wait", "follow", "wait_timeout", "dry_run",
+        "batch", "all_or_nothing",
+    }  # fmt: skip
+
+
+def test_last_is_the_array_that_was_last_submitted_from_here(
+    service: RecordedService, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "items").write_text("1\n")
+    service.reply_with(array(), array(1), array(state="cancelled"))
+    run(f"map jobs:f -d --items {tmp_path / 'items'}")
+    assert "1/3" in run("array last").out
+    assert run("array last --cancel").code == 0
+    assert [one.path for one in service.requests[1:]] == [f"/arrays/{ID}", f"/arrays/{ID}/cancel"]
 
 
 def test_the_command_about_an_array(service: RecordedService, run: Run) -> None:

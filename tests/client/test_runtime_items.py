@@ -13,7 +13,7 @@ from gpubroker import Stopped
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.items import ARRAY_VARIABLE
 from gpubroker.runtime.journal import START_OVER, Journal
-from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
+from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report, items
 from gpubroker.runtime.objects import ObjectRef
 from gpubroker_server.core.domain.submission import ARRAY_IMPORT_FAILED
 from gpubroker_server.gateway.arrays.submit import joined
@@ -221,6 +221,25 @@ def test_an_item_that_cannot_be_interrupted_ends_the_run(monkeypatch: pytest.Mon
     ended = worker.next("ended")
     assert (ended[5], ended[8][0]) == ("failed", "item_timeout")
     release.set()
+
+
+def test_an_item_that_is_stuck_on_its_second_try_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker.runtime.items.STUCK_SECONDS", 0.1)
+    jobs.ONCE.clear()
+    jobs.BEGAN = release = threading.Event()
+    worker = Worker(jobs.fails_and_is_stuck, [0], timeout=0.1, retries=2)
+    worker.hold(worker.next(), (0, 1))
+    [only] = worker.next()[6]
+    assert (only[2], only[4][0]) == (2, "timeout")
+    assert worker.next("ended")[5] == "failed"
+    release.set()
+
+
+def test_results_count_towards_what_is_taken_at_once() -> None:
+    journal = Journal(lambda _delay: None)
+    for number in range(4):
+        journal.note(number, items(KEY, 1, [(0, 0.1, 1, b"x" * 60, None)], [], 1))
+    assert [len(journal.take(0, 100)) for _ in range(3)] == [2, 2, 0]
 
 
 def test_a_command_gets_the_item_as_a_word(tmp_path: Path) -> None:

@@ -298,6 +298,19 @@ async def test_an_object_may_come_in_parts_and_be_read_in_parts(tmp_path: Path) 
             await missing
 
 
+async def test_an_upload_that_begins_anew_leaves_the_object_that_a_crash_made_of_it(tmp_path: Path) -> None:
+    blobs = DirectoryBlobs(tmp_path)
+    await blobs.append("up-1", 0, b"weights")
+    [upload] = files_below(tmp_path)
+    (folder := tmp_path / DIGEST[:2] / DIGEST[2:4]).mkdir(parents=True)
+    os.link(upload, folder / DIGEST)  # and then it crashed
+    assert await blobs.append("up-1", 0, b"wei") == 3
+    assert await blobs.get(DIGEST) == b"weights"
+    await blobs.append("up-1", 3, b"ghts")
+    await blobs.finish("up-1", DIGEST)
+    assert files_below(tmp_path) == [folder / DIGEST]
+
+
 async def test_an_upload_that_is_discarded_leaves_no_file(tmp_path: Path) -> None:
     blobs = DirectoryBlobs(tmp_path)
     await blobs.append("up-1", 0, b"0123")

@@ -1,15 +1,21 @@
 """Results of the items of arrays in a store."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker_server.adapters.sql.arrays.pages import counts_of
+from gpubroker_server.adapters.sql.store import migrate
+from gpubroker_server.adapters.sql.system_tables import SCHEMA
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
 from gpubroker_server.core.domain.submission import WORKER_LABELS, BatchSubmission
 from gpubroker_server.core.domain.task import Move, Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.ports.arrays import ItemCounts, PageFilter
 from gpubroker_server.ports.store import CommitVerdict, TaskStore
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
 
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import a_submission, admission, claimed, end, release, with_gpu
@@ -19,7 +25,7 @@ ARRAY = TaskId("t1")
 
 
 def a_page(first: int, page: int, count: int = 2, **fields: Any) -> ItemPage:
-    facts = {"failed": 0, "at": Instant(NOW + page), "lines": b"{}\n" * count, **fields}
+    facts = {"failed": 0, "at": Instant(NOW + page), "lines": b"{}\n" * count, "size_bytes": count, **fields}
     return ItemPage(ARRAY, first, page, "default", count, **facts)
 
 
@@ -29,15 +35,16 @@ def stored(task: Task, *pages: ItemPage) -> Decision:
 
 
 async def test_pages_are_read_by_number_and_by_commit(store: TaskStore) -> None:
-    task = a_task(ARRAY)
+    task = a_task(ARRAY, array=ARRAY)
     term = await with_gpu(store, task)
+    assert [row.array for row in (await store.snapshot()).tasks] == [ARRAY]
     assert await store.item_counts(ARRAY) == ItemCounts()
     last, first = a_page(5, 1, failed=1), a_page(0, 2, lines=b"\x00\xff", digest="ab" * 32)
     middle = a_page(2, 3, count=3, failed=3)
     assert set(await store.commit(term, [admission(task), stored(claimed(task), last, first, middle)])) == {
         CommitVerdict.COMMITTED
     }
-    assert await store.item_counts(ARRAY) == ItemCounts(7, 4, 3, Instant(NOW + 1), Instant(NOW + 3))
+    assert await store.item_counts(ARRAY) == ItemCounts(7, 4, 3, Instant(NOW + 1), Instant(NOW + 3), 7)
     assert sorted(await store.items_done(ARRAY)) == [(0, 2), (2, 5), (5, 7)]
 
     async def read(**wanted: Any) -> list[ItemPage]:
@@ -76,6 +83,16 @@ async def test_a_hundred_thousand_items_are_a_few_pages_and_one_hot_row(store: T
     assert await store.head() - head == 10, "one event for each report"
     assert (await store.item_counts(ARRAY)).done == 100_000
     assert len(await store.item_pages(PageFilter(ARRAY, limit=1000))) == 100
+
+
+def test_the_counts_of_an_array_read_no_page(tmp_path: Path) -> None:
+    """With items of half a second, 100,000 of them are as many pages, and `map` asks twice a second."""
+    url = f"sqlite:///{tmp_path / 'gpubroker.db'}"
+    migrate(url, f"{SCHEMA:04}")
+    wanted = str(counts_of(ARRAY).compile(compile_kwargs={"literal_binds": True}))
+    with create_engine(url, poolclass=NullPool).connect() as connection:
+        [step] = connection.execute(text(f"EXPLAIN QUERY PLAN {wanted}"))
+    assert "USING COVERING INDEX ix_item_page_counts" in step.detail
 
 
 async def test_results_go_with_the_first_worker(store: TaskStore) -> None:

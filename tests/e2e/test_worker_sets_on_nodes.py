@@ -1,5 +1,6 @@
-"""Worker sets beside a broker on PostgreSQL and two Ray nodes: a gateway with a Ray driver of its own takes
-calls, one without says so, and a worker whose node is lost starts elsewhere."""
+"""Worker sets beside two brokers on PostgreSQL and two Ray nodes: a gateway with a Ray driver of its own
+takes calls, one without says so, a worker leaves a node that is lost or drained, and the next leader goes on
+with the set."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.postgres import PostgresServer
 
 
 @pytest.mark.evidence
-def test_a_gateway_with_a_driver_calls_workers_wherever_they_go_and_one_without_says_so(
+def test_workers_are_called_wherever_they_go_and_whoever_leads_and_a_gateway_without_a_driver_says_so(
     tmp_path: Path, postgres_server: PostgresServer
 ) -> None:
     with a_home() as home:
@@ -33,12 +34,13 @@ def test_a_gateway_with_a_driver_calls_workers_wherever_they_go_and_one_without_
                 RayNode(head.address, "n2", env) as node,
                 GatewayProcess(tmp_path / "calls", env, **shared, **ray) as calls,
                 GatewayProcess(tmp_path / "plain", env, **shared) as plain,
-                BrokerProcess(tmp_path / "broker", env, **shared, **ray, **on_nodes),
+                BrokerProcess(tmp_path / "broker", env, **shared, **ray, **on_nodes) as leader,
+                BrokerProcess(tmp_path / "other", env, **shared, **ray, **on_nodes),
             ):
                 broker = calls.broker
                 until(lambda: len([n for n in broker.nodes() if n.ready]) == 2, "two nodes answer")
                 made = plain.broker.create_worker_set(
-                    "tests.e2e.work:Counter", cpu=0.1, prefer_nodes={"node": ["n2"]}
+                    "tests.e2e.work:Counter", cpu=0.1, max_count=2, prefer_nodes={"node": ["n2"]}
                 )
                 handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS, pickled=False)
                 assert (handle.add(1), handle.add(1)) == (1, 2)
@@ -52,12 +54,26 @@ def test_a_gateway_with_a_driver_calls_workers_wherever_they_go_and_one_without_
                     handle.add(3)
                 assert lost.value.code == "worker-lost"
                 assert handle.add(5) == 5, "a new object, elsewhere"
-                [moved] = broker.worker_set(made).workers
+                [moved] = [one for one in broker.worker_set(made).workers if one.state == "running"]
                 assert (moved.node != "n2", moved.attempt, moved.failures) == (True, 2, 0)
 
                 calls.driver().kill()
                 until(lambda: "no Ray driver process; starting another" in calls.log(), "it is missed")
                 assert handle.add(1) == 6, "another driver carries the call"
+
+                leader.kill_9()
+                assert handle.add(1) == 7, "no leader is needed for a call"
+                broker.scale_worker_set(made, 2)
+                until(lambda: broker.worker_set(made).states == {"running": 2}, "the other broker leads")
+                broker.scale_worker_set(made, 1)
+                until(lambda: broker.worker_set(made).states == {"running": 1, "held": 1}, "one has left")
+
+                broker.drain(str(moved.node), "a fan")
+                until(lambda: broker.worker_set(made).states == {"pending": 1, "held": 1}, "it waits")
+                broker.uncordon(str(moved.node))
+                assert handle.add(1) == 1, "a new object"
+                [back] = [one for one in broker.worker_set(made).workers if one.state == "running"]
+                assert (back.id, back.attempt, back.failures) == (moved.id, 3, 0)
                 broker.end_worker_set(made)
                 until(lambda: broker.worker_set(made).state == "over", "the set is over")
         finally:

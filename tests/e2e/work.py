@@ -244,6 +244,18 @@ def crash_when_told(item: int, witness: str, gate: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class HangsOnce:
+    """Whose first object is never made."""
+
+    def __init__(self, witness: str) -> None:
+        if not Path(witness).exists():
+            note(witness, str(os.getpid()))
+            time.sleep(86_400)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
 class Counter:
     """What workers of a set are made of."""
 

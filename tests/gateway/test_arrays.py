@@ -1,5 +1,6 @@
 """Arrays over HTTP."""
 
+import asyncio
 import base64
 import json
 from typing import Any
@@ -8,12 +9,16 @@ import cloudpickle
 import pytest
 from gpubroker.runtime.items import parted
 from gpubroker_server.broker.arrays import Arrays, with_pages_stored
+from gpubroker_server.core.domain.decisions import Decision, ItemPage
 from gpubroker_server.core.domain.orders import Failure, ItemResult, ItemsReported
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
+from tests.builders import NOW
 from tests.gateway.harness import PYTHON, Client, Gateway, fault
+from tests.memory_blobs import Blobs
+from tests.patience import PATIENCE_SECONDS
 
 RUN = {"entrypoint": "myteam.checks:verify", "args": [3]}
 
@@ -37,9 +42,9 @@ async def done(gateway: Gateway, worker: str, *results: ItemResult, number: int 
     task, now = gateway.task(worker), gateway.clock.now()
     arrays = Arrays(gateway.store, gateway.world)
     reports = [ItemsReported(task.id, task.fence, now, number, results, (), 1)]
-    drafts = await arrays.drafts(reports)
-    for decision in apply_reports(gateway.world, reports, now, gateway.policy, drafts):
-        await gateway.commit(await with_pages_stored(decision, gateway.blobs, 200))
+    decisions = apply_reports(gateway.world, reports, now, gateway.policy, await arrays.drafts(reports))
+    for decision in await with_pages_stored(decisions, gateway.blobs, 200):
+        await gateway.commit(decision)
 
 
 def result(number: int, text: bytes = b"1") -> ItemResult:
@@ -63,7 +68,7 @@ async def test_an_array_is_a_batch_of_workers_that_get_all_items(gateway: Gatewa
         gateway.task(workers[1]),
         (await gateway.store.specs([TaskId(workers[1])]))[TaskId(workers[1])],
     )
-    assert not task.shareable
+    assert (task.array, task.shareable) == (seen["id"], False)
     assert spec.labels == {"team": "x", "array": seen["id"]}
     assert json.loads(spec.env["GPUBROKER_ARRAY"]) == {
         "id": seen["id"], "item_retries": 1, "item_timeout_seconds": 9.0, "pickled": False,
@@ -303,6 +308,56 @@ async def test_a_worker_is_not_retried_as_a_task(gateway: Gateway, api: Client) 
     assert (refused.status_code, refused.json()["code"]) == (409, "task-not-retryable")
 
 
+FORGED = (b"NaN", b'1}\r{"number":7', b'1,"state":"failed"', b"[" * 50_000, b"1\n2", b"\xff")
+
+
+async def test_a_result_that_only_claims_to_be_json_is_returned_as_bytes(
+    gateway: Gateway, api: Client
+) -> None:
+    """It neither breaks the answer nor changes what is done again."""
+    seen = await submitted(api, tuple(range(8)), max_parallel=1)
+    await gateway.admit(seen["id"])
+    forged = [result(number, data) for number, data in enumerate(FORGED)]
+    await done(gateway, seen["id"], *forged, result(6, b'{"a": "\\u2028"}'))
+    path = f"/arrays/{seen['id']}"
+    found = (await api.get(f"{path}/items")).json()["items"]
+    assert [(item["number"], item["state"]) for item in found] == [(n, "succeeded") for n in range(7)]
+    as_stored = [data.replace(b"\n", b" ") for data in FORGED]
+    assert [base64.b64decode(item["data_base64"]) for item in found[:-1]] == as_stored
+    assert found[-1]["result"] == {"a": "\u2028"}
+    lines = (await api.get(f"{path}/items", params={"format": "ndjson"})).content.split(b"\n")
+    assert [json.loads(line) for line in lines[:-1]] == found
+    await gateway.end(seen["id"])
+    assert (await api.post(f"{path}/retry")).json()["total"] == 1
+
+
+async def test_large_pages_are_written_at_once() -> None:
+    """Each waits for the disk: one after the other, those of many workers would hold the leader up."""
+    every = asyncio.Barrier(3)
+
+    class Waits(Blobs):
+        async def put(self, data: bytes, *, owner: str) -> str:
+            await every.wait()
+            return await super().put(data, owner=owner)
+
+    def a_decision(worker: str, *sizes: int) -> Decision:
+        pages = (ItemPage(TaskId("a"), n, n, "t", 1, 0, NOW, b"x" * size) for n, size in enumerate(sizes))
+        return Decision(worker, "items", items=tuple(pages))
+
+    given = [a_decision("w1", 300, 10), a_decision("w2"), a_decision("w3", 400, 500)]
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        one, two, three = await with_pages_stored(given, blobs := Waits(), 200)
+    assert [page.lines for page in (*one.items, *three.items)] == [b"", b"x" * 10, b"", b""]
+    assert [blobs.objects[str(page.digest)] for page in three.items] == [b"x" * 400, b"x" * 500]
+    assert two is given[1]
+
+
+async def test_too_many_items_are_refused(api: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker_server.gateway.arrays.submit.MAX_ITEMS", 2)
+    refused = await api.post("/arrays", json={"run": RUN, "items": [1, 2, 3]})
+    assert "at most 2 items; there are 3" in fault(refused, "/items")
+
+
 async def test_damaged_results_are_told(gateway: Gateway, api: Client) -> None:
     seen = await submitted(api, (1,))
     await gateway.admit(seen["id"])
@@ -312,19 +367,24 @@ async def test_damaged_results_are_told(gateway: Gateway, api: Client) -> None:
     assert (told.status_code, told.json()["code"]) == (500, "result-damaged")
 
 
-async def test_the_leader_forgets_an_array_whose_workers_have_ended(gateway: Gateway, api: Client) -> None:
-    """Items may be left: no worker is left for them."""
+@pytest.mark.parametrize("left", [0, 1])
+async def test_the_leader_forgets_an_array_whose_workers_have_ended(
+    gateway: Gateway, api: Client, left: int
+) -> None:
+    """Until then, each batch of reports looks at an array without work left: a worker of it may be requeued.
+    Items may be left: no worker is left for them."""
     seen = await submitted(api, (1, 2), max_parallel=1)
     await gateway.admit(seen["id"])
     task, arrays = gateway.task(seen["id"]), Arrays(gateway.store, gateway.world)
-    report = ItemsReported(task.id, task.fence, gateway.clock.now(), 1, (), (), 1)
-    await arrays.drafts([report])
+    results = tuple(map(result, range(2 - left)))
+    await arrays.drafts([ItemsReported(task.id, task.fence, gateway.clock.now(), 1, results, (), 1)])
+    arrays._drafts[task.id].left = left
     arrays.committed()
-    assert (list(arrays._works), list(arrays._array_of)) == ([task.id], [task.id])
+    assert list(await arrays.drafts([])) == ([] if left else [task.id])
+    assert list(arrays._works) == [task.id]
     await gateway.end(seen["id"])
-    await arrays.drafts([])
     arrays.committed()
-    assert (arrays._works, arrays._array_of) == ({}, {})
+    assert arrays._works == {}
 
 
 async def test_a_report_of_a_task_that_is_no_worker_changes_nothing(gateway: Gateway, api: Client) -> None:

@@ -79,9 +79,13 @@ def amount(text: str) -> float:
 def json_or_text(text: str) -> Any:
     """A JSON value; other text is a string, so `-i name=resnet` needs no quotes."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_constant)
     except ValueError:
         return text
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 def demand(text: str, option: str) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def size_of_bytes(count: int) -> str:
 
 
 def ago(at: datetime | None) -> str:
-    return "" if at is None else duration(max(0.0, time.time() - at.timestamp()))
+    return "" if at is None else duration(max(0, round(time.time() - at.timestamp())))
 
 
 def duration(seconds: float) -> str:

@@ -109,6 +109,7 @@ class ItemWorker:
         self._news = threading.Event()
         self._todo: deque[int] = deque()
         self._current: int | None = None
+        self._tries = 0
         self._results: deque[tuple[int, ItemResult]] = deque()
         """Not answered yet, with the number of the first report that had them."""
         self._unanswered_bytes = 0
@@ -116,8 +117,7 @@ class ItemWorker:
         """Of the last report."""
         self._answered = 0
         self._is_over = False
-        self._seconds = 0.0
-        self._done = 0.0
+        self._seconds = self._done = 0.0
         self._reported_at = 0.0
         self._timer: threading.Timer | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -244,20 +244,20 @@ class ItemWorker:
 
     def _result_of(self, number: int, values: Sequence[Any], call: Invocation | None) -> ItemResult | None:
         """None if it was broken off by a notice to stop."""
-        began, tries = time.perf_counter(), 0
+        began, self._tries = time.perf_counter(), 0
         while True:
-            tries += 1
+            self._tries += 1
             if number >= len(values):
                 outcome = failed("exception", f"there is no item {number}; there are {len(values)}")
             elif call is None:
                 outcome = self._run_command(values[number])
             else:
                 outcome = self._call_with_object(number, call, values[number])
-            if outcome.ending == "succeeded" or tries > self._retries or self._task.should_stop:
+            if outcome.ending == "succeeded" or self._tries > self._retries or self._task.should_stop:
                 break
         if outcome.ending != "succeeded" and self._task.should_stop:
             return None
-        return _item_result(number, time.perf_counter() - began, tries, outcome)
+        return _item_result(number, time.perf_counter() - began, self._tries, outcome)
 
     def _call_with_object(self, number: int, call: Invocation, value: Any) -> RunOutcome:
         try:
@@ -290,15 +290,15 @@ class ItemWorker:
         return failed("timeout", f"the item took longer than {self._timeout_seconds:g} s")
 
     def _give_up(self, number: int) -> None:
-        """The thread of the item cannot be interrupted: the run ends here, and its process with it."""
+        """The thread of the item cannot be interrupted: the run ends here. Another may try the item again."""
         with self._lock:
             seconds = (self._timeout_seconds or 0.0) + STUCK_SECONDS
-            self._results.append((self._number + 1, _item_result(number, seconds, 1, self._timed_out())))
+            result = _item_result(number, seconds, self._tries, self._timed_out())
+            self._results.append((self._number + 1, result))
             self._current = None
             self._todo.clear()
         self._report(leaving=True)
-        message = f"item {number} did not end within {STUCK_SECONDS:g} s after its time limit"
-        outcome = failed("item_timeout", message)
+        outcome = failed("item_timeout", f"item {number} did not end {STUCK_SECONDS:g} s after its limit")
         self._journal.add(ended(self._order.key, outcome, self._output.tail()), after_news_of=self._order.key)
 
     def _run_command(self, value: Any) -> RunOutcome:

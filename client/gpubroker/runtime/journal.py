@@ -76,7 +76,7 @@ class Journal:
             for number, report in self._untaken():
                 taken.append((number, report))
                 self._taken = number
-                limit_bytes -= sum(len(part) for part in report if isinstance(part, bytes))
+                limit_bytes -= _size_bytes(report)
                 if limit_bytes < 0:
                     break
             return taken
@@ -110,3 +110,10 @@ class Journal:
             return False
         self._due = delay_seconds
         return True
+
+
+def _size_bytes(part: object) -> int:
+    """Of results, checkpoints and logs, also of items in a list."""
+    if isinstance(part, bytes):
+        return len(part)
+    return sum(map(_size_bytes, part)) if isinstance(part, list | tuple) else 0

@@ -126,20 +126,29 @@ class ArrayItem:
     result: Any = None
     data: bytes | None = None
     error: Failure | None = None
+    array: str = ""
+    """The id of its array."""
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, raw: Raw) -> "ArrayItem":
+    def of(cls, raw: Raw, array: str = "") -> "ArrayItem":
         packed = raw.get("data_base64")
-        return decode(cls, raw, data=None if packed is None else base64.b64decode(packed))
+        return decode(cls, raw, array=array, data=None if packed is None else base64.b64decode(packed))
 
     @property
     def value(self) -> Any:
         """The result; unpickles it if it is a pickle, which runs code that the function chose. Raises
         ItemFailed."""
-        if self.error is not None:
-            raise ItemFailed(self.number, self.error.kind, self.error.message, self.error.traceback)
+        if self.failed is not None:
+            raise self.failed
         return self.result if self.data is None else cloudpickle.loads(self.data)
+
+    @property
+    def failed(self) -> ItemFailed | None:
+        if self.error is None:
+            return None
+        why = self.error.kind, self.error.message, self.error.traceback
+        return ItemFailed(self.number, *why, array=self.array)
 
 
 class ArrayApi(Operations):
@@ -226,6 +235,7 @@ class ArrayApi(Operations):
         mapped = _Mapped(ordered, return_exceptions)
 
         def fetch(cursor: str | None) -> Steps[Page[Any]]:
+            mapped.raise_fault()
             array = mapped.array or (yield from self._submit_array(target, items, args, options))
             mapped.array = array
             pause_seconds = _FIRST_PAUSE_SECONDS
@@ -272,7 +282,7 @@ class ArrayApi(Operations):
     def _items_after(self, array: AnyArray, cursor: str | None, wanted: ItemFilter) -> Steps[Page[ArrayItem]]:
         params: dict[str, Any] = {**wanted, "after": cursor, "limit": _ITEMS_PER_PAGE}
         raw = yield from self._ask("GET", f"{_path(array)}/items", **params)
-        found = tuple(ArrayItem.of(item) for item in raw["items"])
+        found = tuple(ArrayItem.of(item, _id_of(array)) for item in raw["items"])
         return Page(found, str(raw["next_after"]) if raw["has_more"] else None, raw)
 
 
@@ -285,20 +295,33 @@ class _Mapped:
         self._return_exceptions = return_exceptions
         self._early: dict[int, ArrayItem] = {}
         self._next = 0
+        self._fault: Exception | None = None
+        """Of the item that comes next."""
 
     def add(self, page: Page[ArrayItem]) -> None:
         self._early |= {item.number: item for item in page.items}
 
+    def raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
     def page(self, cursor: int, seen: Array) -> Page[Any]:
-        """Raises ItemFailed, and BrokerError if nothing more will come."""
-        values = tuple(self._values())
+        """What comes before an item that failed; `raise_fault` raises in its place. Raises BrokerError if
+        nothing more will come."""
+        values: list[Any] = []
+        try:
+            values.extend(self._values())
+        except Exception as fault:  # to unpickle a result may raise anything
+            self._fault = fault
         is_over = self._next >= seen.total
-        if seen.is_finished and not is_over and not values and seen.done <= self._next + len(self._early):
+        if self._fault is not None or values:
+            return Page(tuple(values), None if is_over and self._fault is None else str(cursor))
+        if seen.is_finished and not is_over and seen.done <= self._next + len(self._early):
             missing = seen.total - seen.done
             raise BrokerError(
                 f"array {seen.id} {seen.state.value} with {missing} items left", code="array-ended"
             )
-        return Page(values, None if is_over else str(cursor))
+        return Page((), None if is_over else str(cursor))
 
     def _values(self) -> Iterator[Any]:
         while self._early:
@@ -307,10 +330,7 @@ class _Mapped:
             if item is None:
                 return
             self._next += 1
-            if item.error is None or not self._return_exceptions:
-                yield item.value
-            else:
-                yield ItemFailed(number, item.error.kind, item.error.message, item.error.traceback)
+            yield item.failed if item.failed and self._return_exceptions else item.value
 
 
 def progress_bar() -> Callable[[Array], None]:
@@ -327,13 +347,13 @@ def progress_bar() -> Callable[[Array], None]:
         if step == shown:
             return
         shown = step
-        print(bar_line(array, _BAR_WIDTH), end="\r" if out.isatty() and step <= steps else "\n", file=out)
+        print(bar_line(array), end="\r" if out.isatty() and step <= steps else "\n", file=out)
         out.flush()
 
     return show
 
 
-def bar_line(array: Array, width: int) -> str:
+def bar_line(array: Array, width: int = _BAR_WIDTH) -> str:
     """`[#####.....] 50/100, 2 failed, 25/s`."""
     filled = int(array.fraction * width)
     failed = f", {array.failed} failed" if array.failed else ""
@@ -365,5 +385,9 @@ def _packed(target: Target, listed: Sequence[Any]) -> bytes:
         raise WrongArgument(f"the items cannot be {how} ({error}); pass plain values") from None
 
 
+def _id_of(array: AnyArray) -> str:
+    return array.id if isinstance(array, Array) else array
+
+
 def _path(array: AnyArray) -> str:
-    return f"/arrays/{path_part(array.id if isinstance(array, Array) else array)}"
+    return f"/arrays/{path_part(_id_of(array))}"

@@ -69,6 +69,7 @@ class WorkerSet:
     min_count: int = 0
     max_count: int = 0
     places: int = 0
+    """How many tasks it has: each is a worker while one is wanted, and held otherwise."""
     max_concurrency: int = 1
     signal: float | None = None
     workers: tuple[SetWorker, ...] = ()

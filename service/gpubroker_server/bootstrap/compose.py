@@ -79,6 +79,7 @@ def policy_of(settings: Settings) -> Policy:
         custom_limits=tuple(sorted(customs)),
         pools=pools,
         stream_rules=StreamRules(**settings.fleet.streams.model_dump()),
+        array_result_bytes=settings.limits.array_result_bytes,
         serving=serving_of(settings.triton),
         min_residency_seconds=Seconds(settings.triton.min_residency_seconds),
     )

@@ -1,14 +1,15 @@
 """The arrays whose workers report, as far as the leader has met them."""
 
+import asyncio
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
 from gpubroker_server.core.domain.orders import ItemsReported, Report
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, array_terms_from
+from gpubroker_server.core.domain.submission import array_terms_from
 from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle.array_items import ArrayWork
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import BlobStore, BlobTooLarge, TaskStore
@@ -21,17 +22,17 @@ class Arrays:
         self._store = store
         self._world = world
         self._works: dict[TaskId, ArrayWork] = {}
-        self._array_of: dict[TaskId, TaskId | None] = {}
         self._drafts: dict[TaskId, ArrayWork] = {}
 
     async def drafts(self, reports: Iterable[Report]) -> Mapping[TaskId, ArrayWork]:
-        """By worker, the arrays that these reports are about; to be changed. Raises StoreUnavailable."""
-        workers = {report.task for report in reports if isinstance(report, ItemsReported)}
-        found = {
-            worker: await self._find(worker) for worker in sorted(workers) if worker in self._world.tasks
-        }
-        self._drafts = {work.terms.id: work.copy() for work in found.values() if work is not None}
-        return {worker: self._drafts[work.terms.id] for worker, work in found.items() if work is not None}
+        """The arrays that these reports are about, to be changed; and those without work left, some of whose
+        workers are still there. Raises StoreUnavailable."""
+        tasks = (self._world.tasks.get(it.task) for it in reports if isinstance(it, ItemsReported))
+        heard = {task.array for task in tasks if task is not None and task.array is not None}
+        found = [await self._find(array) for array in sorted(heard)]
+        self._drafts = {work.terms.id: work.copy() for work in found if work is not None}
+        over = {array: work for array, work in self._works.items() if work.left == 0}
+        return {**over, **self._drafts}
 
     def begin_commit(self) -> None:
         """Until `committed`, what was decided may be so or not."""
@@ -39,24 +40,15 @@ class Arrays:
             self._works.pop(array, None)
 
     def committed(self) -> None:
-        """All that was decided from the drafts is so. Arrays without work left are forgotten, and those whose
-        workers have ended."""
+        """All that was decided from the drafts is so. Arrays whose workers have ended are forgotten."""
         works = {**self._works, **self._drafts}
-        self._works = {array: work for array, work in works.items() if work.left and self._is_at_work(work)}
-        self._array_of = {worker: of for worker, of in self._array_of.items() if worker in self._world.tasks}
+        self._works = {array: work for array, work in works.items() if self._is_at_work(work)}
         self._drafts = {}
 
     def _is_at_work(self, work: ArrayWork) -> bool:
         return any(worker in self._world.tasks for worker in work.terms.workers)
 
-    async def _find(self, worker: TaskId) -> ArrayWork | None:
-        if worker not in self._array_of:
-            specs = await self._store.specs([worker])
-            named = specs[worker].env.get(ARRAY_VARIABLE) if worker in specs else None
-            self._array_of[worker] = None if named is None else TaskId(json.loads(named)["id"])
-        array = self._array_of[worker]
-        if array is None:
-            return None
+    async def _find(self, array: TaskId) -> ArrayWork | None:
         work = self._works.get(array)
         if work is None:
             text = await self._store.batch_answer(array)
@@ -64,18 +56,27 @@ class Arrays:
                 return None
             terms = array_terms_from(json.loads(text))
             done, counts = await self._store.items_done(array), await self._store.item_counts(array)
-            work = self._works[array] = ArrayWork(terms, done, counts.last_page)
-        return work if worker in work.terms.workers else None
+            work = self._works[array] = ArrayWork(terms, done, counts.last_page, counts.size_bytes)
+        return work
 
 
-async def with_pages_stored(decision: Decision, blobs: BlobStore, inline_bytes: int) -> Decision:
-    """Large pages become objects. One that is too large for that stays in its row: each item is within the
-    limit of results."""
-    pages: list[ItemPage] = []
-    for page in decision.items:
-        digest = None
-        if len(page.lines) > inline_bytes:
-            with suppress(BlobTooLarge):
-                digest = await blobs.put(page.lines, owner=page.array)
-        pages.append(page if digest is None else replace(page, lines=b"", digest=digest))
-    return replace(decision, items=tuple(pages))
+async def with_pages_stored(
+    decisions: Sequence[Decision], blobs: BlobStore, inline_bytes: int
+) -> list[Decision]:
+    """Large pages become objects, all at once: each waits for the disk. One that is too large for that stays
+    in its row: each item is within the limit of results."""
+    large = [page for one in decisions for page in one.items if len(page.lines) > inline_bytes]
+    stored = dict(
+        zip(map(id, large), await asyncio.gather(*(_put(blobs, page) for page in large)), strict=True)
+    )
+    return [
+        changed(one, items=tuple(stored.get(id(page), page) for page in one.items)) if one.items else one
+        for one in decisions
+    ]
+
+
+async def _put(blobs: BlobStore, page: ItemPage) -> ItemPage:
+    try:
+        return replace(page, lines=b"", digest=await blobs.put(page.lines, owner=page.array))
+    except BlobTooLarge:
+        return page

@@ -218,6 +218,7 @@ class Observer:
             applied = runs.apply_reports(self._world, reports, now, self._policy, drafts)
             decisions = learn(self._world, applied, now)
             try:
+                decisions = await with_pages_stored(decisions, self._blobs, self._inline_bytes)
                 return [await self._with_blobs(decision, reports) for decision in decisions]
             except _Rejected as refused:
                 kept = [refused.instead if report is refused.report else report for report in reports]
@@ -333,8 +334,6 @@ class Observer:
         """
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
-        if decision.items:
-            decision = await with_pages_stored(decision, self._blobs, self._inline_bytes)
         outcome = decision.outcome
         if outcome is None or outcome.result is None or len(outcome.result) <= self._inline_bytes:
             return decision

@@ -19,6 +19,8 @@ class ItemCounts:
     first_at: Instant | None = None
     last_at: Instant | None = None
     """When the first and the latest of them were stored."""
+    size_bytes: int = 0
+    """What their lines take."""
 
     @property
     def per_second(self) -> float | None:

@@ -250,6 +250,7 @@ class LimitSettings(Section):
     tenant_requests: Annotated[int, Field(ge=1)] = 4_096
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
     result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
+    array_result_bytes: Annotated[int, Field(gt=0)] = 4 * 1024**3
     checkpoint_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
     log_bytes: Annotated[int, Field(ge=4096, le=8 * 1024 * 1024)] = 1024 * 1024
     stale_seconds: Annotated[float, Field(gt=0)] = 30.0

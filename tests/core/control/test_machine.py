@@ -32,9 +32,9 @@ def test_nothing_is_said_of_a_machine_that_is_fit_or_cannot_be_read(seen: Machin
         ({"taken_ports": [TakenPort("port", 8470, "")]}, "port-taken", "8470", "another user"),
         (
             {"unreached": [Unreached("ray.address", "head:6379", "Connection refused")]},
-            "address-unreachable", "head:6379", "of ray.address: Connection refused",
+            "address-unreachable", "head:6379", "(ray.address): Connection refused",
         ),
-        ({"open_files": 1024}, "open-files-limit", "open files", "1024 open files, 3072 are needed"),
+        ({"open_files": 1024}, "open-files-limit", "open files", "may open 1024 files"),
         ({"inotify_used": 120}, "inotify-limit", "inotify", "120 of 128"),
         ({"shared_memory_mb": 64}, "shared-memory-too-small", "/dev/shm", "64 MiB"),
         (

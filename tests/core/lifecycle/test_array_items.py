@@ -1,115 +1,27 @@
 """Items of an array: shared by its workers, done once each, whatever becomes of workers and leaders."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
     Failure,
-    ItemRange,
     ItemResult,
     ItemsOrder,
     ItemsReported,
 )
-from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.submission import (
-    ARRAY_IMPORT_FAILED,
-    ArrayTerms,
     array_terms_from,
 )
-from gpubroker_server.core.domain.task import Move, Task, TaskState
-from gpubroker_server.core.domain.units import Fence, NodeName, TaskId
+from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.array_items import MOST_WANTED, PAGE_BYTES, ArrayWork, ranges_of
-from gpubroker_server.core.lifecycle.runs import apply_reports
-from gpubroker_server.core.lifecycle.stopping import requeued_fields
-from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import NOW, a_task, a_world, commit
-
-POLICY = Policy()
-WORKERS = ("w0", "w1", "w2")
-
-
-def terms(total: int = 100, **fields: Any) -> ArrayTerms:
-    facts: dict[str, Any] = {
-        "id": TaskId("w0"),
-        "tenant": "default",
-        "name": "",
-        "workers": tuple(map(TaskId, WORKERS)),
-        "numbers": ((0, total),),
-        "chunk": None,
-        "item_retries": 0,
-        "item_timeout_seconds": None,
-        "result_format": "json",
-        "submitted_at": NOW,
-    }
-    return ArrayTerms(**{**facts, **fields})
-
-
-def a_worker(id: str, state: TaskState = TaskState.RUNNING, **fields: Any) -> Task:
-    on_node = {"node": NodeName("n1"), "admitted_at": NOW, "started_at": NOW, "fence": Fence(1), "version": 3}
-    facts = {"cpu": 1.0, "state": state, "max_retries": 100, **fields}
-    return a_task(id, **facts, **(on_node if state is TaskState.RUNNING else {}))
-
-
-def result(number: int, failure: Failure | None = None) -> ItemResult:
-    return ItemResult(number, 0.01, 1, None if failure else b"%d" % number, failure)
-
-
-def numbers_in(ranges: Iterable[ItemRange]) -> list[int]:
-    return [number for first, behind in ranges for number in range(first, behind)]
-
-
-@dataclass
-class Stage:
-    """A leader and what it has committed."""
-
-    work: ArrayWork
-    world: World = field(default_factory=lambda: a_world(*map(a_worker, WORKERS)))
-    pages: list[ItemPage] = field(default_factory=list)
-
-    def tell(self, *reports: Any, is_committed: bool = True) -> list[ItemsOrder]:
-        """The answers; none if the commit failed."""
-        draft = self.work.copy()
-        drafts = dict.fromkeys(map(TaskId, WORKERS), draft)
-        decisions = apply_reports(self.world, reports, NOW, POLICY, drafts)
-        if not is_committed:
-            self.lose_leader()
-            return []
-        commit(self.world, decisions)
-        self.work = draft
-        self.pages += [page for decision in decisions for page in decision.items]
-        return [order for d in decisions for order in d.orders if isinstance(order, ItemsOrder)]
-
-    def lose_leader(self) -> None:
-        done = [(page.first, page.first + page.count) for page in self.pages]
-        self.work = ArrayWork(self.work.terms, done, max((page.page for page in self.pages), default=0))
-
-    def restart(self, worker: str, *, crashed: bool) -> None:
-        """It lost its place, or its process, and runs again."""
-        task = self.world.tasks[TaskId(worker)]
-        lost = requeued_fields(task, failures=task.failures + crashed)
-        again = {"fence": Fence(task.fence + 1), "node": NodeName("n1"), "admitted_at": NOW}
-        for what, changes in ((Move.REQUEUED, lost), (Move.ADMITTED, again), (Move.STARTED, {})):
-            write = write_move(self.world.tasks[TaskId(worker)], what, **changes)
-            commit(self.world, Decision(worker, "test", tasks=(write,)))
-
-    def lines(self) -> list[dict[str, Any]]:
-        pages = sorted(self.pages, key=lambda page: page.first)
-        return [json.loads(line) for page in pages for line in page.lines.splitlines()]
-
-
-def reported(worker: str, wanted: int, *results: ItemResult, number: int = 1, **fields: Any) -> ItemsReported:
-    facts = {"fence": Fence(1), "held": (), **fields}
-    held = facts.pop("held")
-    return ItemsReported(TaskId(worker), facts["fence"], NOW, number, results, held, wanted)
+from tests.builders import NOW
+from tests.core.arrays import POLICY, WORKERS, Stage, numbers_in, reported, result, terms
 
 
 def test_workers_get_different_items_and_results_are_stored_once() -> None:
@@ -212,14 +124,6 @@ def test_a_worker_is_over_when_nothing_is_left_for_it() -> None:
     assert last.is_over
 
 
-def test_workers_that_wait_are_cancelled_when_all_is_done() -> None:
-    world = a_world(a_worker("w0"), a_worker("w1", TaskState.PENDING), a_worker("w2", TaskState.PENDING))
-    stage = Stage(ArrayWork(terms(1), (), 0), world)
-    stage.tell(reported("w0", 1, result(0)))
-    assert set(world.tasks) == {"w0"}
-    assert world.finished["default", TaskState.CANCELLED] == 2
-
-
 def test_the_last_results_and_the_end_of_a_run_are_one_decision() -> None:
     stage = Stage(ArrayWork(terms(1), (), 0))
     end = Ended(TaskId("w0"), Fence(1), NOW, Ending.SUCCEEDED, result=b"null")
@@ -228,37 +132,20 @@ def test_the_last_results_and_the_end_of_a_run_are_one_decision() -> None:
     assert TaskId("w0") not in stage.world.tasks
 
 
-def test_a_worker_that_cannot_import_is_not_tried_again() -> None:
-    """Its retries are for crashes of items; it would fail as often."""
-    stage = Stage(ArrayWork(terms(), (), 0))
-    failures = {"w0": ARRAY_IMPORT_FAILED, "w1": "item_timeout"}
-    ends = [
-        Ended(TaskId(worker), Fence(1), NOW, Ending.FAILED, failure=Failure(kind, "no"))
-        for worker, kind in failures.items()
-    ]
-    stage.tell(*ends)
-    assert TaskId("w0") not in stage.world.tasks
-    assert stage.world.tasks[TaskId("w1")].state is TaskState.PENDING
-
-
-def test_an_item_that_crashes_its_process_is_found_and_fails_alone() -> None:
-    """The others that its runs held are done."""
-    stage = Stage(ArrayWork(terms(12, chunk=4, item_retries=1), (), 0))
-    fence = 1
-    for _ in range(40):
-        task = stage.world.tasks[TaskId("w0")]
-        held = numbers_in(stage.work.held_by(task))
-        if 6 in held:
-            stage.restart("w0", crashed=True)
-            fence, held = fence + 1, []
-        stage.tell(reported("w0", 4, *map(result, held), fence=Fence(fence)))
-        if not stage.work.left:
-            break
-    lines = stage.lines()
-    assert [line["number"] for line in lines] == list(range(12))
-    assert [line["number"] for line in lines if line["state"] == "failed"] == [6]
-    assert lines[6]["error"]["kind"] == "killed"
-    assert lines[6]["tries"] == 3
+def test_results_beyond_the_limit_of_an_array_are_dropped_and_it_still_ends() -> None:
+    policy = replace(POLICY, array_result_bytes=600)
+    stage = Stage(ArrayWork(terms(4), (), 0), policy=policy)
+    stage.tell(reported("w0", 9, result(0), ItemResult(1, 0.0, 1, b'"' + b"x" * 600 + b'"', None)))
+    failure = Failure("exception", "no", "trace " * 100)
+    stage.tell(reported("w0", 9, result(2), result(3, failure), number=2))
+    zero, one, two, three = stage.lines()
+    assert (zero["result"], two["result"]) == (0, 2)
+    assert one["error"]["kind"] == "array_results_too_large"
+    assert "limits.array_result_bytes" in one["error"]["message"]
+    assert (three["error"]["kind"], three["error"]["traceback"]) == ("exception", "")
+    assert stage.work.left == 0
+    assert stage.work.size_bytes == sum(len(page.lines) for page in stage.pages)
+    assert [page.failed for page in stage.pages] == [1, 1]
 
 
 def test_large_results_are_cut_into_pages() -> None:
@@ -380,15 +267,3 @@ def test_no_item_is_lost_or_accepted_twice(
     assert [line["number"] for line in stage.lines()] == list(range(total))
     assert {line["state"] for line in stage.lines()} == {"succeeded"}
     assert [page.page for page in stage.pages] == list(range(1, len(stage.pages) + 1))
-
-
-def test_a_run_gets_nothing_beside_an_item_that_may_crash_it() -> None:
-    stage = Stage(ArrayWork(terms(6, chunk=2), (), 0))
-    stage.tell(reported("w0", 1))
-    stage.restart("w0", crashed=True)
-    [first] = stage.tell(reported("w0", 6, *map(result, range(2, 6)), fence=Fence(2)))
-    assert numbers_in(first.held) == [0]
-    [again] = stage.tell(reported("w0", 6, fence=Fence(2), number=2))
-    assert again.held == first.held
-    [other] = stage.tell(reported("w1", 6))
-    assert numbers_in(other.held) == [1]

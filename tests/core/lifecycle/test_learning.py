@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Gone, Report, Sta
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.learning import learn
@@ -108,6 +109,15 @@ def test_a_run_that_resumed_earlier_work_does_not_teach_its_time():
     world = a_world(a_run(checkpoint_at=Instant(NOW - 200.0)))
     measured(world, GIB)
     assert lessons(taught(world, ended())) == {SIZE: GIB}
+
+
+def test_a_worker_of_an_array_teaches_its_peak_and_no_time():
+    """It works as long as there are items, or not at all."""
+    run = a_run()
+    worker = replace(run, task=changed(run.task, array=run.task.id))
+    world = a_world(a_device("gpu0"), worker)
+    measured(world, 4 * GIB)
+    assert lessons(taught(world, ended())) == {SIZE: 4 * GIB}
 
 
 def test_a_checkpoint_of_its_own_changes_nothing():

@@ -18,6 +18,7 @@ from gpubroker_server.core.lifecycle.stopping import after_stop
 from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due, scaled, with_notices
 from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
 from gpubroker_server.core.world.events import events_of
+from gpubroker_server.core.world.worker_sets import WorkerSets
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, Holding, a_device, a_pledge, a_task, a_world, commit, holding
@@ -330,6 +331,11 @@ def test_only_the_event_that_forms_a_set_has_its_places_and_others_what_changed(
         ("worker_set.over", {}),
     ]
     assert world.worker_sets.of(TaskId("b")) is None
+
+
+def test_workers_that_run_are_counted_from_their_tasks() -> None:
+    world = of(a_set("a", "b", "gone", count=2), a_device("gpu0"), running("a", "gpu0"), a_task("b"))
+    assert WorkerSets(world.worker_sets.values()).running(world.tasks) == 1
 
 
 def test_a_worker_that_its_set_does_not_want_says_so() -> None:

@@ -114,6 +114,18 @@ def test_a_killed_worker_is_restarted_and_the_call_it_had_is_told_as_lost(broker
     ended(broker, made)
 
 
+@pytest.mark.evidence
+def test_a_worker_whose_object_is_never_made_is_restarted(broker: Broker, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    made = broker.create_worker_set(
+        "tests.e2e.work:HangsOnce", str(witness), gpu_mb=GIB, start_timeout_seconds=1
+    )
+    assert broker.workers(made, **PLAIN).pid() != int(witness.read_text())
+    [worker] = broker.worker_set(made).workers
+    assert (worker.attempt, worker.failures) == (2, 1)
+    ended(broker, made)
+
+
 def test_a_set_and_its_state_outlive_the_service(service: ServiceProcess) -> None:
     made = service.broker.create_worker_set(COUNTER, 0, cpu=0.1)
     assert service.broker.workers(made, **PLAIN).add(1) == 1

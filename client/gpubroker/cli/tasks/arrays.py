@@ -4,29 +4,57 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from gpubroker.cli import EXIT_CANCELLED, EXIT_TASK_FAILED, parsing
-from gpubroker.cli.lookup import connect, remember_last
+from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
 from gpubroker.cli.tasks.submit import (
+    After,
+    AfterEnd,
     Args,
     CommandAfterDashes,
+    Concurrency,
     Cpu,
+    Custom,
+    Deadline,
+    Directory,
     Env,
+    Exclusive,
+    Expected,
+    Fraction,
     GpuMb,
     Gpus,
+    Grace,
+    Hold,
+    Key,
     Kinds,
     Kwargs,
     Labels,
     Memory,
+    MinDevice,
+    MinPower,
+    ModelType,
     Name,
     Nodes,
+    NotBefore,
+    Placement,
+    Pool,
+    PreferKinds,
+    PreferNodes,
     Priority,
+    Profile,
+    QueueTtl,
+    ResultFormat,
+    Roles,
+    Stream,
     Target,
+    Timeout,
+    dependencies,
     named_target,
     read_options,
 )
@@ -36,12 +64,16 @@ if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.array_api import Array, ArrayItem
 
-_BAR_WIDTH = 30
 _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
 
 Items = Annotated[
     str,
-    typer.Option("--items", "-I", metavar="FILE", help="One item a line, JSON or text; - is standard input."),
+    typer.Option(
+        "--items",
+        "-I",
+        metavar="FILE",
+        help="One item a line; of a function JSON or text, of a command text as it is. - is standard input.",
+    ),
 ]
 Parallel = Annotated[
     int | None, typer.Option("--parallel", "-j", help="How many workers run at once. Default: 4.")
@@ -53,7 +85,9 @@ ItemTimeout = Annotated[Any, typer.Option("--item-timeout", help="Time limit of 
 ItemRetries = Annotated[
     int | None, typer.Option("--item-retries", help="How often to try a failed item again.")
 ]
-ArrayWord = Annotated[str, typer.Argument(metavar="ARRAY", help="Id of the array, as `map` prints it.")]
+ArrayWord = Annotated[
+    str, typer.Argument(metavar="ARRAY", help="Id of the array, as `map` prints it, or last.")
+]
 
 
 def map_(
@@ -69,13 +103,39 @@ def map_(
     priority: Priority = None,
     gpu_mb: GpuMb = None,
     gpus: Gpus = None,
+    gpu_fraction: Fraction = None,
+    exclusive: Exclusive = False,
     cpu: Cpu = None,
     memory_mb: Memory = None,
+    custom: Custom = None,
     kinds: Kinds = None,
+    prefer_kinds: PreferKinds = None,
+    min_power: MinPower = None,
+    min_device_mb: MinDevice = None,
     nodes: Nodes = None,
+    prefer_nodes: PreferNodes = None,
+    pool: Pool = None,
+    roles: Roles = None,
+    placement: Placement = None,
+    model_type: ModelType = None,
+    profile: Profile = None,
+    max_concurrency: Concurrency = None,
+    stream: Stream = None,
     name: Name = None,
     labels: Labels = None,
     env: Env = None,
+    timeout_seconds: Timeout = None,
+    grace_seconds: Grace = None,
+    after: After = None,
+    after_end: AfterEnd = None,
+    not_before: NotBefore = None,
+    queue_ttl_seconds: QueueTtl = None,
+    deadline: Deadline = None,
+    expected_seconds: Expected = None,
+    result_format: ResultFormat = None,
+    working_directory: Directory = None,
+    idempotency_key: Key = None,
+    held: Hold = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the id; do not wait.")] = False,
     output: Output = Format.TABLE,
 ) -> None:
@@ -86,16 +146,22 @@ def map_(
     gpubroker map team.checks:verify --items proofs.jsonl -j 8 --item-retries 2
     find . -name '*.wav' | gpubroker map --cpu 1 -- ffmpeg -i {} -y {}.mp3
 
-    Results go to standard output, in order, one a line; items that failed to standard error.
+    Results go to standard output, in order, one a line; items that failed to standard error. Options that
+    submit has too are for each worker.
     """
-    given = dict(locals())
+    _map(context, locals())
+
+
+def _map(context: typer.Context, given: Mapping[str, Any]) -> None:
+    output = given["output"]
     with connect(context) as broker:
-        found = named_target(context, target)
-        options = cast("Any", read_options(given)) | _own_options(given)
-        values = list(_items_of(items))
-        array = broker.submit_array(found, values, *map(parsing.json_or_text, args or []), **options)
+        found = named_target(context, given["target"])
+        options = cast("Any", read_options(given) | dependencies(broker, given)) | _own_options(given)
+        values = list(_items_of(given["items"], parsing.json_or_text if isinstance(found, str) else str))
+        args = map(parsing.json_or_text, given["args"] or [])
+        array = broker.submit_array(found, values, *args, **options)
         remember_last(broker, array.id)
-        if detach:
+        if given["detach"]:
             eprint("to follow it: gpubroker array " + array.id)
             emit(output, array, lambda array: array.id)
             return
@@ -117,6 +183,7 @@ def array(
     if sum((wait, items, cancel)) > 1 or (failed and not items) or (retry and (items or cancel)):
         raise typer.BadParameter("give one of --wait, --items, --cancel and --retry (--retry --wait works)")
     with connect(context) as broker:
+        array = task_id(broker, array, to_change=retry or cancel)
         if items:
             for item in broker.array_items(array, **({"state": "failed"} if failed else {})):
                 show(json.dumps(item.raw))
@@ -160,16 +227,21 @@ def _print_item(item: ArrayItem, output: Format) -> None:
 
 def _drawn(seen: Array) -> str:
     workers = ", ".join(f"{worker.id} {worker.state}" for worker in seen.workers)
-    return f"{seen.id} {seen.state.value}\n{bar_line(seen, _BAR_WIDTH)}\nworkers: {workers}"
+    return f"{seen.id} {seen.state.value}\n{bar_line(seen)}\nworkers: {workers}"
 
 
-def _items_of(path: str) -> Iterator[Any]:
+def _items_of(path: str, read: Callable[[str], Any]) -> Iterator[Any]:
     """Empty lines are skipped. Raises BadParameter."""
     try:
-        text = sys.stdin.read() if path == "-" else open(path, encoding="utf-8").read()  # noqa: SIM115
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        lines = data.decode().split("\n")  # JSON may hold what else ends a line of text
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
-    yield from (parsing.json_or_text(line) for line in text.splitlines() if line.strip())
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{path} is not UTF-8: byte {error.start} is {data[error.start]:#x}"
+        ) from None
+    yield from (read(line.removesuffix("\r")) for line in lines if line.strip())
 
 
 def _own_options(given: Mapping[str, Any]) -> dict[str, Any]:

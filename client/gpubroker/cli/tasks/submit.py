@@ -266,7 +266,7 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
     target = _target(context, given["target"], is_required=not given["dry_run"])
     args = map(parsing.json_or_text, given["args"] or [])
     with connect(context) as broker:
-        options |= _after(broker, given["after"] or [], given["after_end"] or [])
+        options |= dependencies(broker, given)
         if given["dry_run"] or target is None:
             show_simulation(broker.simulate(target, *args, **options), output)
         task = broker.submit(target, *args, **options)
@@ -299,9 +299,10 @@ def _submit_batch(context: typer.Context, given: Mapping[str, Any]) -> None:
         )
 
 
-def _after(broker: "Broker", succeeded: list[str], ended: list[str]) -> "SubmitOptions":
-    tasks: list[Any] = [task_id(broker, word) for word in succeeded]
-    tasks += [{"task": task_id(broker, word), "on_failure": "ignore"} for word in ended]
+def dependencies(broker: "Broker", given: Mapping[str, Any]) -> "SubmitOptions":
+    """What --after and --after-end say."""
+    tasks: list[Any] = [task_id(broker, word) for word in given["after"] or []]
+    tasks += [{"task": task_id(broker, word), "on_failure": "ignore"} for word in given["after_end"] or []]
     return {"after": tasks} if tasks else {}
 
 

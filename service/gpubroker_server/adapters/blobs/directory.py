@@ -219,7 +219,9 @@ class DirectoryBlobs:
 
     def _append_now(self, path: Path, first_byte: int, data: bytes) -> int:
         self._make_folders(path)
-        with path.open("ab" if first_byte else "wb") as file:
+        if not first_byte:
+            path.unlink(missing_ok=True)  # a crash may have left it with a name of its own
+        with path.open("ab") as file:
             end_byte = file.tell()
             if end_byte == first_byte:
                 file.write(data)

@@ -31,7 +31,8 @@ class PagesInMemory:
             return ItemCounts()
         done, failed = sum(page.count for page in pages), sum(page.failed for page in pages)
         times = [page.at for page in pages]
-        return ItemCounts(done, failed, max(page.page for page in pages), min(times), max(times))
+        size_bytes = sum(page.size_bytes for page in pages)
+        return ItemCounts(done, failed, max(page.page for page in pages), min(times), max(times), size_bytes)
 
     async def items_done(self, array: TaskId) -> Sequence[ItemRange]:
         return [(page.first, page.first + page.count) for page in self._of(array)]

@@ -83,7 +83,7 @@ def task_tail(task: Task) -> Row:
         task.tenant, task.name, task.priority, demand_text(task.demand),
         task.submitted_at, task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable,
         json_text(after_fields(task.after)), task.queue_ttl_seconds, task.deadline_at, task.expected_seconds,
-        task.stream, task.subject,
+        task.stream, task.subject, task.array,
         None if task.external is None else json_text(external_fields(task.external)),
         None if task.model is None else json_text(model_fields(task.model)), home_text(task), task.held,
         task.awaits, task.expires_at, task.not_before,

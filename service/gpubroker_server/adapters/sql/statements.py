@@ -95,8 +95,8 @@ EVENT = columns_of(tables.event, ("position", "at", "kind", "key", "version", "t
 TASK_IN = (
     "id", "queued_bytes", "tenant", "name", "priority", "demand", "submitted_at", "max_retries",
     "timeout_seconds", "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at",
-    "expected_seconds", "stream", "subject", "external", "model", "home", "held", "awaits", "expires_at",
-    "not_before", "idem_key", "body_hash",
+    "expected_seconds", "stream", "subject", "array", "external", "model", "home", "held", "awaits",
+    "expires_at", "not_before", "idem_key", "body_hash",
 )  # fmt: skip
 SPEC_IN = (
     "task", "arguments", "arguments_digest", "tenant", "kind", "entrypoint", "command", "python", "env",

@@ -1,5 +1,4 @@
-"""Tables of tasks, memory and events, for both databases. Times are seconds since 1970 on the database's
-clock.
+"""Tables of tasks, memory and events, for both databases. Times: seconds since 1970, by the database's clock.
 
 There are no foreign keys: all rows of a task are inserted in one transaction, and each write would pay for a
 check and a lock on the parent.
@@ -73,6 +72,7 @@ task = Table(
     Column("home", Text),
     Column("queued_bytes", Count, nullable=False, server_default=text("0")),
     Column("ordered_at", Double),
+    Column("array", Id),
     one_of("state", TaskState),
     CheckConstraint(
         f"finished = (state IN ({', '.join(repr(state.value) for state in sorted(TERMINAL))}))",
@@ -172,10 +172,9 @@ checkpoint = Table(
     Column("size_bytes", Count, nullable=False),
     Column("uri", Text),
     PrimaryKeyConstraint("task", "fence", "sequence"),
+    Index("ix_checkpoint_digest", "digest"),
 )
 """The newest three of each task."""
-
-Index("ix_checkpoint_digest", checkpoint.c.digest)
 
 item_page = Table(
     "item_page",
@@ -189,8 +188,9 @@ item_page = Table(
     Column("at", Double, nullable=False),
     Column("lines", LargeBinary, nullable=False),
     Column("digest", Text),
+    Column("size_bytes", Count, nullable=False, server_default=text("0")),
     PrimaryKeyConstraint("array", "first"),
-    Index("ix_item_page_page", "array", "page", unique=True),
+    Index("ix_item_page_counts", "array", "page", "count", "failed", "at", "size_bytes"),
     Index("ix_item_page_digest", "digest", **where("digest IS NOT NULL")),
 )
 """Results of consecutive items of an array, from the item `first` on; `lines`: a line of JSON for each."""

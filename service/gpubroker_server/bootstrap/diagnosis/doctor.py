@@ -130,7 +130,7 @@ def _addresses(settings: Settings) -> Iterator[tuple[str, str, int]]:
         for url in (server.http_url, server.grpc_url):
             found = urlsplit(url or "")
             if found.hostname and found.port:
-                yield f"triton server {server.name}", found.hostname, found.port
+                yield f"triton.servers.{server.name}", found.hostname, found.port
 
 
 def _inotify() -> tuple[int, int]:

@@ -78,6 +78,8 @@ class ItemPage:
     lines: bytes
     """A line of JSON for each item; empty if `digest` names the blob that has them."""
     digest: str | None = None
+    size_bytes: int = 0
+    """Of the lines, wherever they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,8 @@ class Policy:
     min_residency_seconds: Seconds = Seconds(5.0)
     """The same for a model, from its load; longer for one that loads slowly. 0: no protection at all."""
     maximum: TaskMaximum = TaskMaximum()  # frozen
+    array_result_bytes: int = 4 * 1024**3
+    """What the results of one array may take."""
     serving: InferenceServers = NO_SERVERS
 
     has_quotas: bool = field(init=False, repr=False, compare=False)

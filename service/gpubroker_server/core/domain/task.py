@@ -233,6 +233,9 @@ class Task:
     subject: str = ""
     """What its runs are alike in, for learning: its model type, else its name, else its entrypoint. Empty:
     nothing is learned."""
+    array: TaskId | None = None
+    """Set for a worker of an array: the id of the array. It is a slot for items, which have retries of their
+    own."""
     external: ExternalTerms | None = None
     """Set for an external holder, which has its devices from its admission on."""
     model: ModelTerms | None = None

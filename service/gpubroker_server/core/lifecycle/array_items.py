@@ -2,7 +2,8 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, withdraw_pledges, write_move
 from gpubroker_server.core.domain.orders import (
@@ -14,8 +15,9 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.submission import ArrayTerms
-from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.lifecycle.stopping import will_requeue
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
@@ -26,6 +28,8 @@ CHUNKS_AHEAD = 10
 """A run wants to hold about a second of work; without a given chunk, it gets more in tenths of that."""
 MOST_WANTED = 1000
 """What a report costs the leader grows with the items that its run holds."""
+ARRAY_RESULTS_TOO_LARGE = "array_results_too_large"
+"""Failure kind of an item whose result was dropped: its array has too many bytes of results."""
 PAGE_BYTES = 4 * 2**20
 """A page of results ends at this size."""
 
@@ -33,10 +37,12 @@ _Holder = tuple[TaskId, Fence]
 
 
 class ArrayWork:
-    """In the leader's memory only: what it loses, the next reports tell again, except which items have made
-    their process crash. A `copy` is changed, and replaces it once what follows from that is committed."""
+    """In the leader's memory only: what it loses, the next reports tell again, except how often items have
+    ended their process. A `copy` is changed, and replaces it once what follows from that is committed."""
 
-    def __init__(self, terms: ArrayTerms, done: Iterable[ItemRange], last_page: int) -> None:
+    def __init__(
+        self, terms: ArrayTerms, done: Iterable[ItemRange], last_page: int, size_bytes: int = 0
+    ) -> None:
         self.terms = terms
         self._status = bytearray(max((behind for _, behind in terms.numbers), default=0))
         for first, behind in terms.numbers:
@@ -45,10 +51,13 @@ class ArrayWork:
             self._status[first:behind] = bytes([_DONE]) * (behind - first)
         self.left = len(self._status) - self._status.count(_DONE) - self._status.count(_ABSENT)
         self.last_page = last_page
+        self.size_bytes = size_bytes
+        """What its results take."""
         self._lowest_open = 0
         """No item below it is open."""
-        self._held: dict[_Holder, tuple[frozenset[int], int]] = {}
-        """What each run holds, and how often its task had failed when the run was first heard."""
+        self._held: dict[_Holder, frozenset[int]] = {}
+        self._tries: dict[int, int] = {}
+        """Of items that ended their process at their time limit: how often they were tried in it."""
         self._crashes: dict[int, int] = {}
         """Of each suspect: how many runs crashed since then that held nothing else."""
         self._crashed_too_often: list[int] = []
@@ -70,9 +79,9 @@ class ArrayWork:
             told = (n for first, behind in report.held for n in range(first, min(behind, len(self._status))))
             mine = frozenset(n for n in told if self._status[n] == _OPEN)
             self._mark(mine, _HELD)
-            self._held[run] = mine, task.failures
-        new = [it for it in report.results if self._is_left(it.number)]
-        new = list({it.number: it for it in new}.values())
+            self._held[run] = mine
+        told_of = {it.number: it for it in report.results if self._is_left(it.number)}
+        new = [self._with_tries(it) for it in told_of.values() if not self._is_tried_again(run, it)]
         new += [self._killed(number) for number in self._crashed_too_often if self._is_left(number)]
         self._crashed_too_often = []
         for result in new:
@@ -85,11 +94,26 @@ class ArrayWork:
         return new
 
     def held_by(self, task: Task) -> tuple[ItemRange, ...]:
-        mine, _ = self._held.get((task.id, task.fence), (frozenset[int](), 0))
-        return tuple(ranges_of(sorted(mine)))
+        return tuple(ranges_of(sorted(self._held.get((task.id, task.fence), ()))))
 
     def _is_left(self, number: int) -> bool:
         return 0 <= number < len(self._status) and self._status[number] not in (_ABSENT, _DONE)
+
+    def _is_tried_again(self, run: _Holder, it: ItemResult) -> bool:
+        """A run tries an item as often as it may be tried, unless it could not interrupt it: then the run
+        ends with it, and another one goes on."""
+        if it.failure is None or it.tries > self.terms.item_retries:
+            return False
+        if it.number not in self._held[run]:
+            return True  # counted already, unless that was another leader
+        tries = self._tries.get(it.number, 0) + it.tries
+        if tries > self.terms.item_retries:
+            return False
+        self._tries[it.number] = tries
+        return True
+
+    def _with_tries(self, it: ItemResult) -> ItemResult:
+        return it._replace(tries=it.tries + self._tries.pop(it.number, 0))
 
     def _mark(self, numbers: Iterable[int], status: int) -> None:
         for number in numbers:
@@ -97,8 +121,7 @@ class ArrayWork:
 
     def _give(self, run: _Holder, wanted: int) -> None:
         """Fewer at a time towards the end, so that all runs end together."""
-        held, failures = self._held[run]
-        mine = [number for number in held if self._status[number] == _HELD]
+        mine = [number for number in self._held[run] if self._status[number] == _HELD]
         if not any(number in self._crashes for number in mine):
             wanted = min(wanted, MOST_WANTED)
             share = -(-self.left // (2 * len(self._held)))
@@ -109,7 +132,7 @@ class ArrayWork:
             if not mine and (suspect := self._status.find(_SUSPECT)) >= 0:
                 mine = [suspect]
         self._mark(mine, _HELD)
-        self._held[run] = frozenset(mine), failures
+        self._held[run] = frozenset(mine)
 
     def _next_open(self, most: int) -> list[int]:
         found: list[int] = []
@@ -121,15 +144,14 @@ class ArrayWork:
         return found
 
     def _take_back(self, world: World) -> None:
-        """From runs that are over."""
-        for run, (_, failures) in list(self._held.items()):
+        """From runs that are over. A run that has been heard has no failures; see `reported`."""
+        for run in list(self._held):
             task = world.tasks.get(run[0])
             if task is None or not task.is_active or task.fence != run[1]:
-                self._give_back(run, crashed=task is not None and task.failures > failures)
+                self._give_back(run, crashed=task is not None and task.failures > 0)
 
     def _give_back(self, run: _Holder, *, crashed: bool) -> None:
-        numbers, _ = self._held.pop(run)
-        left = sorted(number for number in numbers if self._status[number] == _HELD)
+        left = sorted(number for number in self._held.pop(run) if self._status[number] == _HELD)
         self._mark(left, _SUSPECT if crashed else _OPEN)
         if left and not crashed:
             self._lowest_open = min(self._lowest_open, left[0])
@@ -150,37 +172,51 @@ class ArrayWork:
 
 
 def reported(
-    update: TaskUpdate, world: World, work: ArrayWork | None, report: ItemsReported, now: Instant
+    update: TaskUpdate,
+    world: World,
+    arrays: Mapping[TaskId, ArrayWork],
+    report: ItemsReported,
+    now: Instant,
+    most_bytes: int,
 ) -> None:
-    """Store what is new, and answer. Results count as a checkpoint: they are not lost with the run."""
+    """Store what is new, and answer. Results count as a checkpoint: they are not lost with the run.
+
+    A worker that reports has opened its function and its items, so its failures are forgotten: whatever ends
+    it later is the fault of an item, which has retries of its own.
+    """
     task = update.live(report.fence, report.rank)
+    work = None if task is None or task.array is None else arrays.get(task.array)
     if task is None or work is None:
         return
     new = work.take(world, task, report)
-    update.items += _pages(work, new, now)
-    if new:
-        update.move(Move.CHANGED, "items", checkpoint_at=now)
+    update.items += _pages(work, new, now, most_bytes)
+    changes: dict[str, Any] = {"checkpoint_at": now} if new else {}
+    if task.failures:
+        changes["failures"] = 0
+    if changes:
+        update.move(Move.CHANGED, "items", **changes)
     held, node = work.held_by(task), node_of(task, report.rank)
     incarnation = world.nodes[node].incarnation
     about = task.id, task.fence, node, incarnation, report.number
     update.orders.append(ItemsOrder(*about, held, not held, report.rank))
 
 
-def without_spare_workers(world: World, works: Iterable[ArrayWork], now: Instant) -> list[Decision]:
-    """Cancel workers that wait although no item is left."""
+def without_spare_workers(
+    world: World, works: Iterable[ArrayWork], but_not: Collection[str], now: Instant
+) -> Iterator[Decision]:
+    """Cancel workers that wait, or would be requeued, although no item is left."""
     over = {worker for work in works if work.left == 0 for worker in work.terms.workers}
-    waiting = [
-        task for id in sorted(over) if (task := world.tasks.get(id)) and task.state is TaskState.PENDING
-    ]
-    return [
-        Decision(
-            task.id,
-            "array_done",
-            tasks=(write_move(task, Move.CANCELLED, finished_at=now),),
-            pledges=withdraw_pledges(world.pledges.get(task.id, {})),
-        )
-        for task in waiting
-    ]
+    for id in sorted(over.difference(but_not)):
+        task = world.tasks.get(id)
+        if task is None:
+            continue
+        if task.state is TaskState.PENDING:
+            cancelled = write_move(task, Move.CANCELLED, finished_at=now)
+            pledges = withdraw_pledges(world.pledges.get(task.id, {}))
+            yield Decision(task.id, "array_done", tasks=(cancelled,), pledges=pledges)
+        elif task.state is TaskState.STOPPING and will_requeue(task):
+            changed = write_move(task, Move.CHANGED, stop_reason=StopReason.CANCEL)
+            yield Decision(task.id, "array_done", tasks=(changed,))
 
 
 def ranges_of(numbers: Sequence[int]) -> Iterator[ItemRange]:
@@ -192,20 +228,32 @@ def ranges_of(numbers: Sequence[int]) -> Iterator[ItemRange]:
             first = at
 
 
-def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant) -> Iterator[ItemPage]:
+def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes: int) -> Iterator[ItemPage]:
     results = {result.number: result for result in new}
     for first, behind in ranges_of(sorted(results)):
         size_bytes, start = 0, first
         lines: list[bytes] = []
         for number in range(first, behind):
-            lines.append(line_of(results[number], work.terms.result_format))
-            size_bytes += len(lines[-1])
+            line = line_of(results[number], work.terms.result_format)
+            if work.size_bytes + len(line) > most_bytes:
+                results[number] = _without_result(results[number], most_bytes)
+                line = line_of(results[number], work.terms.result_format)
+            lines.append(line)
+            size_bytes += len(line)
+            work.size_bytes += len(line)
             if size_bytes > PAGE_BYTES or number + 1 == behind:
                 work.last_page += 1
                 failed = sum(results[n].failure is not None for n in range(start, number + 1))
                 about = work.terms.id, start, work.last_page, work.terms.tenant
-                yield ItemPage(*about, len(lines), failed, now, b"".join(lines))
+                yield ItemPage(*about, len(lines), failed, now, b"".join(lines), size_bytes=size_bytes)
                 size_bytes, start, lines = 0, number + 1, []
+
+
+def _without_result(it: ItemResult, most_bytes: int) -> ItemResult:
+    """A short line, so that the array can end."""
+    why = f"the results of its array take more than {most_bytes} bytes (limits.array_result_bytes)"
+    told = Failure(it.failure.kind, why) if it.failure else Failure(ARRAY_RESULTS_TOO_LARGE, why)
+    return it._replace(result=None, failure=told)
 
 
 def line_of(it: ItemResult, result_format: str) -> bytes:

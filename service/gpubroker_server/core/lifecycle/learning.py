@@ -70,6 +70,8 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]
         for kind in sorted(peaks):
             if peaks[kind] > 0:  # else the run was over before its device was measured
                 yield SketchKey(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
+    if before.array is not None:
+        return  # how long it works says how many items there were
     if write.what is Move.SUCCEEDED and (seconds := _run_seconds(after)) is not None:
         yield SketchKey(before.tenant, before.subject, kind_of_run(world, before), What.SECONDS), seconds
 

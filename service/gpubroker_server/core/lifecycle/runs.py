@@ -79,8 +79,8 @@ def apply_reports(
     policy: Policy,
     arrays: Mapping[TaskId, array_items.ArrayWork] = _NO_ARRAYS,
 ) -> list[Decision]:
-    """At most one decision per task, in order of its first report, then one per lost node. `arrays`: by
-    worker; changed.
+    """At most one decision per task, in order of its first report, then one per lost node. `arrays`: by id;
+    changed.
 
     Reports of one run must be in the order in which its agent made them. A report with a (task, fence) that
     is not the task's active claim never touches the task; its Gone still releases that claim's leases.
@@ -97,8 +97,8 @@ def apply_reports(
             case Checkpointed():
                 _checkpointed(updates[report.task], report, now)
             case ItemsReported():
-                work = arrays.get(report.task)
-                array_items.reported(updates[report.task], world, work, report, now)
+                most = policy.array_result_bytes
+                array_items.reported(updates[report.task], world, arrays, report, now, most)
             case Ended():
                 _ended(updates[report.task], world, report, now, policy)
             case Gone():
@@ -123,8 +123,10 @@ def apply_reports(
                 pass
             case _:
                 assert_never(report)
-    spare = array_items.without_spare_workers(world, arrays.values(), now)
-    return [*updates.decisions(), *spare, *nodes.values()]
+    decisions = updates.decisions()
+    moved = {decision.subject for decision in decisions if decision.tasks}
+    spare = array_items.without_spare_workers(world, arrays.values(), moved, now)
+    return [*decisions, *spare, *nodes.values()]
 
 
 def _started(update: TaskUpdate, report: Started, now: Instant) -> None:

@@ -70,6 +70,8 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
             return Move.REQUEUED, requeued_fields(task, not_before=next_retry_at(1, now, policy))
         case StopReason.RANK_FAILED | StopReason.START_TIMEOUT:
             return after_failure(task, now, now, policy)
+        case StopReason.TIMEOUT if task.array is not None:  # its results are stored, and another run goes on
+            return after_failure(task, now, now, policy)
         case StopReason.CANCEL:
             return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
         case StopReason.DEADLINE:
@@ -105,7 +107,8 @@ def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tupl
 
 
 def will_requeue(task: Task) -> bool:
-    if task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
+    of_worker = task.array is not None and task.stop_reason is StopReason.TIMEOUT
+    if of_worker or task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
         return task.failures < _retries_of(task)
     return task.stop_reason in _COME_BACK
 

@@ -10,7 +10,7 @@ from gpubroker_server.core.world.events import Event
 
 
 class WorkerSets(dict[TaskId, WorkerSet]):
-    """By id."""
+    """By id. Changed by `apply` alone, which also knows the workers."""
 
     def __init__(self, known: Iterable[WorkerSet] = ()) -> None:
         super().__init__()
@@ -19,6 +19,7 @@ class WorkerSets(dict[TaskId, WorkerSet]):
             self._form(workers)
 
     def of(self, worker: TaskId) -> WorkerSet | None:
+        """The set that this task is a worker of."""
         return self.get(self._set_of.get(worker, worker))
 
     def running(self, tasks: Mapping[TaskId, Task]) -> int:

@@ -1,6 +1,7 @@
 """Results of the items of an array: pages of them, and what has none."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from gpubroker_server.core.domain.submission import ArrayTerms
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.gateway.http.bodies import Query
 from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.status.records import is_json
 from gpubroker_server.ports.arrays import PageFilter
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, TaskStore
 
@@ -35,7 +37,9 @@ class ItemView(TypedDict, total=False):
     seconds: Annotated[float, Field(description="How long it took, all tries together.")]
     tries: int
     result: Any
-    data_base64: Annotated[str, Field(description="A pickled result, instead of `result`.")]
+    data_base64: Annotated[
+        str, Field(description="A result that is pickled, or is no JSON, instead of `result`.")
+    ]
     error: ItemErrorView
 
 
@@ -78,9 +82,8 @@ async def lines_of_items(
         wanted = PageFilter(array, by_commit, after, failed, PAGES_AT_ONCE)
         pages = await store.item_pages(wanted)
         for page in pages:
-            text = await _lines_of(blobs, page)
             skipped = 0 if by_commit else max(0, after + 1 - page.first)
-            found = text.splitlines(keepends=True)[skipped:]
+            found = (await _lines_of(blobs, page))[skipped:]
             found = [one for one in found if failed in (None, _has_failed(one))]
             lines += found
             size_bytes += sum(map(len, found))
@@ -90,7 +93,7 @@ async def lines_of_items(
         if len(pages) < PAGES_AT_ONCE:
             break
     more = await store.item_pages(PageFilter(array, by_commit, after, failed, 1))
-    return lines, after, bool(more)
+    return await asyncio.to_thread(lambda: [*map(_readable, lines)]), after, bool(more)
 
 
 def _has_failed(line: bytes) -> bool:
@@ -98,12 +101,20 @@ def _has_failed(line: bytes) -> bool:
     return b'"state":"failed"' in line[:60]
 
 
-async def _lines_of(blobs: BlobStore, page: ItemPage) -> bytes:
+def _readable(line: bytes) -> bytes:
+    """The code of a run wrote what it says is a JSON result. What is none is passed on as bytes."""
+    head, found, rest = line.partition(b'"result":')
+    if not found or is_json(rest[:-1]):
+        return line
+    return head + b'"data_base64":"' + b64encode(rest[:-1]) + b'"}'
+
+
+async def _lines_of(blobs: BlobStore, page: ItemPage) -> list[bytes]:
     """Raises Problem result-damaged."""
     if page.digest is None:
-        return page.lines
+        return page.lines.split(b"\n")[:-1]
     try:
-        return await blobs.get(page.digest)
+        return (await blobs.get(page.digest)).split(b"\n")[:-1]
     except (BlobMissing, BlobCorrupt):
         detail = (
             f"the results of items {page.first} to {page.first + page.count - 1} are stored as object "
@@ -122,8 +133,7 @@ async def items_without_success(store: TaskStore, blobs: BlobStore, terms: Array
         for page in pages:
             failed = bytes(page.count)
             if page.failed:
-                lines = (await _lines_of(blobs, page)).splitlines()
-                failed = bytes(map(_has_failed, lines))
+                failed = bytes(map(_has_failed, await _lines_of(blobs, page)))
             is_left[page.first : page.first + page.count] = failed
         after = pages[-1].first + pages[-1].count - 1
     return await asyncio.to_thread(lambda: list(_ranges_in(is_left)))

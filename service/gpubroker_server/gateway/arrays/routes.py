@@ -131,7 +131,8 @@ async def submit_array(
     named = {**objects_in_run(body.run, spec.arguments), **given.objects}
     await submissions.check_objects(tenant, named)
     terms = terms_of(tenant, body, given, submissions.clock.now())
-    array = await new_array(submissions, task, spec, terms, joined(spec.arguments, given.packed))
+    arguments = joined(spec.arguments, given.packed)
+    array = await new_array(submissions, task, spec, terms, arguments, body.max_parallel)
     return await _store(call, parts, array, sent)
 
 
@@ -159,9 +160,9 @@ async def get_items(
     lines, after, has_more = found
     if query.format == "ndjson":
         headers = {"Next-After": str(after), "Has-More": str(has_more).lower()}
-        return Response(b"".join(lines), 200, headers, NDJSON)
+        return Response(b"".join(line + b"\n" for line in lines), 200, headers, NDJSON)
     rest = f'],"next_after":{after},"has_more":{str(has_more).lower()}}}'.encode()
-    return json_answer(b'{"items":[' + b",".join(line.rstrip() for line in lines) + rest)
+    return json_answer(b'{"items":[' + b",".join(lines) + rest)
 
 
 @resource.route(
@@ -213,9 +214,9 @@ async def retry_array(
     record = await submissions.records.find(call.identity, old.id)
     task, spec = await again(submissions, call.identity, record)
     await submissions.check_objects(old.tenant, await objects_left(spec, old, numbers))
-    now, places = submissions.clock.now(), (TaskId(""),) * len(old.workers)
-    terms = replace(old, numbers=tuple(numbers), workers=places, submitted_at=now, retry_of=old.id)
-    array = await new_array(submissions, task, spec, terms, spec.arguments)
+    now = submissions.clock.now()
+    terms = replace(old, numbers=tuple(numbers), workers=(), submitted_at=now, retry_of=old.id)
+    array = await new_array(submissions, task, spec, terms, spec.arguments, len(old.workers))
     return await _store(call, parts, array, sent)
 
 

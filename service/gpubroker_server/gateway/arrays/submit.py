@@ -38,8 +38,8 @@ MAX_WORKERS = 256
 MAX_ITEMS = 10_000_000
 MAX_CHUNK = MOST_HELD // 2
 """A worker gets its next chunk before it has finished the one before."""
-WORKER_RETRIES = 100
-"""A crash costs its worker a retry; which item is at fault is found out long before."""
+WORKER_RETRIES = 10
+"""So often in a row a worker is started again that ended before its first report."""
 _LENGTH_BYTES = 8
 """As `gpubroker.runtime.items` reads them."""
 
@@ -140,6 +140,9 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
             packed, listed = to_json(body.items), body.items
     if not listed:
         raise invalid(Fault(pointer="/items", detail="an array needs one item or more", code="no-items"))
+    if len(listed) > MAX_ITEMS:
+        detail = f"an array has at most {MAX_ITEMS} items; there are {len(listed)}; make several arrays"
+        raise invalid(Fault(pointer="/items", detail=detail, code="too-many-items"))
     named = await asyncio.to_thread(objects_among, enumerate(listed), "/items")
     return GivenItems(packed, False, len(listed), named)
 
@@ -170,11 +173,17 @@ def check_worker(body: SubmitArray) -> None:
 
 
 async def new_array(
-    submissions: Submissions, task: Task, spec: RunSpec, terms: ArrayTerms, arguments: bytes
+    submissions: Submissions,
+    task: Task,
+    spec: RunSpec,
+    terms: ArrayTerms,
+    arguments: bytes,
+    most_workers: int,
 ) -> NewArray:
-    """`task` and `spec` are those of a worker; `terms` have no workers yet. All workers share one object of
-    their arguments if these are large."""
-    ids = submissions.ids.tasks(submissions.clock.now(), _workers_of(terms))
+    """`task` and `spec` are those of a worker; `terms` have no workers yet: there will be no more than have
+    something to do. All workers share one object of their arguments if these are large."""
+    chunks = -(-terms.total // (terms.chunk or 1))
+    ids = submissions.ids.tasks(submissions.clock.now(), min(most_workers, chunks))
     terms = replace(terms, id=ids[0], workers=tuple(ids))
     limits = {
         "id": terms.id,
@@ -189,17 +198,11 @@ async def new_array(
         env={**spec.env, ARRAY_VARIABLE: json.dumps(limits)},
         labels={**spec.labels, ARRAY_LABEL: terms.id},
     )
-    worker = changed(task, id=ids[0], shareable=False, max_retries=WORKER_RETRIES)
+    worker = changed(task, id=ids[0], array=ids[0], shareable=False, max_retries=WORKER_RETRIES)
     first = await submissions.with_object(submission_of(worker, spec))
     own_bytes = bytes_of(first.spec)
     others = (changed(first.task, id=id, queued_bytes=own_bytes) for id in ids[1:])
     return NewArray(terms, [first, *(Submission(other, first.spec, like=first) for other in others)])
-
-
-def _workers_of(terms: ArrayTerms) -> int:
-    """No more than have something to do. `terms.workers` has a place for each that is asked for."""
-    chunks = -(-terms.total // (terms.chunk or 1))
-    return min(len(terms.workers), chunks)
 
 
 def joined(arguments: bytes, items: bytes) -> bytes:
@@ -225,7 +228,7 @@ def terms_of(tenant: str, body: SubmitArray, given: GivenItems, now: float) -> A
         id=TaskId(""),
         tenant=tenant,
         name=body.name,
-        workers=(TaskId(""),) * body.max_parallel,
+        workers=(),
         numbers=((0, given.total),),
         chunk=body.chunk,
         item_retries=body.item_retries,

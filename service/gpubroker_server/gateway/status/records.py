@@ -262,7 +262,7 @@ def shown_format(form: str) -> str:
 
 
 def _member(data: bytes, form: str) -> bytes:
-    if form in ("json", "object") and _is_json(data):
+    if form in ("json", "object") and is_json(data):
         return b'"result":' + data
     if form == TENSORS and (inference := _inference_json(data)) is not None:
         return b'"result":' + inference
@@ -295,7 +295,7 @@ def _listed(steps: Iterable[list[Any]]) -> Iterator[bytes]:
         yield json.dumps(values, separators=(",", ":")).encode()[1:-1]
 
 
-def _is_json(data: bytes) -> bool:
+def is_json(data: bytes) -> bool:
     """A process that runs user code wrote it. What only claims to be JSON is passed on as bytes."""
     try:
         _CHECK.decode(data.decode())

@@ -1,8 +1,9 @@
 """Reads of pages of results; decisions write them."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Select, func, select
 
 from gpubroker_server.adapters.sql.reads import Readers
 from gpubroker_server.adapters.sql.tables import item_page
@@ -15,6 +16,7 @@ _c = item_page.c
 _behind = _c.first + _c.count
 _COUNTS = (func.coalesce(func.sum(_c.count), 0), func.coalesce(func.sum(_c.failed), 0))
 _LAST = (func.coalesce(func.max(_c.page), 0), func.min(_c.at), func.max(_c.at))
+_BYTES = func.coalesce(func.sum(_c.size_bytes), 0)
 
 
 class SqlItemPages:
@@ -32,9 +34,14 @@ class SqlItemPages:
         return await self._readers.run(_pages, wanted)
 
 
+def counts_of(array: TaskId) -> Select[Any]:
+    """What all its pages come to. An index has all of it, so that no page is read."""
+    return select(*_COUNTS, *_LAST, _BYTES).where(_c.array == array)
+
+
 def _counts(connection: Connection, array: TaskId) -> ItemCounts:
-    row = connection.execute(select(*_COUNTS, *_LAST).where(_c.array == array)).one()
-    return ItemCounts(int(row[0]), int(row[1]), *row[2:])
+    done, failed, *last, size_bytes = connection.execute(counts_of(array)).one()
+    return ItemCounts(int(done), int(failed), last[0], last[1], last[2], int(size_bytes))
 
 
 def _done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:

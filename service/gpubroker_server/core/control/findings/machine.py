@@ -77,18 +77,21 @@ def about_machine(seen: MachineSeen) -> Iterator[Finding]:
 
 def _ports(seen: MachineSeen) -> Iterator[Finding]:
     for setting, port, holder in seen.taken_ports:
-        cause = f"Port {port} of {setting} is taken by {holder or 'a process of another user'}."
+        cause = f"Port {port} ({setting}) is taken by {holder or 'a process of another user'}."
         remedy = f"stop that process (ss -ltnp 'sport = :{port}'), or choose another {setting}"
         yield _critical("port-taken", str(port), cause, remedy)
     for setting, address, fault in seen.unreached:
-        cause = f"This machine cannot connect to {address} of {setting}: {fault}."
-        remedy = f"is it running, and do firewalls let {address} through? Else correct {setting}"
+        cause = f"This machine cannot connect to {address} ({setting}): {fault}."
+        remedy = f"start what should listen there, open the firewall for {address}, or correct {setting}"
         yield _critical("address-unreachable", address, cause, remedy)
 
 
 def _limits(seen: MachineSeen) -> Iterator[Finding]:
     if seen.open_files is not None and seen.open_files < seen.open_files_needed:
-        cause = f"A process may have {seen.open_files} open files, {seen.open_files_needed} are needed."
+        cause = (
+            f"A process may open {seen.open_files} files; with these settings the service needs "
+            f"{seen.open_files_needed}."
+        )
         evidence = {"limit": seen.open_files, "needed": seen.open_files_needed}
         remedy = f"ulimit -Hn {seen.open_files_needed} (LimitNOFILE of a unit), or lower limits.connections"
         yield _warning("open-files-limit", "open files", cause, remedy, evidence)
@@ -163,5 +166,5 @@ def _warning(
 def unreachable_service(fault: str, *, has_started: bool) -> Finding:
     """`has_started`: with the data directory of this machine's settings."""
     severity = Severity.WARNING if has_started else Severity.NOTE
-    cause = f"Nothing is said of the fleet: {fault}."
+    cause = f"Only this machine was looked at, not the fleet: {fault}."
     return Finding("service-unreachable", "service", severity, cause, {}, "gpubroker serve")
