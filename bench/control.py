@@ -1,16 +1,23 @@
-"""Fleet control: how the controller of background work settles, what one look at a large fleet takes, and
-what idle templates make of a simulated day.
+"""Fleet control: how the controller of background work settles, what one look at a large fleet takes, what it
+adds to the leader's cycles, and what idle templates make of a simulated day.
 
 The controller follows loads of higher bands on a model of a fleet of 64 GPUs
 (`tests/core/control/fleet_model.py`): background tasks end by themselves, so the share that it gives shows
 with a delay. The day is that of `tests/simulation/idle_day.py`: 8 GPUs, the real planner, fewer tasks
 at night.
+
+The cycles are those of the real leader on a store in memory. All its nodes are busy with one task each, of
+which one ends before each cycle; a cycle hears of five nodes, as 1,000 nodes tell every 2 s. Stretches
+with fleet control and samples of machines take turns with stretches without either.
 """
 
+import asyncio
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.controller import Gains
@@ -23,17 +30,20 @@ from gpubroker_server.core.domain.units import Instant, Mib, NodeName, device_ke
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.diagnostics import MOST_JUDGED, stuck_tasks
 
-from bench.measuring import Figure, report
+from bench.busy_fleet import BusyFleet
+from bench.measuring import Figure, percentile, report
 from tests.builders import GIB, a_task
 from tests.core.control.fleet_model import LOADS, overshoot, settled_after, simulate, swings
 from tests.simulation.idle_day import use_of, waits_of
 
 GPUS_PER_NODE = 8
+STRETCHES = 5
 
 
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1000, help=f"of the fleet, {GPUS_PER_NODE} GPUs each")
     parser.add_argument("--looks", type=int, default=50, help="how often it is looked at")
+    parser.add_argument("--cycles", type=int, default=2000, help="of the leader, with and without it")
     parser.add_argument("--hours", type=float, default=24.0, help="of the day with idle templates")
     parser.add_argument("--seeds", type=int, default=5, help="of each load; the worst of them counts")
 
@@ -50,6 +60,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
         over = max(overshoot(run, load.since) for run in runs)
         yield Figure("control", f"control.{name}.overshoot", over, "of all GPUs", options.seeds)
     yield _look(options.nodes, options.looks)
+    yield asyncio.run(_cycles(options.nodes, options.cycles))
     yield from _diagnoses(options.nodes, options.looks)
     yield from _day(options.hours, options.seeds)
 
@@ -68,6 +79,25 @@ def _look(nodes: int, looks: int) -> Figure:
         world.control(background_room(world, policy, control.seen.background_mb), {})
         seconds.append(time.perf_counter() - began)
     return Figure("control", "control.look_ms", statistics.median(seconds) * 1000, "ms", looks)
+
+
+async def _cycles(nodes: int, cycles: int) -> Figure:
+    """Milliseconds of CPU of the process, the 99th of 100 cycles."""
+    with TemporaryDirectory() as folder:
+        busy = await BusyFleet.begin(Path(folder), nodes)
+        with_it, without = [], []
+        for _ in range(STRETCHES):
+            without += [await busy.cycle() for _ in range(cycles // STRETCHES)]
+            await busy.switch(on=True)
+            with_it += [await busy.cycle() for _ in range(cycles // STRETCHES)]
+            await busy.switch(on=False)
+        await busy.end()
+    value, baseline = (1000 * percentile(seconds, 99) for seconds in (with_it, without))
+    for name, seconds in (("with", with_it), ("without", without)):
+        typical, longest = 1000 * statistics.median(seconds), 1000 * max(seconds)
+        report(f"  cycles {name} fleet control: median {typical:.2f} ms, the longest {longest:.1f} ms")
+    ratio = value / baseline
+    return Figure("control", "control.cycle.p99_ms", value, "ms", cycles, "", baseline, ratio)
 
 
 def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:

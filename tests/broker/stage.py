@@ -95,7 +95,7 @@ class WitnessedExecutor(WaitingExecutor):
         self._refusals.append(refusal)
         self._arrived.set()
 
-    async def reports(self) -> Sequence[Report | TermRefused]:
+    async def reports(self) -> Sequence[Any]:
         reports = await super().reports()
         refusals, self._refusals = self._refusals, []
         return [*reports, *refusals]

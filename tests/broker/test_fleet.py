@@ -1,8 +1,11 @@
 """Fleet control in a leader: what it finds holds background work back, and is in the log."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+import pytest
 from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.fleet import FleetRules
@@ -18,6 +21,7 @@ from gpubroker_server.ports.store import CommitVerdict
 
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB
+from tests.patience import PATIENCE_SECONDS
 
 BUSY = FleetTarget(Measure.GPU_UTILIZATION, 0.6, 0.8)
 
@@ -48,6 +52,38 @@ async def test_background_work_starts_step_by_step_while_the_fleet_is_below_its_
         assert started == sorted(started)
         # Its simulated devices are busy once anything runs on them.
         assert 1 <= started[-1] < len(tasks)
+
+
+class Cycles(asyncio.Event):
+    """Set between them. Notes that a look waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited = asyncio.Event()
+
+    async def wait(self) -> Literal[True]:
+        self.awaited.set()
+        return await super().wait()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_look_lets_a_cycle_end_that_is_under_way_unless_that_takes_long(
+    tmp_path: Path, *, is_slow: bool
+) -> None:
+    async with a_stage(tmp_path, sample_period_seconds=0.01 if is_slow else 1e6) as stage:
+        stage.fleet_rules = FleetRules((BUSY,))
+        await stage.lead()
+        fleet, cycles = stage.leader.fleet, Cycles()
+        assert fleet is not None
+        keeping = asyncio.create_task(fleet.keep(cycles))
+        await cycles.awaited.wait()
+        if not is_slow:
+            assert not fleet.seen.targets
+            cycles.set()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not fleet.seen.targets:  # noqa: ASYNC110  # nobody is told
+                await asyncio.sleep(0)
+        keeping.cancel()
 
 
 async def test_what_it_finds_is_in_the_log_and_published(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ SEEN: dict[str, Any] = {
         for n in range(51)
     ],
     "freed_bytes": 102_000_000,
-    "kept": {"young": 3},
+    "kept": {"not_needed": 3},
     "message": "/other: missing",
 }
 
@@ -34,7 +34,7 @@ async def test_the_sdk_looks_and_cleans(service: RecordedService) -> None:
     service.reply_with(*[Reply(200, SEEN)] * 3)
     async with AsyncBroker(service.url) as broker:
         seen = await broker.disk("n1")
-        assert (seen.node, seen.first_pass, seen.kept) == ("n1", True, {"young": 3})
+        assert (seen.node, seen.first_pass, seen.kept) == ("n1", True, {"not_needed": 3})
     with Broker(service.url) as broker:
         broker.clean("n1")
         broker.clean("n1", dry_run=False)
@@ -61,10 +61,31 @@ def test_the_commands_show_what_would_go(
     assert ended.code == 0
     [asked] = service.requests
     assert (asked.method, asked.body) == (method, body)
-    for text in ("66%", "/scratch/0.log", "and 1 more", "51 files", "would go", "3 kept: young", "! /other"):
+    for text in (
+        "66%",
+        "/scratch/0.log",
+        "and 1 more",
+        "51 files",
+        "would go",
+        "3 kept: not needed",
+        "! /other",
+    ):
         assert text in ended.out
     assert "first pass" in ended.out
     assert "/scratch/50.log" not in ended.out
+
+
+def test_a_full_node_is_shown_as_such(service: RecordedService, run: Run) -> None:
+    full = {"name": "n1", "disk_full": "/scratch (71% used, 70% allowed)"}
+    service.reply_with(Reply(200, {"items": [full]}))
+    shown = run("nodes").out
+    assert "disk full" in shown
+    assert "nothing starts until there is room on /scratch" in shown
+
+
+def test_nothing_to_delete_is_said(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, {**SEEN, "files": [], "freed_bytes": 0}))
+    assert "nothing to delete" in run("clean n1 --yes").out
 
 
 def test_without_roots_it_says_that_nothing_is_ever_deleted(service: RecordedService, run: Run) -> None:

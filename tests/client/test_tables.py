@@ -123,6 +123,9 @@ TENANT = {
             ["n1  1 GPU ", "split: its instances are leased", "instance of 0   "],
         ),
         ("gpus", {"items": [{**GPU, "free_mb": 24576}]}, ["n1  1 GPU ", "24.0 GiB free of 24.0", "░ free"]),
+        ("gpus --idle", {"items": [{**GPU, "utilization": 0.0, "idle_seconds": 700}]}, ["idle for 12m"]),
+        ("gpus --idle", {"items": []}, ["no GPU is idle"]),
+        ("idle-template list", {"items": []}, ["no idle templates"]),
         ("nodes", {"items": [NODE]}, ["n1", "ready", "1.5/4", "0.0/8.0 GiB"]),
         (
             "nodes",

@@ -33,7 +33,9 @@ async def test_a_node_shows_what_is_held_and_what_is_measured(gateway: Gateway, 
     for task in (gpu_task, cpu_task):
         await gateway.admit(task)
     measure(gateway)
+    gateway.world.full_disks[NodeName("n1")] = "/ (75% used, 70% allowed)"
     [node] = (await api.get("/nodes")).json()["items"]
+    assert node["disk_full"] == "/ (75% used, 70% allowed)"
     assert node["gpu_mb"] == {"total": 80 * GIB, "used": 10 * GIB, "free": 68 * GIB}, (
         "2 GiB are in use unasked"
     )

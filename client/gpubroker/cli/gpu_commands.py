@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gpubroker.cli.lookup import connect, stats_if_allowed
 from gpubroker.cli.printing import Format, Output, Watch, emit_all, watch
-from gpubroker.cli.tables import executor_in_words, gib, short_id, size
+from gpubroker.cli.tables import duration, executor_in_words, gib, short_id, size
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -28,17 +28,25 @@ _WIDE = 100
 """A narrower terminal has each fact of a GPU on a line of its own."""
 
 
-def gpus(context: typer.Context, watching: Watch = False, output: Output = Format.TABLE) -> None:
+def gpus(
+    context: typer.Context,
+    watching: Watch = False,
+    idle: Annotated[bool, typer.Option("--idle", help="Only those that have nothing to do.")] = False,
+    output: Output = Format.TABLE,
+) -> None:
     """Show GPU memory: leased, used, free, and used without a lease."""
     with connect(context) as broker:
 
+        def found() -> Sequence[Gpu]:
+            return broker.gpus(idle=idle or None).items
+
         def drawn(listed: Sequence[Gpu]) -> RenderableType:
-            return GpuTable(listed) if listed else _why_none(broker)
+            return GpuTable(listed) if listed else "no GPU is idle" if idle else _why_none(broker)
 
         if watching:
-            watch(output, lambda: broker.gpus().items, drawn)
+            watch(output, found, drawn)
         else:
-            emit_all(output, broker.gpus().items, drawn)
+            emit_all(output, found(), drawn)
 
 
 def _why_none(broker: Broker) -> str:
@@ -108,6 +116,7 @@ def _use(gpu: Gpu) -> str:
     watts, celsius = health.get("power_watts"), health.get("temperature_celsius")
     parts = (
         "" if gpu.utilization is None else f"{gpu.utilization:.0%} busy",
+        "" if gpu.idle_seconds is None else f"idle for {duration(gpu.idle_seconds)}",
         "" if watts is None else f"{watts:.0f} W",
         "" if celsius is None else f"{celsius:.0f} °C",
     )

@@ -93,7 +93,11 @@ def _table(listed: Sequence[IdleTemplate]) -> RenderableType:
         )
         for one in listed
     ]
-    return PlainTable(_COLUMNS, rows)
+    return (
+        PlainTable(_COLUMNS, rows)
+        if rows
+        else "no idle templates; see: gpubroker idle-template create --help"
+    )
 
 
 def add_to(app: typer.Typer) -> None:

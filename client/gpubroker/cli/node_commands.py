@@ -103,8 +103,8 @@ def clean(
         emit(output, broker.clean(node, dry_run=not yes), _disk)
 
 
-_DISK_COLUMNS = (Column("DISK", share=0.5), Column("USED"), Column("FREE"), Column("LEVEL"))
-_FILE_COLUMNS = (Column("FILE", share=0.7), Column("CLASS"), Column("SIZE"), Column("MODIFIED"))
+_DISK_COLUMNS = (Column("DISK", wraps=True), Column("USED"), Column("FREE"), Column("LEVEL"))
+_FILE_COLUMNS = (Column("FILE", wraps=True), Column("CLASS"), Column("SIZE"), Column("MODIFIED"))
 _MOST_FILES = 50
 
 
@@ -134,9 +134,11 @@ def _disk(seen: NodeDisk) -> RenderableType:
         parts.append(PlainTable(_FILE_COLUMNS, files))
     if len(seen.files) > _MOST_FILES:
         parts.append(Text(f"and {len(seen.files) - _MOST_FILES} more"))
-    verb = "deleted" if seen.deleted else "would go"
-    parts.append(Text(f"{len(seen.files)} files, {size_of_bytes(seen.freed_bytes)} {verb}"))
-    parts += [Text(f"{count} kept: {why}") for why, count in sorted(seen.kept.items())]
+    verb = "deleted" if seen.deleted else "would go" if seen.files else "to delete"
+    count = {0: "nothing", 1: "1 file"}.get(len(seen.files), f"{len(seen.files)} files")
+    size = f", {size_of_bytes(seen.freed_bytes)}" if seen.files else ""
+    parts.append(Text(f"{count}{size} {verb}"))
+    parts += [Text(f"{kept} kept: {why.replace('_', ' ')}") for why, kept in sorted(seen.kept.items())]
     parts += [Text(f"! {note}", style="yellow") for note in _disk_notes(seen)]
     return Group(*parts)
 
@@ -205,6 +207,8 @@ def _notes(node: Node) -> Iterator[str]:
         yield f"{node.drain['left']} still there{ends}"
     if node.cordon_reason:
         yield f"cordoned because {node.cordon_reason!r}"
+    if node.disk_full:
+        yield f"nothing starts until there is room on {node.disk_full}"
     agent = node.agent or {}
     if agent.get("message"):
         yield agent["message"]
@@ -218,6 +222,8 @@ def _state(node: Node) -> Text:
         state = "not answering"
     elif node.cordoned:
         state = "cordoned"
+    elif node.disk_full:
+        state = "disk full"
     else:
         state = "ready" if node.silent_since is None else "silent"
     return Text(state, style="green" if state == "ready" else "yellow")

@@ -75,6 +75,8 @@ class Gpu:
     free_mb: int = 0
     stranded_mb: int = 0
     """Part of `free_mb` that the usual demands cannot use, weighted by their frequency."""
+    idle_seconds: float | None = None
+    """How long it has had nothing to do; None: it is not idle."""
     utilization: float | None = None
     """0 to 1."""
     health: Mapping[str, Any] | None = None
@@ -126,6 +128,8 @@ class Node:
     cordoned: bool = False
     """Nothing new starts there; `cordon_reason` says why."""
     cordon_reason: str = ""
+    disk_full: str | None = None
+    """Which disk is too full for anything to start there."""
     drain: Mapping[str, Any] | None = None
     """While it is drained: `since`, `deadline_at`, how many holders are `left`, and whether it is `done`."""
     incarnation: str = ""

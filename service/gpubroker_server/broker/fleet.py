@@ -14,6 +14,7 @@ from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Seconds, TaskId
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.idle_templates import IdleTemplates
@@ -68,7 +69,8 @@ class FleetKeeper:
         self._admission_seconds: float | None = None
         """How long the task waited that was admitted last."""
         self._news: list[Notice] = []
-        self._is_new = False
+        self._room: BackgroundRoom | None = None
+        """Of the last look, until a cycle takes it over."""
         self._began_at = clock.now()
         self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
@@ -80,31 +82,42 @@ class FleetKeeper:
     def seen(self) -> FleetSeen:
         return replace(self._control.seen, done=dict(self._throughput.done), events=dict(self._events))
 
-    async def keep(self) -> None:
-        """Until cancelled."""
+    async def keep(self, between_cycles: asyncio.Event) -> None:
+        """Until cancelled. A look takes milliseconds, so a cycle that is under way ends first; not one that
+        takes long, for slow commits have to be seen."""
+        period_seconds = self._policy.sample_period_seconds
         while True:
-            await self.look()
-            await asyncio.sleep(self._policy.sample_period_seconds)
+            host = await self._ask()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(period_seconds):
+                    await between_cycles.wait()
+            self._step(host)
+            await asyncio.sleep(period_seconds)
 
     async def look(self) -> None:
+        self._step(await self._ask())
+
+    async def _ask(self) -> HostUse:
         host = await asyncio.to_thread(self._host_use)
         now = self._clock.now()
         if self._control.is_idle_check_due(now):
             with suppress(StoreUnavailable):  # the last ones go on to hold
                 found = await self._templates.idle_templates(now)
                 self._control.fill.templates = [one.template for one in found]
+        return host
+
+    def _step(self, host: HostUse) -> None:
+        now = self._clock.now()
         self._news += self._control.step(self._world, self._pressures(host), now)
         self._news += self._throughput.follow(now)
-        self._is_new = True
+        self._room = background_room(self._world, self._policy, self.seen.background_mb)
 
     def take(self) -> Sequence[Decision]:
         """Let the World know what was found since the last cycle; returns what the log is to say of it, until
         it is `told`."""
-        if self._is_new:
-            self._is_new = False
-            seen = self._control.seen
-            room = background_room(self._world, self._policy, seen.background_mb)
-            self._world.control(room, seen.full_disks, seen.stream_weights)
+        if self._room is not None:
+            self._world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
+            self._room = None
         return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news]
 
     def told(self, decisions: Sequence[Decision]) -> None:

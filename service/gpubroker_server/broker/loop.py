@@ -94,6 +94,7 @@ class Leader:
         self._inbox = Inbox()
         self._arrays = Arrays(store, world)
         self._timer = CycleTimer()
+        self._between_cycles = asyncio.Event()
         wake, hear = self._timer.wake, self._inbox.put
         self._commits = Committer(leader_term, ticks, world, store, dispatcher, wake, hear)
         self.fleet = None if new_fleet is None else new_fleet(self._commits.seconds)
@@ -142,7 +143,7 @@ class Leader:
             if self._logs is not None:
                 group.create_task(self._logs.follow())
             if self.fleet is not None:
-                group.create_task(self.fleet.keep())
+                group.create_task(self.fleet.keep(self._between_cycles))
             if self._objects is not None:
                 group.create_task(self._objects.serve())
                 group.create_task(self._objects.keep())
@@ -224,10 +225,13 @@ class Leader:
 
     async def _lead(self) -> None:
         while True:
+            self._between_cycles.set()
             await self._timer.next()
+            self._between_cycles.clear()
             try:
                 await self.cycle()
             except StoreUnavailable as fault:
+                self._between_cycles.set()
                 await self._wait_for_store(fault)
 
     async def _wait_for_store(self, fault: StoreUnavailable) -> None:

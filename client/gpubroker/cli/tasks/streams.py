@@ -87,7 +87,7 @@ def delete(context: typer.Context, name: Name) -> None:
 
 
 _COLUMNS = (
-    Column("STREAM", share=0.4),
+    Column("STREAM", share=0.25),
     Column("CURRICULUM"),
     Column("VELOCITY"),
     Column("STALENESS"),

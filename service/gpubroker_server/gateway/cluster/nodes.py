@@ -135,6 +135,7 @@ class NodeView(TypedDict):
     cordoned: Annotated[bool, Field(description="An operator says that nothing new starts on it.")]
     cordon_reason: Annotated[str, Field(description="In the operator's words; often empty.")]
     drain: Annotated[DrainView | None, Field(description="Null if it is not being drained.")]
+    disk_full: Annotated[str | None, Field(description="Nothing starts on it: which disk is too full.")]
     incarnation: Annotated[str, Field(description="Changes with each start of the node's agent.")]
     cpu: Amount
     memory_mb: MebibyteAmount
@@ -327,6 +328,7 @@ def _node_view(call: Call, parts: ClusterParts, node: Node, query: HistoryQuery)
         "cordoned": node.cordoned,
         "cordon_reason": node.cordon_reason,
         "drain": None if node.draining_since is None else _drain_view(world, node, node.draining_since),
+        "disk_full": world.full_disks.get(node.name),
         "incarnation": node.incarnation,
         "cpu": {"total": node.cpu, "used": use.cpu, "free": max(0.0, node.cpu - use.cpu)},
         "memory_mb": {

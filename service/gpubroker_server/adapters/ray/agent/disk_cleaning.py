@@ -152,7 +152,7 @@ class DiskCleaner:
                 files = list(self._files_of(root, task, spared, is_open, messages))
                 device = os.stat(root.path).st_dev
             except (OSError, Unsafe) as fault:
-                messages.append(f"{root.path}: {fault}")
+                messages.append(f"{root.path}: {getattr(fault, 'strerror', None) or fault}")
                 continue
             needed[device] = needed_bytes(total_bytes, free_bytes, rules)
             seen.setdefault(device, []).extend(files)
