@@ -12,6 +12,7 @@ from gpubroker_server.core.domain.decisions import Notice, StreamState
 from gpubroker_server.core.domain.device import DiskSample, FileClass, NodeSample, WatchedRoot
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, Holding, a_device, a_node, a_sample, a_task, a_world, holding, key

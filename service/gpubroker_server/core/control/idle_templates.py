@@ -19,7 +19,7 @@ NAME_PREFIX = "idle/"
 MEMORY_SECONDS = Seconds(3600.0)
 """After so long without work, hardly a third of what a template has used still counts."""
 
-MOST_WAITING = 64
+MOST_WAITING = 32
 """Of the tasks of one template: gateways submit them one by one, and a look has to be short."""
 
 FIRST_PAUSE_SECONDS = Seconds(2.0)
@@ -108,12 +108,14 @@ def missing(
     """
     held, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
 
+    may_come: dict[str, int] = {}
+
     def is_wanted(one: Template) -> bool:
-        name = one.name
-        if to_come[name]:
-            return True
-        has_queue = waiting.get(name, 0) + more[name] >= MOST_WAITING
-        return not has_queue and held[name] < one.max_running and name not in paused
+        if (number := may_come.get(one.name)) is None:
+            waits = waiting.get(one.name, 0)
+            new = min(one.max_running - alive.get(one.name, 0), MOST_WAITING - waits)
+            number = may_come[one.name] = waits + (0 if one.name in paused else max(0, new))
+        return number > 0
 
     def cost(one: Template) -> tuple[bool, float, str]:
         used = (held[one.name] + 1) * one.seats + used_seconds.get(one.name, 0.0)
@@ -124,6 +126,7 @@ def missing(
         while able := [one for one in _able(left) if is_wanted(one)]:
             chosen = min(able, key=cost)
             left = _without(left, chosen)
+            may_come[chosen.name] -= 1
             if to_come[chosen.name]:
                 to_come[chosen.name] -= 1
             else:
@@ -220,8 +223,7 @@ class IdleFill:
     def _open_seats(self, world: World, idle: Set[str], now: Instant) -> Iterator[Seat]:
         """Where a task may start now, beside nothing that stays."""
         for name, group in groupby(self._seats, attrgetter("node")):
-            node = world.nodes.get(name)
-            if node is None or not world.takes_work(node):
+            if not world.takes_work(world.nodes[name]):
                 continue
             is_closed = world.background.is_closed(name)
             for seat in group:
@@ -230,7 +232,9 @@ class IdleFill:
                     is_open = not world.runs.get(name)
                 else:
                     is_open = not (is_closed or ledger.is_stale(now, self._period_seconds))
-                    is_open = is_open and all(gives_way(one.lease.priority) for one in ledger.holdings.values())
+                    is_open = is_open and all(
+                        gives_way(one.lease.priority) for one in ledger.holdings.values()
+                    )
                 if is_open and seat.name in idle:
                     yield seat
 
