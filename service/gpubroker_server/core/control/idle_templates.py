@@ -122,7 +122,7 @@ def missing(
         return not to_come[one.name], used / one.weight, one.name
 
     for _, group in groupby(open_seats, attrgetter("node")):
-        left = [Alike(takers, len(list(same))) for takers, same in groupby(group, attrgetter("takers"))]
+        left = [LikeSeats(takers, len(list(same))) for takers, same in groupby(group, attrgetter("takers"))]
         while able := [one for one in _able(left) if is_wanted(one)]:
             chosen = min(able, key=cost)
             left = _without(left, chosen)
@@ -135,14 +135,14 @@ def missing(
     return more
 
 
-class Alike(NamedTuple):
+class LikeSeats(NamedTuple):
     """So many seats of one node for the same templates."""
 
     takers: tuple[Template, ...]
     seats: int
 
 
-def _able(left: Sequence[Alike]) -> Iterable[Template]:
+def _able(left: Sequence[LikeSeats]) -> Iterable[Template]:
     """Those that find enough seats among these."""
     if len(left) == 1:
         return (one for one in left[0].takers if one.seats <= left[0].seats)
@@ -154,14 +154,14 @@ def _able(left: Sequence[Alike]) -> Iterable[Template]:
     return (one for name, one in found.items() if one.seats <= count[name])
 
 
-def _without(left: Sequence[Alike], chosen: Template) -> list[Alike]:
+def _without(left: Sequence[LikeSeats], chosen: Template) -> list[LikeSeats]:
     """What remains when a task of it has its seats."""
-    need, after = chosen.seats, list[Alike]()
+    need, after = chosen.seats, list[LikeSeats]()
     for alike in left:
         taken = min(need, alike.seats) if chosen in alike.takers else 0
         need -= taken
         if taken < alike.seats:
-            after.append(Alike(alike.takers, alike.seats - taken))
+            after.append(LikeSeats(alike.takers, alike.seats - taken))
     return after
 
 
