@@ -69,6 +69,7 @@ def test_a_template_without_gpus_fills_a_machine_gives_way_and_is_deleted_while_
     }
     with ForkedService(tmp_path / "data", **settings) as service:
         admin = service.broker
+        until(lambda: len(admin.nodes()) == 1, "its node is there")  # a service is ready without
         [node] = admin.nodes()
         everything = {"cpu": node.cpu["total"]}
         long = Submission("tests.e2e.work:wait", kwargs={"seconds": 600}, grace_seconds=5, **everything)
