@@ -50,6 +50,7 @@ class GuardedDisk:
         """Filled, it closes its node; the guard shows what would go, deletes that and nothing else, and the
         node is open again. `audited`: what the audit log says of it."""
         self._fill()
+        until(lambda: any(one.ready for one in broker.nodes()), "its node answers")
         [node] = (one.name for one in broker.nodes())
         before = len(audited())
         waiting = None

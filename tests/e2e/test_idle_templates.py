@@ -1,11 +1,13 @@
-"""An idle template on a real Ray: it fills a simulated GPU, gives way, and ends with its token."""
+"""Idle templates: they fill what is idle, give way, and end with their token or by hand."""
 
 from pathlib import Path
 from typing import Any
 
 from gpubroker import Broker, Submission
 
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 
 QUICK = {"idle_check_seconds": 0.2, "idle_grace_seconds": 0.4}
 
@@ -54,3 +56,41 @@ def test_a_template_fills_an_idle_gpu_gives_way_and_stops_with_its_token(tmp_pat
         assert admin.result(after) == 7
         until(lambda: len(admin.gpus(idle=True)) == 1, "it is idle again")
         assert list(admin.list(name="idle/fill", state=["pending", "admitted", "running"])) == []
+
+
+def test_a_template_without_gpus_fills_a_machine_gives_way_and_is_deleted_while_it_runs(
+    tmp_path: Path,
+) -> None:
+    """On the simulated engine: how busy a real machine is, other tests decide."""
+    settings: dict[str, Any] = {
+        "engine": "simulated",
+        "fleet": QUICK,
+        "policy": {"sample_period_seconds": 0.2, "beat_seconds": 0.2},
+    }
+    with ForkedService(tmp_path / "data", **settings) as service:
+        admin = service.broker
+        [node] = admin.nodes()
+        everything = {"cpu": node.cpu["total"]}
+        long = Submission("tests.e2e.work:wait", kwargs={"seconds": 600}, grace_seconds=5, **everything)
+        admin.create_idle_template("fill", long, max_running=3)
+
+        def alive(*states: str) -> list[str]:
+            return [task.id for task in admin.list(name="idle/fill", state=list(states))]
+
+        until(lambda: len(alive("running")) == 1, "the idle machine is filled")
+        [first] = alive("running")
+        other = admin.submit("tests.e2e.work:wait", kwargs={"seconds": 0}, priority=10, **everything)
+        assert admin.wait(other, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
+        assert admin.get(first).preemptions == 1
+        until(lambda: alive("running") == [first], "it goes on")
+
+        admin.delete_idle_template("fill")
+        assert list(admin.idle_templates()) == []
+        assert admin.get(first).state == "running"
+        admin.cancel(first, grace_seconds=0)
+        assert admin.wait(first, timeout_seconds=PATIENCE_SECONDS).state == "cancelled"
+        admin.create_idle_template("next", long, max_running=3)
+        until(
+            lambda: len(list(admin.list(name="idle/next", state=["running"]))) == 1, "the next one fills it"
+        )
+        assert alive("pending", "admitted", "running") == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gpubroker import Refused
+from gpubroker import Broker, Refused, Task
 from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.core.domain.leader_term import LeaderTermRules
 
@@ -95,6 +95,38 @@ def test_a_full_node_is_closed_cleaned_and_open_again(
     site: GatewaysAndBrokersOnRay, server: OwnServer, guarded: GuardedDisk
 ) -> None:
     guarded.is_cleaned(site.gateways[1].broker, audited(server.url))
+
+
+def test_a_weight_that_is_set_at_one_gateway_orders_the_queue_of_the_leader(
+    tmp_path: Path, site: GatewaysAndBrokersOnRay
+) -> None:
+    a, b = (gateway.broker for gateway in site.gateways)
+    for stream in ("ladder", "nightly"):
+        assert a.put_stream(stream, 1.0).weight == 1.0
+    until(lambda: [it.name for it in b.streams()] == ["ladder", "nightly"], "the other gateway knows both")
+    hands = Hands(a, tmp_path)
+    held = hands.at_work("held", gpus=2)
+    first, second = (hands.hold(stream, gpus=2, stream=stream) for stream in ("nightly", "ladder"))
+    until(lambda: [position(b, it) for it in (first, second)] == [1, 2], "they stand as they came")
+
+    b.signal_stream("nightly", quality=0.5)
+    assert a.put_stream("ladder", 4.0, reason="harder now").weight == 4.0
+    until(lambda: {it.name: it.weight for it in b.streams()} == {"ladder": 4.0, "nightly": 0.55}, "weights")
+    assert a.next_stream(seed=7).stream == b.next_stream(seed=7).stream
+    until(lambda: [position(b, it) for it in (first, second)] == [2, 1], "the leader has weighed them")
+    hands.let_go(held)
+    until(lambda: a.get(second).state == "running", "the heavier one starts")
+    assert b.get(first).state == "pending"
+    for task in (first, second):
+        a.cancel(task, grace_seconds=0)
+    assert {b.wait(task).state for task in (first, second)} == {"cancelled"}
+    for stream in ("ladder", "nightly"):
+        b.delete_stream(stream)
+
+
+def position(broker: Broker, task: Task) -> int | None:
+    pending = broker.get(task).pending
+    return None if pending is None else pending.position
 
 
 def test_processes_that_are_asked_to_end_under_load_lose_and_repeat_nothing_and_others_go_on_at_once(

@@ -237,20 +237,22 @@ class ArrayApi(Operations):
         def fetch(cursor: str | None) -> Steps[Page[Any]]:
             mapped.raise_fault()
             array = mapped.array or (yield from self._submit_array(target, items, args, options))
-            mapped.array = array
-            pause_seconds = _FIRST_PAUSE_SECONDS
+            mapped.array, pause_seconds = array, _FIRST_PAUSE_SECONDS
+            if not mapped.has_more:
+                yield Pause(pause_seconds)
             while True:
-                seen = decode(Array, (yield from self._ask("GET", _path(array))))
+                was_finished = array.is_finished
                 page = yield from self._items_after(array, cursor, {"order": "completed"})
                 mapped.add(page)
-                if show is not None and page.items and not seen.is_finished:
-                    seen = decode(Array, (yield from self._ask("GET", _path(array))))  # they may be the last
+                if not was_finished and (show is not None or not page.items):
+                    array = decode(Array, (yield from self._ask("GET", _path(array))))
                 if show is not None:
-                    show(seen)
-                if page.items or seen.is_finished:
-                    return mapped.page(page.raw["next_after"], seen)
-                yield Pause(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                    show(array)
+                if page.items or was_finished:
+                    return mapped.page(page.raw["next_after"], array)
+                if not array.is_finished:
+                    yield Pause(pause_seconds)
+                    pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
         return Pages(fetch)
 
@@ -291,6 +293,8 @@ class _Mapped:
 
     def __init__(self, ordered: bool, return_exceptions: bool) -> None:
         self.array: Array | None = None
+        self.has_more = True
+        """There may be others already, so that none need be waited for."""
         self._ordered = ordered
         self._return_exceptions = return_exceptions
         self._early: dict[int, ArrayItem] = {}
@@ -300,6 +304,7 @@ class _Mapped:
 
     def add(self, page: Page[ArrayItem]) -> None:
         self._early |= {item.number: item for item in page.items}
+        self.has_more = page.next_cursor is not None
 
     def raise_fault(self) -> None:
         if self._fault is not None:

@@ -212,6 +212,10 @@ def test_a_gang_for_which_nothing_can_be_taken_back_may_still_stop_runs_of_lower
     assert [run.id for run in told.victims] == ["low", "low2"]
 
 
+def test_a_gang_takes_nothing_back_where_preemption_is_off():
+    assert stopped(two_nodes(*FOUR, GANG), replace(POLICY, preemption=False)) == []
+
+
 def test_a_gang_without_gpus_takes_nothing_back():
     busy = holding(a_task("busy", tenant="guest", gpu_mb=40, cpu=64.0), "n1/gpu0")
     gang = a_gang("gang", *bundles(2, cpu=40.0), tenant="owner")

@@ -206,10 +206,7 @@ def without_spare_workers(
 ) -> Iterator[Decision]:
     """Cancel workers that wait, or would be requeued, although no item is left."""
     over = {worker for work in works if work.left == 0 for worker in work.terms.workers}
-    for id in sorted(over.difference(but_not)):
-        task = world.tasks.get(id)
-        if task is None:
-            continue
+    for task in map(world.tasks.__getitem__, sorted(over.intersection(world.tasks).difference(but_not))):
         if task.state is TaskState.PENDING:
             cancelled = write_move(task, Move.CANCELLED, finished_at=now)
             pledges = withdraw_pledges(world.pledges.get(task.id, {}))

@@ -22,7 +22,9 @@ def preempts(task: Task, policy: Policy) -> bool:
 def stops_below(task: Task) -> int:
     """Only runs of a lower priority than this may be stopped for it: its own, if it asks for GPUs or is
     critical. For others idle work makes room."""
-    return victims_below(task.priority, with_gpus=task.demand.gpus > 0 or needs_gpus(task.demand))
+    if task.demand.gpus:  # the common case, first: it is asked for each node
+        return task.priority
+    return victims_below(task.priority, with_gpus=needs_gpus(task.demand))
 
 
 def victims_below(priority: int, *, with_gpus: bool) -> int:
