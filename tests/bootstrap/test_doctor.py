@@ -75,8 +75,26 @@ def test_addresses_that_do_not_answer_are_named_with_their_setting(tmp_path: Pat
         ray={"address": f"127.0.0.1:{closed_port}"},
         triton={"servers": [server]},
     ).unreached
-    assert [one.setting for one in found] == ["database_url", "ray.address", "triton.servers.here"]
+    assert [one.setting for one in found] == ["ray.address", "triton.servers.here", "database_url"]
     assert {one.address for one in found} == {f"127.0.0.1:{closed_port}"}
+
+
+@pytest.mark.parametrize(
+    ("at", "unreached"),
+    [
+        ("u:p@127.0.0.1:{port},[::1]:{port}/db", ["127.0.0.1:{port}", "::1:{port}"]),
+        ("127.0.0.1,localhost/db?port={port}", ["127.0.0.1:{port}", "localhost:{port}"]),
+        ("u:p@a..b/db", ["a..b:5432"]),
+        ("127.0.0.1:many/db", ["PostgreSQL"]),
+        ("u:p%zz@127.0.0.1/db", ["PostgreSQL"]),
+        ("u@/db?host=/tmp", []),
+    ],
+)
+def test_each_host_of_the_database_is_tried_and_a_name_that_is_none_is_said(
+    tmp_path: Path, closed_port: int, at: str, unreached: list[str]
+) -> None:
+    found = seen(tmp_path, database_url=f"postgresql://{at.format(port=closed_port)}").unreached
+    assert [one.address for one in found] == [one.format(port=closed_port) for one in unreached]
 
 
 @pytest.mark.provokes("data-dir-unusable")

@@ -5,11 +5,13 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.control.findings.finding import MOST_OF_A_KIND
+from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.gateway.cluster.diagnostics import stuck_tasks
+from gpubroker_server.gateway.cluster.diagnostics import longest_waiting, stuck_task
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.ports.backends import Trouble
 
@@ -20,6 +22,12 @@ from tests.gateway.harness import Client, Gateway
 async def diagnosed(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = (await client.get("/diagnostics")).json()["items"]
     return found
+
+
+def stuck_tasks(gateway: Gateway, waited_seconds: float = 601.0) -> list[StuckTask]:
+    waiting = longest_waiting(gateway.world, Instant(NOW + waited_seconds), lambda tenant: True)
+    found = (stuck_task(task, gateway.world, gateway.policy) for task in waiting)
+    return [one for one in found if one is not None]
 
 
 async def test_a_fleet_that_works_has_no_findings(api: Client) -> None:
@@ -50,6 +58,20 @@ async def test_findings_about_tasks_of_others_are_for_admins(gateway: Gateway) -
     assert [one["kind"] for one in await diagnosed(gateway.admin)] == ["gpu-held-unasked"]
     assert await diagnosed(operator) == []
     assert (await (await gateway.client("p", "tasks:read")).get("/diagnostics")).status_code == 403
+
+
+async def test_a_tenant_is_told_of_its_own_tasks_however_much_is_wrong_with_those_of_others(
+    gateway: Gateway,
+) -> None:
+    acme = await gateway.client("a", tenant="acme")
+    zeta = await gateway.client("z", "tasks:read", "tasks:write", "cluster:read", tenant="zeta")
+    for _ in range(MOST_OF_A_KIND):
+        await gateway.admit(await acme.submit(resources={"gpu_mb": 1024}))
+    await gateway.admit(await zeta.submit(resources={"gpu_mb": 1024}, name="mine"))
+    gateway.fleet = FleetSeen(idle=(Idle(key("gpu0"), 0.01, Instant(NOW)),))
+    gateway.clock.advance(400.0)
+    assert [one["subject"] for one in await diagnosed(zeta)] == ["n1/gpu0 mine"]
+    assert len(await diagnosed(gateway.admin)) == MOST_OF_A_KIND
 
 
 async def test_the_worst_is_first_and_what_is_not_dated_is_as_old_as_its_first_answer(
@@ -129,19 +151,28 @@ async def test_it_says_why_no_open_node_can_run_a_task(
         world.add_node(a_node(name, ready=False))
         world.add_device(a_device("gpu0", name))
     world.add_task(a_task("t", **fields))
-    [found] = stuck_tasks(world, gateway.policy, Instant(NOW + 601.0))
+    [found] = stuck_tasks(gateway)
     assert said in found.why
     assert found.remedy == "gpubroker explain t"
-    assert list(stuck_tasks(world, gateway.policy, Instant(NOW + 599.0))) == []
+    assert stuck_tasks(gateway, 599.0) == []
+
+
+async def test_a_task_that_cannot_start_is_found_behind_others_that_have_waited_longer_and_can(
+    gateway: Gateway,
+) -> None:
+    for number in range(5):
+        gateway.world.add_task(a_task(f"t{number}", gpu_mb=GIB + number, submitted_at=Instant(NOW - 10.0)))
+    gateway.world.add_task(a_task("stuck", gpu_mb=90 * GIB))
+    assert [one.task.id for one in stuck_tasks(gateway)] == ["stuck"]
 
 
 async def test_a_full_disk_keeps_a_task_waiting_until_there_is_room(gateway: Gateway) -> None:
     gateway.world.full_disks[NodeName("n1")] = "/data"
     gateway.world.add_task(a_task("t", gpu_mb=GIB))
-    [found] = stuck_tasks(gateway.world, gateway.policy, Instant(NOW + 601.0))
+    [found] = stuck_tasks(gateway)
     assert found.why == "it fits on n1, which has a full disk (/data)"
     gateway.world.full_disks.clear()
-    assert list(stuck_tasks(gateway.world, gateway.policy, Instant(NOW + 601.0))) == []
+    assert stuck_tasks(gateway) == []
 
 
 async def test_a_model_server_that_does_not_answer_is_found(gateway: Gateway) -> None:

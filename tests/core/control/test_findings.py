@@ -1,6 +1,12 @@
 """Findings are remembered as long as they are found."""
 
-from gpubroker_server.core.control.findings.finding import Finding, Severity, remember
+from gpubroker_server.core.control.findings.finding import (
+    MOST_OF_A_KIND,
+    Finding,
+    Severity,
+    first_of_each_kind,
+    remember,
+)
 from gpubroker_server.core.domain.units import Instant
 
 
@@ -24,3 +30,8 @@ def test_the_worst_comes_first() -> None:
         {}, [a_finding("n", Severity.NOTE), a_finding("w"), a_finding("c", Severity.CRITICAL)], Instant(0.0)
     )
     assert [one.kind for one in found] == ["c", "w", "n"]
+
+
+def test_what_is_wrong_everywhere_is_not_said_of_each() -> None:
+    found = [a_finding("a")] * 100 + [a_finding("b")]
+    assert first_of_each_kind(found) == [a_finding("a")] * MOST_OF_A_KIND + [a_finding("b")]

@@ -55,6 +55,17 @@ def test_what_is_wrong_is_one_finding(changes: dict[str, object], kind: str, sub
     assert found.remedy
 
 
+def test_the_newer_release_is_the_one_to_install() -> None:
+    [found] = about_machine(WELL._replace(versions={"gpubroker": "0.10.0", "gpubroker-server": "0.9.0"}))
+    assert found.remedy == "pip install 'gpubroker==0.10.0' 'gpubroker-server==0.10.0'"
+
+
+def test_a_local_head_that_keeps_its_files_in_tmp_needs_room_there() -> None:
+    """It does not look at RAY_TMPDIR."""
+    [found] = about_machine(WELL._replace(ray_temp=DiskRoom("/tmp", 100 * GIB, GIB)))
+    assert found.remedy.startswith("make room on /tmp; a Ray of your own")
+
+
 @pytest.mark.parametrize(("has_started", "severity"), [(True, Severity.WARNING), (False, Severity.NOTE)])
 def test_a_service_that_never_ran_here_is_not_missed(has_started: bool, severity: Severity) -> None:
     assert unreachable_service("no answer", has_started=has_started).severity is severity

@@ -7,6 +7,7 @@ of the log.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import psycopg
@@ -23,10 +24,12 @@ from gpubroker_server.adapters.sql.connections import (
 )
 from gpubroker_server.adapters.sql.session import (
     POSTGRES,
+    SETTING,
     Collided,
     CommitUnknown,
     ConnectionLost,
     ConstraintFailed,
+    DatabaseRefused,
     Found,
     GuardMissed,
     Row,
@@ -101,6 +104,19 @@ def _escaped(text: str) -> str:
     for character, name in (("\\", "\\"), ("\n", "n"), ("\t", "t"), ("\r", "r")):
         text = text.replace(character, "\\" + name)
     return text
+
+
+def server_addresses(url: str) -> list[tuple[str, int]]:
+    """(host, port) of each server that it names, without sockets in files. Raises DatabaseRefused."""
+    try:
+        found = psycopg.conninfo.conninfo_to_dict(url)
+        hosts, ports = (str(found.get(name, "")).split(",") for name in ("host", "port"))
+        named = [(host, int(port or 5432)) for host, port in zip(hosts, cycle(ports), strict=False)]
+    except (psycopg.ProgrammingError, ValueError):
+        raise DatabaseRefused(
+            f"{SETTING} is not an address of PostgreSQL; write postgresql://user@host:port/database"
+        ) from None
+    return [(host, port) for host, port in named if host and not host.startswith("/")]
 
 
 def term_session(url: str, *, pooled: bool) -> "PostgresSession":

@@ -17,6 +17,8 @@ from gpubroker.cluster.fleet import Finding as FoundByDoctor
 from gpubroker.errors import BrokerError
 
 from gpubroker_server.adapters.ray.head.raylet import raylet_socket
+from gpubroker_server.adapters.sql.postgres import server_addresses
+from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.bootstrap.diagnosis.health import health_at
 from gpubroker_server.bootstrap.start_checks import OTHER_FILES, port_owner
 from gpubroker_server.core.control.findings.finding import Finding, Severity
@@ -111,18 +113,23 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def _unreached(settings: Settings) -> Iterator[Unreached]:
-    for setting, host, port in _addresses(settings):
+    addresses = list(_addresses(settings))
+    if settings.database.startswith("postgresql"):
+        try:
+            addresses += [("database_url", *address) for address in server_addresses(settings.database)]
+        except DatabaseRefused as refused:
+            yield Unreached("database_url", "PostgreSQL", str(refused))
+    for setting, host, port in addresses:
         try:
             socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
         except OSError as fault:
             yield Unreached(setting, f"{host}:{port}", fault.strerror or str(fault))
+        except UnicodeError:
+            yield Unreached(setting, f"{host}:{port}", "it is not a host name")
 
 
 def _addresses(settings: Settings) -> Iterator[tuple[str, str, int]]:
-    """(setting, host, port) of what the service connects to."""
-    database = urlsplit(settings.database)
-    if database.scheme.startswith("postgresql") and database.hostname:
-        yield "database_url", database.hostname, database.port or 5432
+    """(setting, host, port) of what the service connects to, besides the database."""
     if settings.engine == "ray" and settings.ray.address:
         host, _, port = settings.ray.address.rpartition(":")
         yield "ray.address", host.strip("[]"), int(port)

@@ -1,6 +1,7 @@
 """What is wrong with the fleet, and what to do about it."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from fastapi import Response
@@ -8,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
-from gpubroker_server.core.control.findings.finding import Finding, remember
+from gpubroker_server.core.control.findings.finding import Finding, first_of_each_kind, remember
 from gpubroker_server.core.control.findings.parts import ServerWay
 from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
@@ -29,7 +30,7 @@ resource = Resource("cluster")
 
 WAITED_SECONDS = Seconds(600.0)
 """What keeps a task waiting may be mended before."""
-MOST_JUDGED = 3
+MOST_JUDGED = 50
 """Demands of which one task is judged; each takes some milliseconds with a thousand devices."""
 
 
@@ -57,29 +58,33 @@ async def list_diagnostics(call: Call, parts: Parts) -> Response:
     without the scope `admin`. What is wrong in more than 20 places is listed for the first 20.
     """
     async with parts.diagnoses.slot():
-        found = diagnose_now(parts)
-        view: Diagnostics = {
-            **parts.freshness.last_seen(),
-            "items": [_view(one) for one in found if not one.tenant or call.identity.may_see(one.tenant)],
-        }
+        may_see = call.identity.may_see
+        found = await _diagnose(parts, may_see)
+        seen = first_of_each_kind(one for one in found if not one.tenant or may_see(one.tenant))
+        view: Diagnostics = {**parts.freshness.last_seen(), "items": [_view(one) for one in seen]}
         return answer(view)
 
 
-def diagnose_now(parts: Parts) -> list[Finding]:
-    """Also remembers when each finding was first seen."""
+async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Finding]:
+    """Also remembers when each finding was first seen. `may_see`: of which tenants tasks are judged."""
+    stuck = []
+    for task in longest_waiting(parts.world, parts.clock.now(), may_see):
+        if (found := stuck_task(task, parts.world, parts.policy)) is not None:
+            stuck.append(found)
+        await asyncio.sleep(0)
     leader, now, world = parts.leadership.leader(), parts.clock.now(), parts.world
     known = FleetKnown(
         parts.leadership.executor_status(),
         leader is not None,
         FleetSeen() if leader is None or leader.fleet is None else leader.fleet,
         [*_servers_down(parts)],
-        [*stuck_tasks(world, parts.policy, now)],
+        stuck,
         parts.freshness.last_seen()["age_seconds"],
         parts.freshness.is_stale,
         parts.disk_full(),
     )
-    found = list(diagnose_fleet(world, parts.policy, known, now))
-    dated, first_seen = remember(parts.first_seen, found, now)
+    findings = list(diagnose_fleet(world, parts.policy, known, now))
+    dated, first_seen = remember(parts.first_seen, findings, now)
     parts.first_seen.clear()
     parts.first_seen.update(first_seen)
     return dated
@@ -92,20 +97,18 @@ def _servers_down(parts: Parts) -> Iterator[ServerWay]:
                 yield ServerWay(server.name, way.protocol, way.breaker.fault, not server.is_up)
 
 
-def stuck_tasks(world: World, policy: Policy, now: Instant) -> Iterator[StuckTask]:
-    """Of the demands that have waited longest, those of which no task can start on the open nodes."""
+def stuck_task(task: Task, world: World, policy: Policy) -> StuckTask | None:
+    """If nothing but a change will start it on the open nodes."""
     nodes = [node for node in world.nodes.values() if not _why_closed(world, node)]
     devices = [world.ledgers[key].device for node in nodes for key in world.by_node.get(node.name, ())]
-    for task in _longest_waiting(world, now):
-        refusal = check_demand(task.demand, devices, nodes, policy)
-        if nodes and refusal is None:
-            continue
-        if len(nodes) < len(world.nodes):
-            refusal = check_task(task, world, policy)
-        if refusal is not None:
-            yield StuckTask(task, refusal.message, f"gpubroker explain {task.id}")
-        else:
-            yield _closed_out(world, task, policy)
+    refusal = check_demand(task.demand, devices, nodes, policy)
+    if nodes and refusal is None:
+        return None
+    if len(nodes) < len(world.nodes):
+        refusal = check_task(task, world, policy)
+    if refusal is not None:
+        return StuckTask(task, refusal.message, f"gpubroker explain {task.id}")
+    return _closed_out(world, task, policy)
 
 
 def _closed_out(world: World, task: Task, policy: Policy) -> StuckTask:
@@ -128,11 +131,12 @@ def _why_closed(world: World, node: Node) -> str:
     return "" if node.ready else "does not answer"
 
 
-def _longest_waiting(world: World, now: Instant) -> list[Task]:
+def longest_waiting(world: World, now: Instant, may_see: Callable[[str], bool]) -> list[Task]:
+    """One of each demand; of the tenants that the caller may see."""
     first: dict[Demand, Member] = {}
     for group in world.queue.groups.values():
         oldest = group.member(0)
-        if now - oldest[0] >= WAITED_SECONDS:
+        if now - oldest[0] >= WAITED_SECONDS and may_see(group.tenant):
             first[group.demand] = min(oldest, first.get(group.demand, oldest))
     return [world.tasks[task] for _, task in sorted(first.values())[:MOST_JUDGED]]
 

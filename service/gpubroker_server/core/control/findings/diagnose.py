@@ -1,7 +1,7 @@
 """All findings about the fleet, from what is known of it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 from gpubroker_server.core.control.findings.finding import Finding
@@ -35,9 +35,6 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
 
-MOST_OF_A_SUBJECT = 20
-"""What is wrong everywhere need not be said of each."""
-
 
 class FleetKnown(NamedTuple):
     """What is known besides the World."""
@@ -54,7 +51,7 @@ class FleetKnown(NamedTuple):
 
 
 def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
-    """In no order; of each subject the first MOST_OF_A_SUBJECT."""
+    """In no order."""
     period = policy.sample_period_seconds
     samples = [seen for seen in world.node_samples.values() if not seen.is_stale(now, period)]
     agents: Mapping[str, Mapping[str, Any]] = known.executor.get("agents") or {}
@@ -79,5 +76,4 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         clocks_apart(agents),
         versions_apart(agents),
     )
-    for findings in (*of_parts, *of_fleet):
-        yield from islice(findings, MOST_OF_A_SUBJECT)
+    return chain(*of_parts, *of_fleet)

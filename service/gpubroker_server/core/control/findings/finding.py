@@ -1,10 +1,14 @@
 """What is wrong with the fleet: findings, each with its cause, its evidence and a remedy."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from gpubroker_server.core.domain.units import Instant
+
+MOST_OF_A_KIND = 20
+"""What is wrong everywhere need not be said of each."""
 
 
 class Severity(StrEnum):
@@ -51,3 +55,13 @@ def remember(
     dated = [replace(one, first_seen=after[one.about]) for one in found]
     dated.sort(key=lambda one: (order.index(one.severity), one.first_seen, one.kind, one.subject))
     return dated, after
+
+
+def first_of_each_kind(found: Iterable[Finding]) -> list[Finding]:
+    """MOST_OF_A_KIND at most; of those that the caller may see."""
+    kept, count = [], Counter[str]()
+    for one in found:
+        count[one.kind] += 1
+        if count[one.kind] <= MOST_OF_A_KIND:
+            kept.append(one)
+    return kept

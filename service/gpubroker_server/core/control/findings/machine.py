@@ -1,5 +1,6 @@
 """The machine on which `gpubroker doctor` runs, with or without a service."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -122,7 +123,11 @@ def _ray_temp(place: DiskRoom | None) -> Iterator[Finding]:
             f"Paths of Ray's sockets below {place.path} have {length} bytes, more than {SOCKET_PATH_BYTES}."
         )
         yield _critical("ray-path-too-long", place.path, cause, "export RAY_TMPDIR=/tmp")
-    yield from _room("ray-disk-full", place, "export RAY_TMPDIR to a disk with room, or make some")
+    yield from _room(
+        "ray-disk-full",
+        place,
+        f"make room on {place.path}; a Ray of your own may keep it elsewhere: RAY_TMPDIR",
+    )
 
 
 def _data_dir(seen: MachineSeen) -> Iterator[Finding]:
@@ -149,7 +154,8 @@ def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
     ours = {versions[name] for name in ("gpubroker", "gpubroker-server") if name in versions}
     if len(ours) > 1:
         cause = f"gpubroker and gpubroker-server are of different releases: {', '.join(sorted(ours))}."
-        remedy = f"pip install 'gpubroker=={max(ours)}' 'gpubroker-server=={max(ours)}'"
+        newest = max(ours, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
+        remedy = f"pip install 'gpubroker=={newest}' 'gpubroker-server=={newest}'"
         yield _warning("releases-differ", "gpubroker", cause, remedy, dict(versions))
 
 
