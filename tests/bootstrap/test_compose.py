@@ -7,6 +7,7 @@ import pytest
 from gpubroker_server.adapters.ray.options import AgentConfig, RayOptions
 from gpubroker_server.bootstrap.compose import (
     defaults_of,
+    host_use,
     inventory_rules_of,
     policy_of,
     ray_options_of,
@@ -159,3 +160,14 @@ def test_each_agent_is_told_which_directories_to_watch() -> None:
     config = options.agent_config("")
     assert AgentConfig.from_json(config.to_json()) == config
     assert config.watched_directories == ("/data", "/scratch")
+
+
+def test_a_directory_that_cannot_be_measured_hides_neither_the_other_ones_nor_the_memory(
+    tmp_path: Path,
+) -> None:
+    bad = tmp_path / ("x" * 300)  # its name is too long: an OSError, as of a file system that fails
+    for directories in ((bad, tmp_path), (tmp_path / "none", tmp_path)):
+        use = host_use(directories)
+        assert use.disk_percent is not None
+        assert use.memory_percent is not None
+    assert host_use([bad]).disk_percent is None

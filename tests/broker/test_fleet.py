@@ -1,6 +1,7 @@
 """Fleet control in a leader: what it finds holds background work back, and is in the log."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,9 +16,9 @@ from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Loaded, NodeLost
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import CommitVerdict
+from gpubroker_server.ports.store import CommitVerdict, StoreUnavailable
 
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB, a_task, holding
@@ -112,23 +113,52 @@ async def test_what_it_finds_is_in_the_log_and_published(tmp_path: Path) -> None
         assert told == {"fleet.BACKPRESSURE_ACTIVATED": 2}
 
 
-async def test_how_long_admissions_take_is_what_the_last_one_had_waited(tmp_path: Path) -> None:
+async def test_a_file_system_that_hangs_delays_no_look_and_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules(thresholds={"disk_percent": Threshold(90.0, 80.0)})
+        await stage.lead()
+        fleet, answers, asked = stage.leader.fleet, threading.Event(), []
+        assert fleet is not None
+
+        def hang() -> HostUse:
+            asked.append(1)
+            answers.wait()
+            return HostUse(95.0, None)
+
+        monkeypatch.setattr(fleet, "_host_use", hang)
+        monkeypatch.setattr("gpubroker_server.broker.fleet.ANSWER_SECONDS", 0.01)
+        try:
+            for _ in range(2):
+                await look(stage)
+            assert (fleet.seen.pressures, len(asked)) == ((), 1)
+        finally:
+            answers.set()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not fleet.seen.pressures:
+                await look(stage)
+
+
+async def test_how_long_admissions_take_is_what_the_oldest_waits_until_it_starts(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         stage.fleet_rules = FleetRules(thresholds={"admission_seconds": Threshold(2.5, 0.5)})
         await stage.lead()
         for name in ("first", "second"):
             await stage.submit(name, seconds=1.0, gpu_mb=20 * GIB)
-        third = await stage.submit("third", seconds=60.0, gpu_mb=20 * GIB)
+        third = await stage.submit("third", seconds=1.0, gpu_mb=20 * GIB)
         await stage.submit("held", held=True)
+        await stage.turns_until("second", TaskState.RUNNING)
         await look(stage)
         fleet = stage.leader.fleet
         assert fleet is not None
         assert fleet.seen.pressures == ()
-        await look(stage, 8.0)
-        while not stage.world.tasks[third.id].is_active:
-            await stage.turn()
+        stage.clock.time = Instant(stage.clock.time + 8.0)
+        await fleet.look()  # before a cycle: the third one waits still
+        assert [(one.name, one.value) for one in fleet.seen.pressures] == [("admission_seconds", 10.0)]
+        await stage.turns_until(third.id, TaskState.RUNNING)
         await look(stage)
-        assert [one.name for one in fleet.seen.pressures] == ["admission_seconds"]
+        assert fleet.seen.pressures == ()
 
 
 async def test_news_are_told_until_they_are_committed(tmp_path: Path) -> None:
@@ -146,13 +176,40 @@ async def test_news_are_told_until_they_are_committed(tmp_path: Path) -> None:
         assert fleet.take() == []
 
 
-async def three_lack_memory(stage: Stage) -> None:
+async def test_what_was_committed_before_the_database_went_away_is_counted_and_told_once(
+    tmp_path: Path,
+) -> None:
+    async with a_stage(tmp_path) as stage:
+        high = Threshold(90.0, 80.0)
+        stage.fleet_rules = FleetRules(thresholds={"disk_percent": high, "host_memory_percent": high})
+        await stage.lead()
+        fleet, told = stage.leader.fleet, list[Event]()
+        assert fleet is not None
+        stage.store.listen(told.extend)
+        stage.host = HostUse(95.0, 95.0)
+        await fleet.look()
+        stage.memory.until_away = 1
+        with pytest.raises(StoreUnavailable):
+            await stage.leader.cycle()
+        stage.memory.come_back()
+        await stage.leader.cycle()
+        assert [one.key for one in told if one.kind.startswith("fleet.")] == [
+            "disk_percent", "host_memory_percent",
+        ]  # fmt: skip
+        with pytest.raises(StoreUnavailable):
+            await three_lack_memory(stage, until_away=1)
+        stage.memory.come_back()
+        await look(stage)
+        assert [one.times for one in fleet.seen.memory_failures] == [3]
+
+
+async def three_lack_memory(stage: Stage, until_away: int | None = None) -> None:
     full = Failure("exception", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     for id in "abc":
         await stage.submit(id, name="train", seconds=1e6, gpu_mb=GIB)
     for id in "abc":
         await stage.turns_until(id, TaskState.RUNNING)
-    now = stage.clock.now()
+    now, stage.memory.until_away = stage.clock.now(), until_away
     await stage.hear(*(Ended(TaskId(id), Fence(1), now, Ending.FAILED, failure=full) for id in "abc"))
 
 

@@ -378,5 +378,12 @@ def _thresholds(watched: Mapping[str, ThresholdSettings | None], whole: float = 
 
 def host_use(directories: Iterable[Path]) -> HostUse:
     """Blocks while a file system does not answer."""
-    disks = (psutil.disk_usage(str(path)).percent for path in directories if path.exists())
+    disks = (used for path in directories if (used := _disk_percent(path)) is not None)
     return HostUse(max(disks, default=None), psutil.virtual_memory().percent)
+
+
+def _disk_percent(directory: Path) -> float | None:
+    try:
+        return psutil.disk_usage(str(directory)).percent
+    except OSError:  # it is not there (yet), or its file system fails
+        return None

@@ -54,8 +54,10 @@ class Committer:
         dispatcher: Dispatcher,
         wake: Callable[[], None],
         hear: Callable[[Sequence[Report]], None],
+        committed: Callable[[Sequence[Decision]], None],
     ) -> None:
-        """`wake` asks for another cycle; `hear` receives reports about starts that could not be sent."""
+        """`wake` asks for another cycle; `hear` receives reports about starts that could not be sent;
+        `committed`, what was committed, also when the rest of it was not."""
         self._leader_term = leader_term
         self._ticks = ticks
         self._world = world
@@ -63,6 +65,7 @@ class Committer:
         self._dispatcher = dispatcher
         self._wake = wake
         self._hear = hear
+        self._committed = committed
         self._undispatched: list[Decision] = []
         """Committed, but their orders were not sent yet."""
         self._began_at: float | None = None
@@ -138,11 +141,12 @@ class Committer:
         return verdicts
 
     def _note(self, decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> None:
-        accepted = {d.subject for d, v in zip(decisions, verdicts, strict=True) if v is COMMITTED}
+        committed = [d for d, v in zip(decisions, verdicts, strict=True) if v is COMMITTED]
+        self._undispatched += committed
+        self._committed(committed)
+        accepted = {decision.subject for decision in committed}
         for decision, verdict in zip(decisions, verdicts, strict=True):
-            if verdict is COMMITTED:
-                self._undispatched.append(decision)
-            elif decision.subject not in accepted and verdict is not CommitVerdict.UNAVAILABLE:
+            if decision.subject not in accepted and verdict is not CommitVerdict.UNAVAILABLE:
                 self._refused.add(decision.subject)
             if verdict in _REJECTED:
                 log.error(

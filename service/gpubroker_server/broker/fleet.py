@@ -7,13 +7,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from gpubroker_server.core.control.backpressure import longest_wait_seconds
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice
 from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
-from gpubroker_server.core.domain.units import Seconds, TaskId
+from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -37,6 +38,10 @@ COUNTED = (
     "worker.left",
 )
 """Kinds of events about the health of the fleet, in the order of their names."""
+
+
+ANSWER_SECONDS = 2.0
+"""A look waits no longer for the disks of this machine, and goes without them."""
 
 
 class HostUse(NamedTuple):
@@ -65,9 +70,10 @@ class FleetKeeper:
         self._policy = policy
         self._clock = clock
         self._host_use = host_use
+        self._asked: asyncio.Future[HostUse] | None = None
+        """Until it is answered."""
         self._commit_seconds = commit_seconds
-        self._admission_seconds: float | None = None
-        """How long the task waited that was admitted last."""
+        self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []
         self._room: BackgroundRoom | None = None
         """Of the last look, until a cycle takes it over."""
@@ -98,7 +104,12 @@ class FleetKeeper:
         self._step(await self._ask())
 
     async def _ask(self) -> HostUse:
-        host = await asyncio.to_thread(self._host_use)
+        if self._asked is None:
+            self._asked = asyncio.ensure_future(asyncio.to_thread(self._host_use))
+        done, _ = await asyncio.wait([self._asked], timeout=ANSWER_SECONDS)
+        host = HostUse(None, None)
+        if done:
+            host, self._asked = self._asked.result(), None
         now = self._clock.now()
         if self._control.is_idle_check_due(now):
             with suppress(StoreUnavailable):  # the last ones go on to hold
@@ -108,7 +119,7 @@ class FleetKeeper:
 
     def _step(self, host: HostUse) -> None:
         now = self._clock.now()
-        self._news += self._control.step(self._world, self._pressures(host), now)
+        self._news += self._control.step(self._world, self._pressures(host, now), now)
         self._news += self._throughput.follow(now)
         self._room = background_room(self._world, self._policy, self.seen.background_mb)
 
@@ -121,11 +132,13 @@ class FleetKeeper:
         return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news]
 
     def told(self, decisions: Sequence[Decision]) -> None:
-        """These are committed."""
-        del self._news[: len(decisions)]
+        """These are committed, or refused for good."""
+        told = {id(notice) for one in decisions for notice in one.notices}
+        self._news = [notice for notice in self._news if id(notice) not in told]
 
     def on_committed(self, decisions: Sequence[Decision]) -> None:
-        """What became of reports."""
+        """Its own news, and what became of reports."""
+        self.told(decisions)
         self._control.memory_failures.note(decisions)
         self._throughput.done[ITEMS] += sum(page.count for one in decisions for page in one.items)
 
@@ -157,14 +170,12 @@ class FleetKeeper:
                 self._control.loads.pop(task.id, None)
             if what == Move.SUBMITTED:
                 self._control.fill.note(task, is_new=True)
-            elif what == Move.ADMITTED and task.admitted_at is not None:
-                self._admission_seconds = Seconds(task.admitted_at - task.queued_at)
 
-    def _pressures(self, host: HostUse) -> Mapping[str, float | None]:
+    def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:
         pending = self._world.pending
         return {
             "queue_length": float(pending.total()),
-            "admission_seconds": self._admission_seconds if pending else 0.0,
+            "admission_seconds": longest_wait_seconds(self._world, now) if self._watches_admission else None,
             "store_seconds": self._commit_seconds(),
             "disk_percent": host.disk_percent,
             "host_memory_percent": host.memory_percent,

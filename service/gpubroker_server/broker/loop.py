@@ -96,7 +96,9 @@ class Leader:
         self._timer = CycleTimer()
         self._between_cycles = asyncio.Event()
         wake, hear = self._timer.wake, self._inbox.put
-        self._commits = Committer(leader_term, ticks, world, store, dispatcher, wake, hear)
+        self._commits = Committer(
+            leader_term, ticks, world, store, dispatcher, wake, hear, self._on_committed
+        )
         self.fleet = None if new_fleet is None else new_fleet(self._commits.seconds)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
         self._is_winding_up = False
@@ -239,6 +241,10 @@ class Leader:
         await asyncio.sleep(STORE_RETRY_SECONDS)
         self._timer.wake()
 
+    def _on_committed(self, decisions: Sequence[Decision]) -> None:
+        if self.fleet is not None:
+            self.fleet.on_committed(decisions)
+
     async def _settle_reports(self) -> None:
         """A report stays in the inbox until its consequences are committed. Raises PictureDiverged."""
         left, tries = len(self._inbox), TRIES
@@ -250,9 +256,6 @@ class Leader:
             decisions = await self._observer.on_reports(batch, now, self._arrays)
             self._arrays.begin_commit()
             verdicts = await self._commits.carry_out(decisions)
-            if self.fleet is not None:
-                done = zip(decisions, verdicts, strict=True)
-                self.fleet.on_committed([one for one, verdict in done if verdict is COMMITTED])
             if set(verdicts) <= {COMMITTED}:
                 self._arrays.committed()
             if CommitVerdict.STALE in verdicts:

@@ -68,7 +68,7 @@ class WithUnits(BaseModel):
 
 
 class Section(WithUnits):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SimulatedInstance(Section):
@@ -203,7 +203,7 @@ class PolicySettings(Section):
     maximum: MaximumSettings = MaximumSettings()
     tenants: dict[str, TenantSettings] = {}
     usage_half_life_seconds: Annotated[float, Field(gt=0)] = 86_400.0
-    streams: dict[str, Annotated[float, Field(gt=0)]] = {}
+    streams: dict[str, Annotated[float, Field(ge=1e-6, le=1e6)]] = {}
     min_run_seconds: Annotated[float, Field(ge=0)] = 0.0
 
     @field_validator("tenants")

@@ -2,8 +2,11 @@
 
 import pytest
 from gpubroker_server.core.control.alarm import Alarm, Threshold
-from gpubroker_server.core.control.backpressure import closed_below, follow
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.control.backpressure import closed_below, follow, longest_wait_seconds
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds
+
+from tests.builders import NOW, a_task, a_world
 
 THRESHOLDS = {"queue_length": Threshold(100.0, 80.0), "queue:*": Threshold(10.0, 5.0)}
 
@@ -23,6 +26,24 @@ def test_each_value_has_its_threshold_and_tenants_share_one() -> None:
 def test_higher_bands_are_refused_later_and_critical_work_never_is(seconds: float, below: int) -> None:
     alarm = Alarm(True, Instant(100.0))
     assert closed_below(alarm, Instant(100.0 + seconds), Seconds(30.0)) == below
+
+
+def test_the_longest_wait_is_of_a_task_above_background_that_only_its_turn_keeps_waiting() -> None:
+    def longest(*tasks: Task) -> float:
+        world, now = a_world(*tasks), Instant(NOW + 100.0)
+        world.enter_due(now)
+        return longest_wait_seconds(world, now)
+
+    assert longest() == 0.0
+    recent = a_task("recent", submitted_at=Instant(NOW + 90.0))
+    assert longest(recent) == 10.0
+    others = (
+        a_task("background", priority=39), a_task("held", held=True), a_task("later", not_before=NOW + 60.0),
+        a_task("preempted", version=5, fence=Fence(1)),
+    )  # fmt: skip
+    assert longest(*others) == 0.0
+    assert longest(*others, recent) == 10.0
+    assert longest(recent, a_task("urgent", priority=99)) == 100.0
 
 
 def test_without_a_pace_all_but_critical_work_is_refused_at_once() -> None:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from gpubroker_server.core.control.alarm import Alarm, Threshold
 from gpubroker_server.core.domain.policy import BANDS
 from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.world.background import BACKGROUND_TOP
+from gpubroker_server.core.world.world import World
 
 BANDS_AT_FIRST = 2
 """The lowest bands, idle and background, are refused at once; each higher one a while later."""
@@ -61,3 +63,16 @@ def closed_below(alarm: Alarm, now: Instant, next_band_seconds: Seconds) -> int:
     longer = int(max(0.0, now - alarm.since) / next_band_seconds) if next_band_seconds else len(BANDS)
     closed = min(len(BANDS) - NEVER_REFUSED, BANDS_AT_FIRST + longer)
     return BANDS[-closed - 1][1]
+
+
+def longest_wait_seconds(world: World, now: Instant) -> Seconds:
+    """Of the tasks above background that have waited for nothing but their turn: how long the oldest has.
+    Others were held, had a time or other tasks to wait for, or have run: nothing says since when it is their
+    turn that they wait for."""
+    since = now
+    for group in world.queue.groups.values():
+        if group.priority > BACKGROUND_TOP:
+            rows = (world.tasks[task] for _, task in group)
+            turns = (row.submitted_at for row in rows if row.version == 1 and row.not_before is None)
+            since = min(since, next(turns, now))
+    return Seconds(now - since)

@@ -60,7 +60,7 @@ class DrawnView(TypedDict):
 
 
 class PutStream(Body):
-    curriculum: Annotated[float, Field(gt=0, le=1e6, description="Its weight, before what signals say.")]
+    curriculum: Annotated[float, Field(ge=1e-6, le=1e6, description="Its weight, before what signals say.")]
     reason: Because = ""
 
 
