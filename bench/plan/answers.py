@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
@@ -105,6 +106,9 @@ class KnownLeader:
     forecasts_now: Sequence[Forecast]
 
     def leader(self) -> LeaderSeen | None:
+        return None
+
+    def last_fleet(self) -> FleetSeen | None:
         return None
 
     def executor_status(self) -> Mapping[str, Any]:

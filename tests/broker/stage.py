@@ -17,7 +17,7 @@ from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher
 from gpubroker_server.broker.observe import Observer
-from gpubroker_server.core.control.fleet import FleetRules
+from gpubroker_server.core.control.fleet import FleetRules, FleetSeen
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
@@ -157,6 +157,7 @@ class Stage:
         self.policy = Policy(**policy)
         self.fleet_rules = FleetRules()
         """Of a leader that begins from now on."""
+        self.fleet_before: FleetSeen | None = None
         self.host = HostUse(10.0, 20.0)
         self.entrypoints: tuple[str, ...] = ("m:*",)
         """What a leader allows that begins from now on."""
@@ -180,7 +181,8 @@ class Stage:
         def fleet(commit_seconds: Callable[[], float]) -> FleetKeeper:
             rules, host = self.fleet_rules, lambda: self.host
             clock, store = self.clock, self.store
-            return FleetKeeper(rules, self.world, self.policy, clock, host, commit_seconds, store)
+            before, policy = self.fleet_before, self.policy
+            return FleetKeeper(rules, self.world, policy, clock, host, commit_seconds, store, before)
 
         rules = InventoryRules("test", Mib(0))
         return Leader(

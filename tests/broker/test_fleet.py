@@ -9,7 +9,8 @@ from typing import Literal
 import pytest
 from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.control.alarm import Threshold
-from gpubroker_server.core.control.fleet import FleetRules
+from gpubroker_server.core.control.backpressure import Pressure
+from gpubroker_server.core.control.fleet import FleetRules, FleetSeen
 from gpubroker_server.core.control.memory_failures import memory_of
 from gpubroker_server.core.control.targets import FleetTarget, Measure
 from gpubroker_server.core.control.throughput import ThroughputRules
@@ -158,6 +159,22 @@ async def test_how_long_admissions_take_is_what_the_oldest_waits_until_it_starts
         assert [(one.name, one.value) for one in fleet.seen.pressures] == [("admission_seconds", 10.0)]
         await stage.turns_until(third.id, TaskState.RUNNING)
         await look(stage)
+        assert fleet.seen.pressures == ()
+
+
+async def test_pressure_of_a_tenant_whose_queue_is_empty_since_the_last_leader_is_released(
+    tmp_path: Path,
+) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules(thresholds={"queue:*": Threshold(2.0, 1.0)})
+        stage.fleet_before = FleetSeen(
+            pressures=(Pressure("queue:gone", stage.clock.now(), 2.0, 2.0, 40, Seconds(30.0)),)
+        )
+        await stage.lead()
+        await look(stage)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        assert fleet.seen.events["fleet.BACKPRESSURE_RELEASED"] == 1
         assert fleet.seen.pressures == ()
 
 

@@ -200,6 +200,11 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         assert seen.world.background.is_closed(NodeName("n1"))
         assert seen.world.queue.stream_weights == {"a": 2.0}
         assert seen.world.node_samples == {"n1": NODE_SAMPLE}
+        await one.publish(term, 2, LastValues(leader=replace(said, at=Instant(1.0))))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while gateway.leader() is not None:  # noqa: ASYNC110  # what is no event is looked for
+                await asyncio.sleep(0.01)
+        assert gateway.last_fleet() == fleet
         hearing.cancel()
         await asyncio.wait([hearing])
 

@@ -144,6 +144,9 @@ class Gateway:
     def executor_status(self) -> dict[str, Any]:
         return self.executor
 
+    def last_fleet(self) -> FleetSeen | None:
+        return self.fleet
+
     def paused(self) -> PausedDetection | None:
         return self.paused_nodes
 

@@ -32,6 +32,8 @@ async def test_backpressure_refuses_the_lower_bands_with_a_time_to_try_again(
         assert said in refused["detail"]
     problem(await send(api, [a_body(priority=50), a_body(priority=5)]), 429, "backpressure")
     await api.submit(priority=40)
+    gateway.has_leader = False  # until the next one is known
+    problem(await api.post("/tasks", json=a_body(priority=39)), 429, "backpressure")
     gateway.fleet = FleetSeen()
     await api.submit(priority=5)
 

@@ -46,6 +46,7 @@ from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.broker.task_objects import TaskObjects
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -95,6 +96,8 @@ class BrokerRole:
         self.in_use: Callable[[], frozenset[str]] | None = None
         """Claims on models that the gateway in this process has let go of, if there is one. Gateways of other
         processes say so in the database."""
+        self.last_fleet: Callable[[], FleetSeen | None] = lambda: None
+        """What the last leader made of the fleet, in this process or in another one."""
         self._publisher = Publisher(follower.world, follower.progress, self.seen, store)
         self._slots = SlotDivider(settings.triton.slots, store, follower.clock)
         follower.listen(self._on_events)
@@ -219,7 +222,7 @@ class BrokerRole:
 
     def _new_fleet(self, commit_seconds: Callable[[], float]) -> FleetKeeper:
         rules, disks = fleet_rules_of(self._settings), (self._settings.data_dir, self._settings.objects)
-        return FleetKeeper(
+        keeper = FleetKeeper(
             rules,
             self._follower.world,
             self._policy,
@@ -227,7 +230,10 @@ class BrokerRole:
             partial(host_use, disks),
             commit_seconds,
             self._store,
+            self.last_fleet(),
         )
+        self.last_fleet = lambda: keeper.seen
+        return keeper
 
     def _dispatcher(self) -> Dispatcher:
         clock = self._follower.clock

@@ -11,7 +11,7 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.broker.observe import forget_ended
-from gpubroker_server.core.control.fleet import background_room
+from gpubroker_server.core.control.fleet import FleetSeen, background_room
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -48,6 +48,7 @@ class LeaderStatus:
         if self._broker is not None and self._store.is_shared:
             _, values = await self._store.published(0)
             await self._broker.check_ray(values.leader)
+            self._note(values.leader)
 
     def jobs(self) -> list[Job]:
         if not self._store.is_shared:
@@ -63,6 +64,12 @@ class LeaderStatus:
         if last is None or self._follower.clock.now() - last.at > SILENT_SECONDS:
             return None
         return last
+
+    def last_fleet(self) -> FleetSeen | None:
+        """What the leader makes of the fleet, or what the last one did."""
+        if self._broker is not None:
+            return self._broker.last_fleet()
+        return None if self._published is None else self._published.fleet
 
     def executor_status(self) -> Mapping[str, Any]:
         """Of the leader's executor, else of the one in this process."""
@@ -105,7 +112,7 @@ class LeaderStatus:
         self._heard, values = await self._store.published(self._heard)
         world = self._follower.world
         world.measure(values.samples, values.nodes)
-        self._published = values.leader or self._published
+        self._note(values.leader)
         if values.leader is not None and (fleet := values.leader.fleet) is not None:
             room = background_room(world, self._policy, fleet.background_mb)
             world.control(room, fleet.full_disks, fleet.stream_weights)
@@ -115,6 +122,12 @@ class LeaderStatus:
             row = world.tasks.get(task)
             if row is not None and row.is_active:
                 self._follower.progress[task] = progress
+
+    def _note(self, leader: LeaderSeen | None) -> None:
+        if leader is not None:
+            self._published = leader
+            if self._broker is not None:
+                self._broker.last_fleet = lambda: leader.fleet
 
     async def _keep_forecasting(self) -> None:
         world, clock = self._follower.world, self._follower.clock

@@ -62,9 +62,10 @@ class FleetKeeper:
         host_use: Callable[[], HostUse],
         commit_seconds: Callable[[], float],
         templates: IdleTemplates,
+        before: FleetSeen | None = None,
     ) -> None:
-        """`commit_seconds`: how long commits take now."""
-        self._control = FleetControl(rules, policy)
+        """`commit_seconds`: how long commits take now; `before`: what the last leader published."""
+        self._control = FleetControl(rules, policy, before)
         self._templates = templates
         self._world = world
         self._policy = policy
@@ -179,5 +180,6 @@ class FleetKeeper:
             "store_seconds": self._commit_seconds(),
             "disk_percent": host.disk_percent,
             "host_memory_percent": host.memory_percent,
+            **{one.name: 0.0 for one in self._control.seen.pressures if one.name.startswith("queue:")},
             **{f"queue:{tenant}": float(count) for tenant, count in pending.items()},
         }

@@ -153,7 +153,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     submissions = Submissions(
         store, blobs, parts.secrets, world, parts.ids, clock, rules.defaults, parts.capacity,
         rules.permissions, records, limits.inline_bytes, limits.tenant_pending_tasks,
-        limits.tenant_pending_bytes, release, limits.object_seconds,
+        limits.tenant_pending_bytes, release, limits.object_seconds, leadership.last_fleet,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds, release)
     storage = ObjectStorage(store, blobs, clock, limits)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
-from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.control.idle import Idle, IdleRules
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
 from gpubroker_server.core.domain.decisions import Notice, StreamState
 from gpubroker_server.core.domain.device import DiskSample, FileClass, NodeSample, WatchedRoot
@@ -181,6 +181,34 @@ def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with
     assert control.seen.pressure_values == {"queue:acme": 3.0}
 
 
+def test_the_next_leader_goes_on_with_what_the_last_one_published_and_tells_it_no_second_time() -> None:
+    rules = FleetRules(
+        thresholds={"queue_length": Threshold(10.0, 5.0, Seconds(10.0))},
+        overload={"cpu": Threshold(0.9, 0.8)},
+        disk=DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),)),
+        idle=IdleRules(0.05, Seconds(0.0)),
+    )
+    world, last = a_fleet(), a_control(rules)
+    with_disks(world, NOW, n2=0.9)
+    shows(world, NOW, n1=0.0)
+    world.node_samples[N1] = replace(world.node_samples[N1], cpu=0.95)
+    told = [*last.step(world, {"queue_length": 12.0}, Instant(NOW))]
+    told += last.step(world, {"queue_length": 12.0}, Instant(NOW + 10))
+    assert {one.kind for one in told} == {
+        "fleet.BACKPRESSURE_ACTIVATED", "fleet.DISK_SPACE_LOW", "fleet.NODE_OVERLOADED",
+        "fleet.IDLE_RESOURCE_DETECTED",
+    }  # fmt: skip
+    following = FleetControl(rules, POLICY, last.seen)
+    following.nodes.expect([N1, N2])
+    assert following.seen.pressures == last.seen.pressures
+    assert following.step(world, {"queue_length": 7.0}, Instant(NOW + 11)) == []
+    assert [one.name for one in following.seen.pressures] == ["queue_length"]
+    assert list(following.seen.full_disks) == ["n2"]
+    assert following.step(world, {"queue_length": 4.0}, Instant(NOW + 12)) == []
+    released = following.step(world, {"queue_length": 4.0}, Instant(NOW + 22))
+    assert kinds(released) == [("fleet.BACKPRESSURE_RELEASED", "queue_length")]
+
+
 def with_disks(world: World, at: float, **used: float) -> Instant:
     """By node: the share of its only disk."""
     for name, share in used.items():
@@ -221,6 +249,16 @@ def test_a_disk_that_is_slow_to_answer_keeps_its_level_and_is_told_once() -> Non
     assert list(control.seen.full_disks) == ["n1"]
     heard += control.step(world, {}, with_disks(world, NOW + 4, n1=0.9))
     assert kinds(heard) == [("fleet.DISK_SPACE_LOW", "n1")]
+
+
+def test_a_disk_that_is_missing_for_long_is_gone_and_closes_its_node_no_more() -> None:
+    guard = DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),))
+    world, control = a_fleet(), a_control(FleetRules(disk=guard))
+    control.step(world, {}, with_disks(world, NOW, n1=0.9))
+    for after, closed in ((600, ["n1"]), (602, [])):
+        world.node_samples[N1] = replace(world.node_samples[N1], at=Instant(NOW + after), disks=())
+        control.step(world, {}, Instant(NOW + after))
+        assert list(control.seen.full_disks) == closed
 
 
 def test_a_node_that_is_not_measured_keeps_its_level_until_it_is_gone() -> None:

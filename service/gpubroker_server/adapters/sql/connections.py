@@ -213,7 +213,7 @@ def check_server(url: str, named: str = SETTING) -> None:
             f"{named} is not an address of PostgreSQL; write postgresql://user@host:port/database"
         ) from None
     try:
-        with _connect(url, READER, pooled=True) as connection:
+        with _connect(url, READER, pooled=True, connect_timeout=10) as connection:  # it may be busy
             version = connection.info.server_version
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     except StoreExhausted as short:
@@ -254,7 +254,7 @@ def check_waits_for_standby(url: str) -> None:
 def _connect(url: str, settings: ServerSettings, *, pooled: bool, **more: Any) -> TimedConnection:
     with _telling_shortage():
         connection = TimedConnection.connect(
-            url, autocommit=True, prepare_threshold=None if pooled else 0, **_CONNECTION, **more
+            url, autocommit=True, prepare_threshold=None if pooled else 0, **{**_CONNECTION, **more}
         )
     connection.answer_seconds = settings.answer_seconds
     if not pooled:

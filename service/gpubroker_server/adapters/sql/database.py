@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
-HOLD_SECONDS = 2.0
+HOLD_SECONDS = 4.0
 """So long a start tries to have all its connections. One that was closed counts until the server has ended
 its process, and a start has closed several, or its predecessor has; and a busy server is late."""
 

@@ -71,6 +71,10 @@ FALL = 0.01
 """A disk leaves a level when it is so far below it: one that hovers there is not reported again and again."""
 
 
+GONE_SECONDS = Seconds(600.0)
+"""A disk that is missing for so long in what its node measures is gone: unmounted, or no longer watched."""
+
+
 class DiskStanding(NamedTuple):
     """One watched disk of a node."""
 
@@ -80,6 +84,8 @@ class DiskStanding(NamedTuple):
     level: DiskLevel
     threshold: float
     """Of that level; 0 if it has none."""
+    at: Instant = Instant(0.0)
+    """When it was measured."""
 
 
 def follow_disks(
@@ -95,7 +101,7 @@ def follow_disks(
             if known is not None and known.level > level:
                 level = min(known.level, level_of(share + FALL, rules))
             threshold = (0.0, rules.warn, rules.clean, rules.block)[level]
-            yield DiskStanding(node.name, disk.path, share, level, threshold)
+            yield DiskStanding(node.name, disk.path, share, level, threshold, sample.at)
 
 
 def nodes_to_clean(world: World, guard: DiskGuard, fresh_since: Instant) -> list[NodeName]:

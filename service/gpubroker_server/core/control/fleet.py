@@ -1,5 +1,5 @@
-"""Fleet control: what one leader makes of its measurements, step by step. In its memory only; the next leader
-begins anew."""
+"""Fleet control: what one leader makes of its measurements, step by step. In its memory; the next leader
+goes on with what it published."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,13 @@ from gpubroker_server.core.control.alarm import Alarm, Threshold
 from gpubroker_server.core.control.backpressure import Pressure, closed_below, tenant_of, threshold_name
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
-from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
+from gpubroker_server.core.control.disk_guard import (
+    GONE_SECONDS,
+    DiskGuard,
+    DiskLevel,
+    DiskStanding,
+    follow_disks,
+)
 from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
@@ -103,26 +109,27 @@ class FleetSeen:
 
 
 class FleetControl:
-    def __init__(self, rules: FleetRules, policy: Policy) -> None:
-        self.seen = FleetSeen()
+    def __init__(self, rules: FleetRules, policy: Policy, before: FleetSeen | None = None) -> None:
+        """`before`: what the last leader published."""
+        self.seen = before = FleetSeen() if before is None else before
         self.fill = IdleFill()
         self._rules = rules
         self._policy = policy
         self._standings: dict[FleetTarget, Standing] = {}
         self._constrained: dict[FleetTarget, Alarm] = {}
         self._controls: dict[FleetTarget, Control] = {}
-        self._quiet: dict[str, Quiet] = {}
-        self._idle: list[Idle] = []
+        self._quiet = {one.name: Quiet(one.since, one.utilization) for one in before.idle}
+        self._idle = list(before.idle)
         self._idle_pace = Interval(rules.idle_check_seconds)
         self._filled: dict[str, Instant] = {}
         """When each device or node that had only idle work was last seen so."""
-        self._alarms: dict[str, Alarm] = {}
-        self._disks: dict[tuple[NodeName, str], DiskStanding] = {}
+        self._alarms = {one.name: Alarm(True, one.since) for one in before.pressures}
+        self._disks = {(one.node, one.path): one for one in before.low_disks}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
         self.loads: dict[TaskId, Loaded] = {}
         """What workers of sets last told."""
-        self.nodes = NodeWatch(rules.overload, Seconds(policy.sample_period_seconds))
+        self.nodes = NodeWatch(rules.overload, Seconds(policy.sample_period_seconds), before.overloaded)
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
         """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
@@ -245,14 +252,20 @@ class FleetControl:
                 yield Notice(f"fleet.BACKPRESSURE_{what}", name, about, tenant_of(name))
 
     def _follow_disks(self, world: World, now: Instant) -> Iterator[Notice]:
-        """A disk that is not measured now keeps its level: one that is full may be slow to answer."""
+        """A disk that is not measured now keeps its level: one that is full may be slow to answer.
+        Not for ever, if the rest of its node is measured."""
         before, known = self._disks, world.node_samples
         fresh = [
             (node, known[name])
             for name, node in world.nodes.items()
             if name in known and now - known[name].at <= 3 * self._policy.sample_period_seconds
         ]
-        self._disks = {key: one for key, one in before.items() if key[0] in world.nodes}
+        heard = {node.name for node, _ in fresh}
+        self._disks = {
+            (node, path): one
+            for (node, path), one in before.items()
+            if node in world.nodes and (node not in heard or now - one.at <= GONE_SECONDS)
+        }
         for one in follow_disks(before, self._rules.disk, fresh):
             self._disks[one.node, one.path] = one
             was = before.get((one.node, one.path))

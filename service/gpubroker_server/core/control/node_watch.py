@@ -22,15 +22,20 @@ class Overload(NamedTuple):
 class NodeWatch:
     """In one leader's memory."""
 
-    def __init__(self, thresholds: Mapping[str, Threshold], period_seconds: Seconds) -> None:
-        """`thresholds`: by measure; `period_seconds`: between two samples."""
+    def __init__(
+        self,
+        thresholds: Mapping[str, Threshold],
+        period_seconds: Seconds,
+        overloaded: Iterable[Overload] = (),
+    ) -> None:
+        """`thresholds`: by measure; `period_seconds`: between two samples; `overloaded`: in the last term."""
         self._thresholds = thresholds
         self._period_seconds = period_seconds
         self._expected: set[NodeName] = set()
         """Nodes of the last term that have not answered this one yet."""
         self._present: set[NodeName] = set()
         self._since: Instant | None = None
-        self._alarms: dict[Overload, Alarm] = {}
+        self._alarms = dict.fromkeys(overloaded, Alarm(is_on=True))
 
     def expect(self, nodes: Iterable[NodeName]) -> None:
         """These were there in the last term: it is no news if they answer this one."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.decisions import Fields, Request
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.domain.units import Position, Seconds, TaskId
@@ -219,6 +220,9 @@ class Leadership(Protocol):
 
     def leader(self) -> LeaderSeen | None:
         """None if no leader is known."""
+
+    def last_fleet(self) -> FleetSeen | None:
+        """What the leader makes of the fleet, or what the last one did."""
 
     def executor_status(self) -> Mapping[str, Any]:
         """As `Executor.status`."""

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from math import ceil
@@ -13,6 +13,7 @@ import structlog
 from fastapi import Header
 from pydantic_core import to_json
 
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.demand import Demand, may_use_device
 from gpubroker_server.core.domain.submission import bytes_of, secrets_named
 from gpubroker_server.core.domain.task import Task
@@ -100,6 +101,8 @@ class Submissions:
     leader: LeaderRelease
     object_seconds: Seconds
     """An object is kept this long after its last use."""
+    fleet: Callable[[], FleetSeen | None]
+    """As `Leadership.last_fleet`."""
 
     async def accept(self, call: Call, body: SubmitTask, key: str | None) -> Stored:
         """Store the task that this body asks for. Raises Problem for whatever it is refused for."""
@@ -278,8 +281,9 @@ class Submissions:
         self._check_pressure(tenant, min(task.priority for task in more))
 
     def _check_pressure(self, tenant: str, priority: int) -> None:
-        leader = self.leader.leader()
-        for one in () if leader is None or leader.fleet is None else leader.fleet.pressures:
+        """Those of the last leader hold until the next one is known."""
+        fleet = self.fleet()
+        for one in () if fleet is None else fleet.pressures:
             if priority < one.closed_below and one.name.partition(":")[2] in ("", tenant):
                 seconds = ceil(one.retry_after_seconds)
                 raise Problem(
