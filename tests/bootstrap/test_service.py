@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker import BrokerError
+from gpubroker import Broker, BrokerError
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.object_store import open_blobs
@@ -53,6 +53,31 @@ async def test_each_part_that_fails_is_logged_once(tmp_path: Path, monkeypatch: 
     gc.collect()
     assert [line["subject"] for line in logs if "of the test" in line.get("fault", "")] == ["first", "second"]
     assert unheard == []
+
+
+def test_a_queue_that_is_too_long_keeps_background_work_out_until_it_is_shorter(tmp_path: Path) -> None:
+    """From the leader's look to the answer of the gateway."""
+    limit = {"queue_length": {"high": 2, "low": 1, "seconds": 0}, "retry_after_seconds": 1}
+    settings = {"fleet": {"backpressure": limit}, "policy": {"sample_period_seconds": 0.1}}
+    with ForkedService(tmp_path / "data", **WAITING, **settings) as service:
+        asked = Broker(url=service.url, token=service.token, retry_seconds=0.0)
+
+        def refusal(priority: int) -> BrokerError | None:
+            try:
+                asked.cancel(asked.submit("tests.e2e.work:add", priority=priority))
+            except BrokerError as refused:
+                return refused
+            return None
+
+        held = [service.broker.submit("tests.e2e.work:add", held=True) for _ in range(2)]
+        until(lambda: refusal(5), "two tasks wait")
+        refused = refusal(5)
+        assert refused is not None
+        assert (refused.status, refused.code, refused.retry_after_seconds) == (429, "backpressure", 1.0)
+        assert refusal(50) is None
+        for task in held:
+            service.broker.cancel(task)
+        until(lambda: refusal(5) is None, "no task waits any more")
 
 
 def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_all_rows_again(

@@ -25,7 +25,7 @@ from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.store import CommitVerdict, StoreUnavailable, TokenRow
 
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
-from tests.builders import GIB
+from tests.builders import GIB, a_task, holding
 from tests.patience import PATIENCE_SECONDS
 
 BUSY = FleetTarget(Measure.GPU_UTILIZATION, 0.6, 0.8)
@@ -357,3 +357,13 @@ async def test_calls_that_were_answered_under_the_last_leader_are_not_counted_ag
             await stage.hear(Loaded(TaskId("worker"), Fence(1), stage.clock.now(), 0, 0, 1.0, 0, answered))
         assert stage.leader.fleet is not None
         assert stage.leader.fleet.seen.done["worker_calls"] == 3
+
+
+async def test_a_report_that_comes_after_the_end_of_its_run_is_not_kept(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        await stage.lead()
+        ended = holding(a_task("worker"), state=TaskState.FAILED, started_at=stage.clock.now())
+        stage.world.add_task(ended.task)
+        await stage.hear(Loaded(TaskId("worker"), Fence(1), stage.clock.now(), 0, 0, 1.0, 0, 40))
+        assert stage.leader.fleet is not None
+        assert stage.leader.fleet.seen.done["worker_calls"] == 0

@@ -44,6 +44,9 @@ async def test_a_tenants_own_backpressure_is_its_own(gateway: Gateway) -> None:
     problem(await acme.post("/tasks", json=a_body(priority=89)), 429, "backpressure")
     await acme.submit(priority=90)
     await other.submit(priority=5)
+    for tenant, count in (("acme", 1), ("zeta", 0)):
+        reader = await gateway.client(f"{tenant}-reader", "cluster:read", tenant=tenant)
+        assert len((await reader.get("/targets")).json()["backpressure"]) == count
 
 
 async def test_targets_say_what_is_measured_and_what_background_work_may_take(

@@ -149,7 +149,8 @@ class FleetKeeper:
     def hear(self, reports: Sequence[Report]) -> None:
         """What a run answered before this leader began is not counted."""
         for report in reports:
-            if isinstance(report, Loaded) and (row := self._world.tasks.get(report.task)) is not None:
+            row = self._world.tasks.get(report.task) if isinstance(report, Loaded) else None
+            if isinstance(report, Loaded) and row is not None and not row.is_terminal:
                 if (before := self._control.loads.get(report.task)) is not None:
                     counted = before.answered if before.fence == report.fence else 0
                 else:

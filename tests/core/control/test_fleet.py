@@ -187,9 +187,8 @@ def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with
     assert released.kind == "fleet.BACKPRESSURE_RELEASED"
     assert released.fields == {"value": 4.0, "threshold": 5.0}
     assert control.seen.pressures == ()
-    assert kinds(control.step(world, {"queue:acme": 3.0}, Instant(NOW))) == [
-        ("fleet.BACKPRESSURE_ACTIVATED", "queue:acme")
-    ]
+    [of_tenant] = control.step(world, {"queue:acme": 3.0}, Instant(NOW))
+    assert (of_tenant.key, of_tenant.tenant, begun[0].tenant) == ("queue:acme", "acme", "")
     assert control.seen.pressure_values == {"queue:acme": 3.0}
 
 

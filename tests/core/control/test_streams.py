@@ -31,6 +31,12 @@ def test_progress_raises_the_weight_and_a_loss_lowers_it_within_bounds(
     assert factors_of(rising, Instant(0.0), RULES).velocity == pytest.approx(factor)
 
 
+def test_progress_of_which_nothing_more_is_told_counts_less_and_less() -> None:
+    rising = replace(NEW, velocity_per_hour=50.0, progress_at=Instant(0.0))
+    faded = [factors_of(rising, Instant(hours * HOUR), RULES).velocity for hours in (-1.0, 0.0, 1.0, 24.0)]
+    assert faded == pytest.approx([1.5, 1.5, 1.184, 1.0], abs=1e-3)
+
+
 @pytest.mark.parametrize(("hours", "factor"), [(0.0, 1.5), (1.0, 2.5), (99.0, 3.0), (-1.0, 1.0)])
 def test_old_data_raise_the_weight_up_to_a_bound(hours: float, factor: float) -> None:
     stream = replace(NEW, data_at=Instant(-1800.0))

@@ -28,6 +28,10 @@ class Pressure(NamedTuple):
     retry_after_seconds: Seconds
     """... and their clients asked to try again so much later."""
 
+    @property
+    def tenant(self) -> str:
+        return tenant_of(self.name)
+
 
 def follow(
     before: Mapping[str, Alarm],
@@ -46,6 +50,11 @@ def follow(
 def threshold_name(name: str, thresholds: Mapping[str, Threshold]) -> str:
     """Its own, or that of all of its kind."""
     return name if name in thresholds else f"{name.partition(':')[0]}:*"
+
+
+def tenant_of(name: str) -> str:
+    """Empty if it is about all."""
+    return name.removeprefix("queue:") if name.startswith("queue:") else ""
 
 
 def closed_below(alarm: Alarm, now: Instant, next_band_seconds: Seconds) -> int:

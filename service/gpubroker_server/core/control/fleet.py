@@ -7,7 +7,7 @@ from math import inf, nextafter
 from typing import Any, NamedTuple
 
 from gpubroker_server.core.control.alarm import Alarm, Threshold
-from gpubroker_server.core.control.backpressure import Pressure, closed_below, threshold_name
+from gpubroker_server.core.control.backpressure import Pressure, closed_below, tenant_of, threshold_name
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.control.disk_guard import (
@@ -249,7 +249,7 @@ class FleetControl:
                 limit = threshold.high if alarm.is_on else threshold.low
                 what = "ACTIVATED" if alarm.is_on else "RELEASED"
                 about = {"value": values[name], "threshold": limit}
-                yield Notice(f"fleet.BACKPRESSURE_{what}", name, about)
+                yield Notice(f"fleet.BACKPRESSURE_{what}", name, about, tenant_of(name))
 
     def _follow_disks(self, world: World, now: Instant) -> Iterator[Notice]:
         """A disk that is not measured now keeps its level: one that is full may be slow to answer.

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Set
 from itertools import accumulate
+from math import exp
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.decisions import StreamState, known_streams
@@ -34,8 +35,10 @@ class Draw(NamedTuple):
 
 
 def factors_of(stream: StreamState, now: Instant, rules: StreamRules) -> Factors:
-    """A stream that has told nothing of something has the factor 1 for it."""
-    velocity = 1.0 + rules.velocity_gain * stream.velocity_per_hour
+    """A stream that has told nothing of something has the factor 1 for it; one that tells no more progress
+    comes back to it."""
+    faded = exp(-max(0.0, now - stream.progress_at) / rules.velocity_seconds)
+    velocity = 1.0 + rules.velocity_gain * stream.velocity_per_hour * faded
     age_seconds = 0.0 if stream.data_at is None else max(0.0, now - stream.data_at)
     return Factors(
         curriculum=1.0 if stream.curriculum is None else stream.curriculum,

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.control.fleet import TargetSeen
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Resource, answer
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
 
 resource = Resource("cluster")
@@ -46,10 +46,11 @@ class TargetList(AsOf):
 
 
 @resource.route("GET /targets", "targets_list", Scope.CLUSTER_READ, TargetList, "follower-stale")
-async def list_targets(parts: Parts) -> Response:
+async def list_targets(call: Call, parts: Parts) -> Response:
     """List the targets of the fleet and of its parts: what is measured, whether that is inside, since when.
 
-    The list is empty while no leader has looked.
+    The list is empty while no leader has looked. What keeps out the tasks of one tenant is listed for that
+    tenant, and with the scope `admin`.
     """
     as_of, leader = parts.freshness.as_of(), parts.leadership.leader()
     fleet = None if leader is None else leader.fleet
@@ -65,6 +66,7 @@ async def list_targets(parts: Parts) -> Response:
                 "refused_below": one.closed_below,
             }
             for one in fleet.pressures
+            if not one.tenant or call.identity.may_see(one.tenant)
         ]
     return answer(view)
 
