@@ -113,6 +113,8 @@ def a_node(number: int) -> dict[str, Any]:
         "NodeName": name,
         "NodeManagerHostname": name,
         "NodeManagerAddress": "127.0.0.1",
+        "NodeManagerPort": 0,
+        "ObjectManagerPort": 0,
         "Alive": True,
         "Resources": {"CPU": 8.0},
     }

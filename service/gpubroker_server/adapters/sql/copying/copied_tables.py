@@ -1,6 +1,7 @@
 """Every table of a database copied into another, counted, and compared by a digest of what can be read."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -14,6 +15,9 @@ from sqlalchemy.pool import NullPool
 from gpubroker_server.adapters.sql.database import MoveMark, read_mark
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.system_tables import MoveStage, metadata, relocation
+
+LEAVING_SECONDS = 1.0
+"""A connection that was closed is there until the server has ended its process."""
 
 Report = Callable[[str], None]
 """Receives lines about the progress, for people."""
@@ -48,10 +52,14 @@ def take_empty_server(writing: Connection, target: str, named: str, move: str = 
     writing.execute(text("SET LOCAL lock_timeout = '5s'"))
     for table in copied_tables():
         writing.execute(text(f"LOCK TABLE {_quoted(writing, table)} IN ACCESS EXCLUSIVE MODE"))
-    if writing.execute(text(_OTHERS)).scalar_one():
-        raise DatabaseRefused(
-            f"{target} is in use by a gpubroker; stop that one, or name another with {named}"
-        )
+    until = time.monotonic() + LEAVING_SECONDS
+    while writing.execute(text(_OTHERS)).scalar_one():
+        if time.monotonic() >= until:
+            raise DatabaseRefused(
+                f"{target} is in use by a gpubroker; stop that one, or name another with {named}"
+            )
+        time.sleep(0.1)
+        writing.execute(text("SELECT pg_stat_clear_snapshot()"))
     match read_mark(writing):
         case MoveMark(stage=MoveStage.COMING, move=begun) if begun == move:
             return
