@@ -11,7 +11,7 @@ import ray
 from gpubroker_server.adapters.ray.driver import node_link
 from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import PROTOCOL
+from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN
 from ray.exceptions import RayError
 
 
@@ -209,7 +209,8 @@ async def test_an_agent_of_the_release_before_gets_orders_in_its_form_and_is_rep
 async def test_an_agent_that_shares_no_form_is_replaced(talking: Callable[..., Any]) -> None:
     async with talking() as (scene, _link):
         stranger = await scene.found.get()
-        await stranger.announce.answer(("outdated", "protocol 1"))
+        for _ in SPOKEN:
+            await stranger.announce.answer(("outdated", "protocol 1"))
         await welcomed(scene)
         assert scene.killed == [stranger]
 
