@@ -2,7 +2,7 @@
 
 import pytest
 from gpubroker_server.core.control.alarm import Alarm, Threshold
-from gpubroker_server.core.control.backpressure import closed_below, follow, longest_wait_seconds
+from gpubroker_server.core.control.backpressure import Pressure, closed_below, follow, longest_wait_seconds
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds
 
@@ -26,6 +26,12 @@ def test_each_value_has_its_threshold_and_tenants_share_one() -> None:
 def test_higher_bands_are_refused_later_and_critical_work_never_is(seconds: float, below: int) -> None:
     alarm = Alarm(True, Instant(100.0))
     assert closed_below(alarm, Instant(100.0 + seconds), Seconds(30.0)) == below
+
+
+@pytest.mark.parametrize(("name", "tenant"), [("queue:blue", "blue"), ("queue_length", ""), ("disk", "")])
+def test_a_pressure_is_about_one_tenant_or_about_all(name: str, tenant: str) -> None:
+    pressure = Pressure(name, NOW, 1.0, high=1.0, closed_below=40, retry_after_seconds=Seconds(30.0))
+    assert pressure.tenant == tenant
 
 
 def test_the_longest_wait_is_of_a_task_above_background_that_only_its_turn_keeps_waiting() -> None:
