@@ -86,7 +86,7 @@ async def test_a_look_lets_a_cycle_end_that_is_under_way_unless_that_takes_long(
             assert not fleet.seen.targets
             cycles.set()
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not fleet.seen.targets:  # noqa: ASYNC110  # nobody is told
+            while not fleet.seen.targets:  # noqa: ASYNC110  # it is no event
                 await asyncio.sleep(0)
         keeping.cancel()
 

@@ -88,7 +88,7 @@ async def test_the_machine_is_measured(
 
 
 async def test_a_disk_is_as_full_as_df_says(open_leader: OpenLeader) -> None:
-    """Many file systems reserve a part for root, which nobody else can fill."""
+    """Many file systems reserve a part for root, which no other user can fill."""
     leader = open_leader(watched_directories=("/",))
     await leader.announce()
     disk = (await next_node_sample(leader)).disks[-1]

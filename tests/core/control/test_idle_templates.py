@@ -168,6 +168,12 @@ class Course:
         return self.control.seen.templates[0]
 
 
+def test_the_next_leader_asks_for_no_task_before_it_has_looked() -> None:
+    course = Course()
+    assert course.look(a_gpu_with(), 120.0, use=0.0).missing == 1
+    assert FleetControl(RULES, Policy(), course.control.seen).seen.templates == ()
+
+
 def a_gpu_with(*priorities: int) -> World:
     runs = [
         holding(

@@ -118,7 +118,7 @@ def test_an_item_that_hangs_through_each_time_limit_of_its_run_fails() -> None:
 
 
 def test_an_item_that_cannot_be_interrupted_is_tried_as_often_as_it_may_be() -> None:
-    """Each try ends its run, and the next run begins to count anew."""
+    """Each try ends its run, and the next run counts from zero."""
     stage = Stage(ArrayWork(terms(2, chunk=2, item_retries=1), (), 0))
     stage.tell(reported("w0", 1))
     late = ItemResult(0, 3.0, 1, None, Failure("timeout", "the item took longer than 1 s"))

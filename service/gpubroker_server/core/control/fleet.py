@@ -2,7 +2,7 @@
 goes on with what it published."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, nextafter
 from typing import Any, NamedTuple
 
@@ -110,8 +110,8 @@ class FleetSeen:
 
 class FleetControl:
     def __init__(self, rules: FleetRules, policy: Policy, before: FleetSeen | None = None) -> None:
-        """`before`: what the last leader published."""
-        self.seen = before = FleetSeen() if before is None else before
+        """`before`: what the last leader published; its templates' tasks may have been submitted since."""
+        self.seen = before = FleetSeen() if before is None else replace(before, templates=())
         self.fill = IdleFill(policy.sample_period_seconds)
         self._rules = rules
         self._policy = policy

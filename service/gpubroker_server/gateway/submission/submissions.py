@@ -284,7 +284,7 @@ class Submissions:
         """Those of the last leader hold until the next one is known."""
         fleet = self.fleet()
         for one in () if fleet is None else fleet.pressures:
-            if priority < one.closed_below and one.name.partition(":")[2] in ("", tenant):
+            if priority < one.closed_below and one.tenant in ("", tenant):
                 seconds = ceil(one.retry_after_seconds)
                 raise Problem(
                     "backpressure", measure=one.name, value=f"{one.value or 0.0:g}", high=f"{one.high:g}",
