@@ -118,6 +118,11 @@ def test_a_set_is_drawn_with_its_workers(service: RecordedService, run: Run) -> 
     ]
 
 
+def test_an_empty_list_says_how_to_make_one(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, {"items": [], "next_cursor": None}))
+    assert run("workers list").out == "no worker sets; see: gpubroker workers create --help\n"
+
+
 def test_a_call_prints_json(service: RecordedService, run: Run) -> None:
     service.reply_with(Reply(200, {"worker": "t", "attempt": 1, "result": {"a": 1}, "data_base64": None}))
     assert run("workers call task_1 solve 5 --timeout 5s").out == '{"a": 1}\n'
