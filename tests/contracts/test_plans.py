@@ -1,6 +1,5 @@
 """No statement reads a whole table of tasks: what each database plans for what runs often."""
 
-import gc
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from gpubroker_server.ports.store import SubmitVerdict, TaskFilter
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tests.builders import a_task
+from tests.collector import garbage
 from tests.contracts.scenes import a_submission, admission, next_term, opened, with_gpu
 
 BY_KEY = [
@@ -224,15 +224,10 @@ def test_making_a_list_leaves_hardly_anything_to_the_collector_of_cycles():
     """It comes rarely, and lists are asked for every few seconds: see `make_full_collections_rare`."""
     wanted = TaskFilter("tenant-0", states=(TaskState.PENDING,), kind="command", quarantined=False)
     reads.listing(wanted)
-    gc.collect()
-    gc.disable()
-    try:
+    with garbage() as left:
         for _ in range(10):
             reads.listing(wanted)
-        left = gc.collect()
-    finally:
-        gc.enable()
-    assert left < 10 * 50
+    assert left.objects < 10 * 50
 
 
 @pytest.mark.parametrize(("wanted", "index"), LISTS)

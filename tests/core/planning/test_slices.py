@@ -1,7 +1,5 @@
 """Slices of a cycle that end in the middle, and what is known of a node while it changes."""
 
-import gc
-
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
@@ -20,6 +18,7 @@ from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.revisions import RevisionLog
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, let_go, submit
+from tests.collector import garbage
 from tests.core.plans import eviction_for
 
 POLICY = Policy()
@@ -198,35 +197,25 @@ def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycl
     waits = a_task("waits", priority=80, gpu_mb=60 * GIB)
     likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=70 * GIB) for tenant in "abc"]
     world, cache = a_world(a_node("n1"), a_device("gpu0", "n1"), run, waits, *likes), PlanCache()
-    gc.collect()
-    gc.disable()
-    try:
+    with garbage() as left:
         explained = advise(diagnose(survey_nodes(Draft(world), waits, POLICY, NOW)))
         plan = plan_cycle(world, POLICY, NOW, cache=cache)
-        left = gc.collect()
-    finally:
-        gc.enable()
     assert explained.way.eviction is not None
     assert [decision.why for decision in plan.decisions] == ["preempt"]
-    assert left == 0
+    assert left.objects == 0
 
 
 def test_what_stands_behind_forecasts_leaves_nothing_to_the_collector_of_cycles_either():
     run = holding(a_task("run", gpu_mb=60 * GIB, expected_seconds=100.0), key("gpu0"))
     waits, small = a_task("waits", gpu_mb=70 * GIB), a_task("small", gpu_mb=5 * GIB, priority=20)
     world, rounds = a_world(a_device("gpu0"), run, waits, small), ForecastRounds()
-    gc.collect()
-    gc.disable()
-    try:
+    with garbage() as left:
         while rounds.step(world, POLICY, NOW):
             pass
         plan = plan_cycle(world, POLICY, NOW, cache=PlanCache(), forecasts=rounds.forecasts)
-        left = gc.collect()
-    finally:
-        gc.enable()
     assert rounds.forecasts[0].task == "waits"
     assert [decision.subject for decision in plan.decisions] == ["small"]
-    assert left == 0
+    assert left.objects == 0
 
 
 def test_of_a_demand_for_whose_limit_nothing_is_left_by_now_nobody_is_admitted():
