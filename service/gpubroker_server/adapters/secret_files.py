@@ -58,7 +58,8 @@ class SecretFiles:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-        _sync(path.parent)
+        for folder in (path.parent, self._root, self._root.parent):
+            _sync(folder)
 
     def _text(self, tenant: str, name: str) -> str:
         path = self._path(tenant, name)
