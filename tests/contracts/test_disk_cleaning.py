@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.ray.agent import disk_cleaning
+from gpubroker_server.adapters.ray.agent import disk_cleaning, disk_walk
 from gpubroker_server.adapters.ray.agent.disk_cleaning import Answer, DiskCleaner, DiskTask
 from gpubroker_server.adapters.ray.agent.disk_walk import Walk
 from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
@@ -267,7 +267,7 @@ def test_where_the_kernel_does_not_know_what_is_open_everything_stays(
     node = Node(tmp_path / "agent", root(top))
     node.ask()
     found = tuple(node.ask().files)
-    monkeypatch.setattr(disk_cleaning.fcntl, "F_SETLEASE", -1)  # a file system without leases
+    monkeypatch.setattr(disk_walk.fcntl, "F_SETLEASE", -1)  # a file system without leases
     for answer in (node.ask(), node.ask(found)):
         assert (answer.files, dict(answer.kept)) == ([], {"may_be_open": 1})
     assert left(top) == ["old.log"]

@@ -1,11 +1,9 @@
 """The disk guard of one node: which files may go, and their deletion, when the leader asks.
 
-In a thread of its own, one question at a time: a file system that hangs holds up nothing else.
+In a thread of its own, one question at a time. What is mounted and does not answer is left out.
 """
 
 import asyncio
-import errno
-import fcntl
 import hashlib
 import os
 import select
@@ -16,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +27,17 @@ from gpubroker_server.adapters.ray.agent.disk_walk import (
     Unsafe,
     Walk,
     file_id,
+    is_at,
     is_empty_database,
     mount_of,
+    mount_point_of,
+    not_opened_by_others,
     open_files,
     opened,
     opened_directory_of,
     opened_root,
 )
-from gpubroker_server.adapters.ray.agent.host_meter import room_of
+from gpubroker_server.adapters.ray.agent.host_meter import FileQuestion, room_of
 from gpubroker_server.core.control.disk_guard import DiskRules, FileSeen, choose, needed_bytes
 from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -51,6 +51,8 @@ MOST_DELETED = 1_000
 PASS_SECONDS = 600.0
 """Besides the sync commands."""
 LISTING_BYTES = 64 * 2**20
+ANSWER_SECONDS = 5.0
+"""A root that takes longer to say how much room it has is left out."""
 
 
 class DiskTask(NamedTuple):
@@ -64,6 +66,8 @@ class DiskTask(NamedTuple):
     deletes: tuple[FoundFile, ...] | None
     runs_sync: bool
     live: tuple[str, ...]
+    away: tuple[str, ...] = ()
+    """Mounts that do not answer."""
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "DiskTask":
@@ -71,6 +75,11 @@ class DiskTask(NamedTuple):
         found = None if deletes is None else tuple(_found(*one) for one in deletes)
         watched = tuple(WatchedRoot(one[0], FileClass(one[1]), *one[2:]) for one in roots)
         return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live)
+
+    def live_forms(self) -> set[str]:
+        """With where links lead."""
+        live = [path for path in self.live if not is_at(path, self.away)]
+        return {form for path in live for form in (path, os.path.realpath(path))}
 
     @property
     def digest(self) -> str:
@@ -100,6 +109,8 @@ class DiskCleaner:
         self._now = now
         self._thread = ThreadPoolExecutor(1, "disk guard")
         self._job: asyncio.Task[None] | None = None
+        self._questions: dict[str, FileQuestion] = {}
+        """By root."""
 
     def take(self, values: Sequence[Any]) -> None:
         """Answer an order with a report, some time later; at once if it is busy."""
@@ -112,17 +123,33 @@ class DiskCleaner:
         self._job = asyncio.create_task(self._do(task))
 
     async def _do(self, task: DiskTask) -> None:
-        """A thread that hangs keeps it busy."""
+        """A thread that hangs keeps it busy, unless the next pass leaves out what it hangs at."""
         loop = asyncio.get_running_loop()
-        seconds = PASS_SECONDS + sum(root.sync_seconds for root in task.roots if task.runs_sync)
-        working = loop.run_in_executor(self._thread, self.answer, task)
+        syncs = [root for root in task.roots if task.runs_sync and root.sync_command]
+        seconds = PASS_SECONDS + sum(root.sync_seconds for root in syncs)
         try:
+            asked = task._replace(away=await self._away(task))
+            working = loop.run_in_executor(self._thread, self.answer, asked)
             self._tell(task, await asyncio.wait_for(asyncio.shield(working), seconds))
         except TimeoutError:
-            self._tell(task, Answer(message=f"its disks did not answer within {seconds:g} s"))
-            await asyncio.wait([working])
+            away = await self._away(task)
+            what = ", ".join(away) or "its disks"
+            self._tell(task, Answer(message=f"{what} did not answer within {seconds:g} s"))
+            if away:
+                self._thread = ThreadPoolExecutor(1, "disk guard")
+            else:
+                await asyncio.wait([working])
         finally:
             self._job = None
+
+    async def _away(self, task: DiskTask) -> tuple[str, ...]:
+        paths = [root.path for root in task.roots]
+        self._questions = {path: self._questions.get(path) or FileQuestion(path, room_of) for path in paths}
+        asked = {path: question.begin() for path, question in self._questions.items()}
+        if waited := [answer for answer in asked.values() if answer is not None]:
+            await asyncio.wait(waited, timeout=ANSWER_SECONDS)
+        hung = (path for path, answer in asked.items() if answer is None or not answer.done())
+        return tuple(sorted({mount_point_of(path) for path in hung}))
 
     def answer(self, task: DiskTask) -> Answer:
         try:
@@ -144,9 +171,12 @@ class DiskCleaner:
         messages: list[str] = []
         seen: dict[int, list[FileSeen]] = {}
         needed: dict[int, int] = {}
-        is_open = open_files()
+        is_open = open_files(task.away)
         rules = DiskRules(task.warn, old_seconds=Seconds(task.old_seconds))
         for root in task.roots:
+            if is_at(root.path, task.away):
+                messages.append(f"{root.path} does not answer and is left out")
+                continue
             try:
                 total_bytes, free_bytes = room_of(root.path)
                 files = list(self._files_of(root, task, spared, is_open, messages))
@@ -158,7 +188,7 @@ class DiskCleaner:
             seen.setdefault(device, []).extend(files)
         chosen: list[FileSeen] = []
         kept: Counter[str] = Counter()
-        live = {form for path in task.live for form in (path, os.path.realpath(path))}
+        live = task.live_forms()
         for device, files in seen.items():
             cleaning = choose(files, live, needed[device], Instant(self._now()), rules)
             chosen += cleaning.files
@@ -235,13 +265,15 @@ class DiskCleaner:
             raise Unsafe("nothing is deleted in the first pass after a change of configuration")
         spared = self._spared(task)
         roots = {root.path: root.file_class for root in task.roots}
-        live = {form for path in task.live for form in (path, os.path.realpath(path))}
+        live = task.live_forms()
         gone: list[FoundFile] = []
         kept: Counter[str] = Counter()
         until = time.monotonic() + PASS_SECONDS
         for file in files[:MOST_DELETED]:
             if time.monotonic() > until:
                 kept["next_pass"] += 1
+            elif is_at(file.root, task.away):
+                kept["does_not_answer"] += 1
             elif roots.get(file.root) is not file.file_class or _is_live(file, live):
                 kept["of_live_task"] += 1
             elif why := self._left_because(file, task, spared, deletes=True):
@@ -364,19 +396,3 @@ def _has_journal(name: str, directory: int) -> bool:
             continue
         return True
     return False
-
-
-@contextmanager
-def not_opened_by_others(held: int) -> Iterator[bool | None]:
-    """Whether nothing else has the file open; while this lasts, the kernel lets nothing else open it. None
-    where the file system has no such leases, or lets only the file's owner have them."""
-    fcntl.fcntl(held, fcntl.F_SETSIG, signal.SIGURG)  # the signal of a waiting open would end this process
-    try:
-        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError as fault:
-        yield False if fault.errno == errno.EAGAIN else None
-        return
-    try:
-        yield True
-    finally:
-        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -1,10 +1,13 @@
 """The files below the roots of the disk guard. No symbolic link is followed, and nothing that is mounted
 there is entered: every directory is opened by its name relative to the descriptor of the one above it."""
 
+import errno
+import fcntl
 import os
+import signal
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -137,17 +140,47 @@ def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[Fi
         os.close(here)
 
 
-def open_files() -> frozenset[FileId]:
-    """Of the processes that this one may look at."""
+def mount_point_of(path: str) -> str:
+    """Told from their names alone: what is mounted there may hang."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        points = [mount.split()[4] for mount in mounts]
+    return max((point for point in points if is_at(path, (point,))), key=len, default="/")
+
+
+def is_at(path: str, places: Iterable[str]) -> bool:
+    """Whether it is one of these, or below one."""
+    return any(f"{path}/".startswith(f"{place.rstrip('/')}/") for place in places)
+
+
+def open_files(away: Collection[str] = ()) -> frozenset[FileId]:
+    """Of the processes that this one may look at. `away`: mounts that do not answer, and are not asked."""
     found: set[FileId] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(FileNotFoundError):
-                    found.add(file_id(os.stat(f"/proc/{pid}/fd/{name}")))
+                    held = f"/proc/{pid}/fd/{name}"
+                    if not (away and is_at(os.readlink(held), away)):
+                        found.add(file_id(os.stat(held)))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return frozenset(found)
+
+
+@contextmanager
+def not_opened_by_others(held: int) -> Iterator[bool | None]:
+    """Whether nothing else has the file open; while this lasts, the kernel lets nothing else open it. None
+    where the file system has no such leases, or lets only the file's owner have them."""
+    fcntl.fcntl(held, fcntl.F_SETSIG, signal.SIGURG)  # the signal of a waiting open would end this process
+    try:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as fault:
+        yield False if fault.errno == errno.EAGAIN else None
+        return
+    try:
+        yield True
+    finally:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def is_empty_database(root: str, path: str, spared: frozenset[FileId]) -> bool:
