@@ -10,7 +10,6 @@ from gpubroker_server.core.domain.decisions import (
     Request,
     TaskWrite,
     WorkerSetWrite,
-    withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.orders import Loaded
@@ -18,7 +17,12 @@ from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, orders_to_leave, will_requeue
+from gpubroker_server.core.lifecycle.stopping import (
+    AnyStopOrder,
+    orders_to_leave,
+    will_requeue,
+    withdraw_pledges,
+)
 from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
 from gpubroker_server.core.world.world import World
 
@@ -139,5 +143,5 @@ def _with_leaving(world: World, decision: Decision, leaving: list[Task], now: In
             orders += orders_to_leave(world, write.task, task.grace_seconds)
         elif task.state is TaskState.PENDING or will_requeue(task):
             writes.append(write_move(task, Move.CHANGED, held=True))
-    pledges = (pledge for task in leaving for pledge in withdraw_pledges(world.pledges.get(task.id, {})))
+    pledges = (pledge for task in leaving for pledge in withdraw_pledges(world, task))
     return replace(decision, tasks=tuple(writes), orders=orders, pledges=tuple(pledges))

@@ -144,8 +144,7 @@ def expected_ready_at(
     world: World, model: Task, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
     """When a model that waits or loads is expected to be ready; None if unknown."""
-    assert model.model is not None
-    load_seconds = model.model.load_seconds
+    load_seconds = model.terms.load_seconds
     if model.state is TaskState.ADMITTED:
         at = Instant(max(now, (model.admitted_at or now) + load_seconds))
         return ExpectedStart(at, at, 0, Basis.STATED)
