@@ -11,7 +11,7 @@ from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Report
-from gpubroker_server.core.lifecycle.worker_sets.members import with_notices
+from gpubroker_server.core.lifecycle.worker_sets import with_notices
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import (
     CommitVerdict,

@@ -42,6 +42,7 @@ from gpubroker_server.core.lifecycle import (
     model_turns,
     quarantine,
     runs,
+    worker_sets,
 )
 from gpubroker_server.core.lifecycle.learning import ModelMeter, learn
 from gpubroker_server.core.lifecycle.quarantine import QuarantineProbe, SampleRequests
@@ -52,8 +53,7 @@ from gpubroker_server.core.lifecycle.silent_nodes import (
     nodes_without_answer,
 )
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
-from gpubroker_server.core.lifecycle.worker_sets import members
-from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.core.lifecycle.worker_sets import Autoscaler
 from gpubroker_server.core.planning import inferences as inference_admission
 from gpubroker_server.core.planning.draining import ask_to_leave
 from gpubroker_server.core.planning.fragmentation import ScatteredWatch
@@ -248,7 +248,7 @@ class Observer:
         decisions += self._model_meter.measure(self.world, now, decided)
         more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
         more += ask_to_leave(self.world, self.policy, now)
-        more += members.due(self.world, self._loads, self._autoscaler, now)
+        more += worker_sets.due(self.world, self._loads, self._autoscaler, now)
         more += self._scattered_now(now)
         more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]

@@ -23,7 +23,7 @@ from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, node_key
-from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine
+from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine, worker_sets
 from gpubroker_server.core.lifecycle.runs import dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import (
     AnyStopOrder,
@@ -33,7 +33,6 @@ from gpubroker_server.core.lifecycle.stopping import (
     will_requeue,
     withdraw_pledges,
 )
-from gpubroker_server.core.lifecycle.worker_sets import members
 from gpubroker_server.core.world.event_codec import cordon_fields
 from gpubroker_server.core.world.world import World
 
@@ -59,8 +58,8 @@ def carry_out_all(world: World, requests: Iterable[Request], now: Instant, polic
     for request in requests:
         if request.what in ("stream", "stream_signal"):
             about_streams.setdefault(request.task, []).append(request)
-        elif request.what in members.REQUESTS:
-            decision = members.carry_out(world, sets.get(request.task), request)
+        elif request.what in worker_sets.REQUESTS:
+            decision = worker_sets.carry_out(world, sets.get(request.task), request)
             sets.update({row.workers.id: row.workers for row in decision.worker_sets})
             decisions.append(decision)
         else:
@@ -85,8 +84,8 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
     if request.what in CORDONINGS:
         return _cordon(world, request, now, done)
-    if request.what in members.REQUESTS:
-        return members.carry_out(world, world.worker_sets.get(request.task), request)
+    if request.what in worker_sets.REQUESTS:
+        return worker_sets.carry_out(world, world.worker_sets.get(request.task), request)
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:
