@@ -110,7 +110,7 @@ def test_a_checkpoint_uri_may_be_a_path() -> None:
 
 
 def test_a_relative_path_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next attempt, and the disk guard, are in other directories. A text that names no file here is kept."""
+    """The next attempt and the disk guard are elsewhere. A text that names no file here is kept."""
     monkeypatch.chdir(tmp_path)
     Path("step-1").touch()
     for uri, told in (
