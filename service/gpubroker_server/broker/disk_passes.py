@@ -62,11 +62,12 @@ class DiskPasses:
         self._pace = Interval(policy.sample_period_seconds)
         self._passes: dict[str, _Pass] = {}
         """By request; those of the leader itself by `auto/` and the node."""
-        self._since: Instant | None = None
+        self._since = Instant(0.0)
+        """When this leader first looked at requests."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
         """The requests of clients."""
-        self._since = now if self._since is None else self._since
+        self._since = self._since or now
         requests = self._world.requests
         known = self._passes.items()
         self._passes = {id: one for id, one in known if id in requests or id.startswith("auto/")}
@@ -77,7 +78,7 @@ class DiskPasses:
                 if is_over or NodeName(request.task) not in self._world.nodes:
                     decisions.append(Decision(request.task, request.what, requests_done=(request.id,)))
                 elif request.id not in self._passes:
-                    decisions.append(self._begin(request, now, is_inherited=request.made_at < self._since))
+                    decisions.append(self._begin(request, now))
         return decisions
 
     def due(self, now: Instant) -> list[Decision]:
@@ -114,11 +115,11 @@ class DiskPasses:
         digest = await self._blobs.put(json.dumps(told).encode(), owner=report.node)
         return [Decision(report.node, "disk", requests_done=(report.request,), answer=digest)]
 
-    def _begin(self, request: Request, now: Instant, *, is_inherited: bool) -> Decision:
+    def _begin(self, request: Request, now: Instant) -> Decision:
         node, cleans = NodeName(request.task), request.what == "clean"
         deletes = cleans and not request.fields.get("dry_run", True)
         actor = str(request.fields.get("by", ""))
-        caveat = INHERITED if is_inherited and deletes else ""
+        caveat = INHERITED if deletes and request.made_at < self._since else ""
         self._passes[request.id] = _Pass(node, now, request.tenant, actor, deletes, caveat)
         return Decision(node, request.what, orders=(self._order(request.id, node, runs_sync=cleans),))
 

@@ -198,11 +198,11 @@ class DiskCleaner:
                     continue
                 files = list(self._files_of(root, task, spared, messages))
                 device = os.stat(root.path).st_dev
+                live |= task.live_at(root.path, (one.path for one in files))
             except (OSError, Unsafe) as fault:
                 messages.append(f"{root.path}: {getattr(fault, 'strerror', None) or fault}")
                 continue
             looked.add(task.digest(root))
-            live |= task.live_at(root.path, (one.path for one in files))
             needed[device] = needed_bytes(disk.total_bytes, disk.free_bytes, rules)
             seen.setdefault(device, []).extend(files)
         chosen: list[FoundFile] = []
