@@ -171,55 +171,44 @@ class Session(Protocol):
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         """Send rows. `take_positions` waits for what was sent, and may be what raises its errors."""
-        ...
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
         """Send rows and wait for what comes back; inside a transaction or outside of one."""
-        ...
 
     def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
         """Send rows; call what this returns after `take_positions` or `commit`, when it waits for nothing."""
-        ...
 
     def require_term(self, term: Term) -> None:
         """Lock the leader's row and check that `term` is the newest, and was taken on this server.
         `take_positions` may raise the StaleTerm."""
-        ...
 
     def take_positions(self, events: int) -> tuple[Position, Instant]:
         """Lock the head of the log; the first of `events` new positions, and the database's time."""
-        ...
 
     def commit(self) -> None: ...
 
     def rollback(self) -> None:
         """End the transaction, if one is open. Raises nothing."""
-        ...
 
     def has_event(self, event: Event) -> bool:
         """Whether exactly this event is in the log; waits for a commit of it that is under way.
 
         Its time tells it from the same decision of another leader.
         """
-        ...
 
     def now(self) -> Instant: ...
 
     def end_stuck_sessions(self) -> None:
         """End other gpubroker sessions that stopped in the middle of a transaction and hold locks, if the
         database does not do so by itself."""
-        ...
 
     def notify_resigned(self) -> None:
         """Tell listening processes, with the commit, that there is no leader."""
-        ...
 
     def reconnect(self) -> None:
         """Raises StoreUnavailable."""
-        ...
 
     def on_idle(self) -> None:
         """Do now what would delay writes, since there are none. Raises nothing."""
-        ...
 
     def close(self) -> None: ...
