@@ -302,9 +302,3 @@ def _estimate(estimate: Estimate) -> tuple[str, ...]:
         duration(time.p50) if time else "",
         duration(time.p90) if time else "",
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Tasks")(estimates)
-    for command in (tenants, stats, policy, profiles, demand):
-        app.command(rich_help_panel="Cluster")(command)

@@ -106,8 +106,3 @@ def _paragraph(one: Finding) -> Iterator[RenderableType]:
     if evidence:
         yield Padding(Text(evidence, style="dim"), (0, 0, 0, 4))
     yield Padding(Text(f"> {one.remedy}"), (0, 0, 0, 4))
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (targets, doctor):
-        app.command(rich_help_panel="Cluster")(command)

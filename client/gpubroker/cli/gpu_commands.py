@@ -174,7 +174,3 @@ def bar(gpu: Gpu, width: int = 24) -> str:
         longest = max(cells, key=lambda sign: cells[sign])
         cells[longest] -= 1 if surplus > 0 else -1
     return "".join(sign * count for sign, count in cells.items())
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Cluster")(gpus)

@@ -18,7 +18,7 @@ from gpubroker.cli.tables import Column, PlainTable
 if TYPE_CHECKING:
     from gpubroker.cluster.fleet import IdleTemplate
 
-template = typer.Typer(
+idle_template = typer.Typer(
     help="Create, list and delete templates of tasks that fill idle GPUs.", no_args_is_help=True
 )
 
@@ -34,7 +34,7 @@ _COLUMNS = (
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the template.")]
 
 
-@template.command()
+@idle_template.command()
 def create(
     context: typer.Context,
     name: Name,
@@ -55,14 +55,14 @@ def create(
         eprint(f"idle template {name} is made; its tasks are named idle/{name}")
 
 
-@template.command("list")
+@idle_template.command("list")
 def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
     """List your tenant's idle templates, and how many of their tasks run."""
     with connect(context) as broker:
         emit_all(output, broker.idle_templates(), _table)
 
 
-@template.command()
+@idle_template.command()
 def delete(context: typer.Context, name: Name) -> None:
     """Delete an idle template. Its tasks that run go on."""
     with connect(context) as broker:
@@ -98,7 +98,3 @@ def _table(listed: Sequence[IdleTemplate]) -> RenderableType:
         if rows
         else "no idle templates; see: gpubroker idle-template create --help"
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(template, name="idle-template", rich_help_panel="Administration")

@@ -92,7 +92,3 @@ def _datatype(name: str, values: list[Any]) -> str:
         f"input {name} needs numbers, booleans or texts, all of one kind; found {found}; or name the "
         f"datatype: {name}:FP32=[...]"
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Models")(infer)

@@ -256,7 +256,3 @@ def _note(lease: Lease) -> str:
     if lease.error:
         return lease.error.message
     return with_short_ids(lease.pending.message) if lease.pending else ""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(lease, name="lease", rich_help_panel="Tasks")

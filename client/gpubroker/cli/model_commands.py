@@ -184,9 +184,3 @@ def _requested(shown: ServedModel) -> RenderableType:
     commands = ["gpubroker models"] + ([f"gpubroker explain {shown.task}"] if shown.task else [])
     hint = f"\nrequested, not in memory yet; to follow it: {', '.join(commands)}"
     return Text.assemble(_model(shown), hint, f"\n{shown.reason}" if shown.reason else "")
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(models, name="models", rich_help_panel="Models")
-    for command in (load, unload, pin):
-        app.command(rich_help_panel="Models")(command)

@@ -227,8 +227,3 @@ def _state(node: Node) -> Text:
     else:
         state = "ready" if node.silent_since is None else "silent"
     return Text(state, style="green" if state == "ready" else "yellow")
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (nodes, cordon, drain, uncordon, disk, clean):
-        app.command(rich_help_panel="Cluster")(command)

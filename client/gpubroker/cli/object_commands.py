@@ -143,8 +143,3 @@ def _objects(listed: Sequence[StoredObject]) -> RenderableType:
         for stored in listed
     ]
     return PlainTable(_COLUMNS, rows) if rows else Text("no objects")
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Objects")(upload)
-    app.add_typer(objects, name="objects", rich_help_panel="Objects")

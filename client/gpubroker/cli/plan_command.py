@@ -114,7 +114,3 @@ def _total(sums: Mapping[str, Any]) -> str:
     if sums.get("memory_mb"):
         parts.append(f"{gib(sums['memory_mb'])} GiB of host memory")
     return ", ".join(parts)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Cluster")(plan)

@@ -174,9 +174,3 @@ def _released(released: Released) -> RenderableType:
     text = f"released {size(released.gpu_mb)} of {released.id}; it is free after the next measurement"
     left = sum(one.gpu_mb for one in released.quarantine)
     return Text(f"{text}; still in quarantine: {size(left)}" if released.quarantine else text)
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (pause, resume):
-        app.command(rich_help_panel="Cluster")(command)
-    app.add_typer(quarantine, name="quarantine", rich_help_panel="Cluster")

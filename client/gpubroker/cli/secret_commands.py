@@ -58,7 +58,3 @@ def _typed(name: str) -> str:
 
 def _names(listed: Sequence[Secret]) -> RenderableType:
     return PlainTable((Column("NAME"),), [(secret.name,) for secret in listed])
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(secrets, name="secrets", rich_help_panel="Administration")

@@ -102,7 +102,3 @@ def _tokens(listed: Sequence[Token]) -> RenderableType:
         for token in listed
     ]
     return PlainTable(_COLUMNS, rows)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(token, name="token", rich_help_panel="Administration")

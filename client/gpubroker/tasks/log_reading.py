@@ -98,8 +98,9 @@ class LogReading(Reading[str]):
             yield self._counted(found[0])
         self._begun = text[end:]
 
-    def end(self, *, broken: bool) -> Iterable[str]:
+    def end(self, fault: Unreachable | None) -> Iterable[str]:
         """A line that was broken off is read again."""
+        broken = fault is not None
         self._ended_well = not broken
         self._note_break(broken)
         line, self._begun = self._begun, b""

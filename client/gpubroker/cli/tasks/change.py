@@ -214,8 +214,3 @@ def _change_all(
     for task in changed:
         if task.pending and task.pending.reason == "BackendUnavailable":
             eprint(f"{task.id}: {task.pending.message}")
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (cancel, retry, stack, hold, release, priority, change):
-        app.command(rich_help_panel="Tasks")(command)

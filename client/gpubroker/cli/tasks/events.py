@@ -246,7 +246,3 @@ def _name(broker: Broker, task: str) -> str:
         return broker.get(task).name or "a task"
     except Refused:
         return "a task that is no longer kept"
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Tasks")(events)

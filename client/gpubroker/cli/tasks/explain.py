@@ -295,7 +295,3 @@ def _holder(holder: Run) -> str:
     leaving = ", stopping" if holder.stopping else ", in quarantine" if holder.quarantine else ""
     name = holder.name or short_id(holder.id)
     return f"{name} {size(holder.gpu_mb)} (priority {holder.priority}{leaving}{ends})"
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Tasks")(explain)

@@ -206,8 +206,3 @@ def _log_of(outcome: Outcome) -> str:
     _, newline, rest = printed.partition("\n")
     whole = rest if newline else printed
     return f"[only the last {TAIL_BYTES // 1024} KiB were kept]\n{whole}"
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (wait, result, logs):
-        app.command(rich_help_panel="Tasks")(command)

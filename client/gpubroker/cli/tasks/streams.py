@@ -119,7 +119,3 @@ def _stream(stream: WorkStream) -> RenderableType:
 
 def _drawn(drawn: DrawnStream) -> str:
     return drawn.stream.name
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(streams, name="streams", rich_help_panel="Cluster")

@@ -348,8 +348,3 @@ def _expected_start(start: Expected | None) -> str:
     return (
         f"; starts in about {duration(start.p50_seconds)}, 90% within {duration(start.p90_seconds)} ({basis})"
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (ps, show):
-        app.command(rich_help_panel="Tasks")(command)

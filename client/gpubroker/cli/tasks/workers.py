@@ -189,7 +189,3 @@ def _table(listed: Sequence[WorkerSet]) -> RenderableType:
     columns = (Column("SET"), Column("NAME", share=0.3), Column("WANTED"), Column("WORKERS", share=0.5))
     rows = [(short_id(one.id), one.name or "-", str(one.count), _states(one)) for one in listed]
     return PlainTable(columns, rows) if rows else "no worker sets; see: gpubroker workers create --help"
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(workers, name="workers", rich_help_panel="Tasks")
