@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from gpubroker.errors import BrokerError, Refused
 from gpubroker.leases.lease import AnyLease, Lease, LeaseEnded, LeaseOptions, LeaseState, LeaseStatus
-from gpubroker.transport.decoding import Page, decode, page_of
+from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, json_body, listing, operation, path_part
 

@@ -154,9 +154,7 @@ class TaskApi(ObjectApi):
         for number, part in enumerate(parts):
             own_key, body = key if len(parts) == 1 else f"{key}-{number}", batch_body(part, all_or_nothing)
             try:
-                made = yield from self._make(
-                    "/tasks/batch", own_key, body, patience_seconds=_BATCH_SECONDS
-                )
+                made = yield from self._make("/tasks/batch", own_key, body, patience_seconds=_BATCH_SECONDS)
             except BrokerError as error:
                 if not answers:
                     raise

@@ -12,7 +12,7 @@ import cloudpickle
 
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.submission import SubmitOptions, Target, parted_options, submission_body
-from gpubroker.transport.decoding import Answered, Page, decode, page_of
+from gpubroker.transport.decoding import Answered, decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 

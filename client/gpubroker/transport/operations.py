@@ -106,7 +106,9 @@ class Operations:
         call = Call("POST", path, body=body, headers=headers, patience_seconds=patience_seconds)
         return (yield from self._send(call)).json()
 
-    def _pages(self, model: type[T], path: str, *, told: Mapping[str, Any] | None = None, **params: Any) -> Pages[T]:
+    def _pages(
+        self, model: type[T], path: str, *, told: Mapping[str, Any] | None = None, **params: Any
+    ) -> Pages[T]:
         """A list of the service that has a cursor. `told`: as in `page_of`."""
 
         def fetch(cursor: str | None) -> Steps[Page[T]]:

@@ -42,15 +42,15 @@ ItemTimeout = Annotated[Any, typer.Option("--item-timeout", help="Time limit of 
 ItemRetries = Annotated[
     int | None, typer.Option("--item-retries", help="How often to try a failed item again.")
 ]
+_NOT_OF_ITEMS = """
+    bundles strategy min_ranks max_retries wait follow wait_timeout dry_run batch all_or_nothing
+""".split()
 ArrayWord = Annotated[
     str, typer.Argument(metavar="ARRAY", help="Id of the array, as `map` prints it, or last.")
 ]
 
 
-@options_of_submit(
-    but=("bundles", "strategy", "min_ranks", "max_retries", "wait", "follow", "wait_timeout", "dry_run", "batch",
-         "all_or_nothing")
-)  # fmt: skip
+@options_of_submit(but=_NOT_OF_ITEMS)
 def map_(
     context: typer.Context,
     target: Target = None,
