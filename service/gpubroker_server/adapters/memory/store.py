@@ -8,8 +8,7 @@ from operator import gt, lt
 
 from gpubroker_server.adapters.memory.item_pages import PagesInMemory
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
-from gpubroker_server.adapters.memory.standing import StandingInMemory
-from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
+from gpubroker_server.adapters.memory.tokens_and_objects import StandingInMemory, TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,

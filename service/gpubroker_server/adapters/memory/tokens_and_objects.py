@@ -1,11 +1,12 @@
-"""Tokens, idle templates, uploaded objects, audit notes and logs of runs, in memory."""
+"""What a store and secrets keep beside tasks, in memory."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from gpubroker_server.adapters.memory.run_logs import RunLogsInMemory
-from gpubroker_server.core.domain.decisions import AuditNote
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, QueuePause, StreamState
+from gpubroker_server.core.domain.submission import WorkerSet
+from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.objects import Counted, ObjectOrder, Quota, SortKey, StoredObject
 from gpubroker_server.ports.store import TokenRow
@@ -99,3 +100,40 @@ class TokensAndObjects(RunLogsInMemory):
 
 def _counted(kept: Sequence[StoredObject]) -> Counted:
     return Counted(sum(it.counted_bytes for it in kept), len(kept))
+
+
+class StandingInMemory:
+    """Rows that stand until they are ended: pauses of queues, worker sets and work streams."""
+
+    def __init__(self) -> None:
+        self.pauses: dict[str, QueuePause] = {}
+        self.worker_sets: dict[TaskId, WorkerSet] = {}
+        self.streams: dict[str, StreamState] = {}
+
+    def keep_standing(self, decision: Decision) -> None:
+        self.pauses |= {pause.queue: pause for pause in decision.paused}
+        for pause in decision.resumed:
+            self.pauses.pop(pause.queue, None)
+        for written in decision.worker_sets:
+            self.worker_sets[written.workers.id] = written.workers
+            if written.what == "over":
+                del self.worker_sets[written.workers.id]
+        self.streams |= {stream.name: stream for stream in decision.streams}
+        self.streams = {name: stream for name, stream in self.streams.items() if not stream.is_untold}
+
+
+class MemorySecrets:
+    def __init__(self) -> None:
+        self._texts: dict[tuple[str, str], str] = {}
+
+    async def put(self, tenant: str, name: str, text: str) -> None:
+        self._texts[tenant, name] = text
+
+    async def names(self, tenant: str) -> Sequence[str]:
+        return sorted(name for owner, name in self._texts if owner == tenant)
+
+    async def read(self, tenant: str, names: Iterable[str]) -> Mapping[str, str]:
+        return {name: self._texts[tenant, name] for name in names if (tenant, name) in self._texts}
+
+    async def drop(self, tenant: str, name: str) -> bool:
+        return self._texts.pop((tenant, name), None) is not None
