@@ -1,14 +1,16 @@
 """The output of runs, in memory."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
+from gpubroker_server.adapters.memory.leadership import LeaderInMemory
 from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
 from gpubroker_server.ports.run_logs import FollowedLogs, LogChanges, LogPart
 
 
-class RunLogsInMemory:
-    def __init__(self) -> None:
+class RunLogsInMemory(LeaderInMemory):
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__(now)
         self._followed: dict[str, FollowedLogs] = {}
         self._logs: dict[LogName, dict[int, LogPart]] = {}
         """By first byte."""
@@ -48,6 +50,3 @@ class RunLogsInMemory:
         """Digests of all objects."""
         parts = (part for log in self._logs.values() for part in log.values())
         return {part.digest for part in parts if part.digest is not None}
-
-    def _require(self, term: Term) -> None:
-        raise NotImplementedError

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from operator import gt, lt
 
 from gpubroker_server.adapters.memory.item_pages import PagesInMemory
-from gpubroker_server.adapters.memory.leadership import LeaderInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import StandingInMemory, TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     Decision,
@@ -55,7 +54,7 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMemory):
+class MemoryStore(TokensAndObjects, PagesInMemory, StandingInMemory):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -64,7 +63,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMem
         usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
     ) -> None:
         TokensAndObjects.__init__(self, now)
-        LeaderInMemory.__init__(self, now)
         PagesInMemory.__init__(self)
         StandingInMemory.__init__(self)
         self._listeners: list[EventListener] = []

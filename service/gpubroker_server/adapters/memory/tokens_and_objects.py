@@ -14,8 +14,7 @@ from gpubroker_server.ports.store import TokenRow
 
 class TokensAndObjects(RunLogsInMemory):
     def __init__(self, now: Callable[[], float]) -> None:
-        super().__init__()
-        self._now = now
+        super().__init__(now)
         self._tokens: dict[str, TokenRow] = {}
         self._templates: dict[str, IdleTemplate] = {}
         self._objects: dict[tuple[str, str], StoredObject] = {}
