@@ -112,12 +112,7 @@ def health(
         raise typer.Exit(1)
 
 
-def doctor(
-    context: typer.Context,
-    config: Config = None,
-    data_dir: DataDir = None,
-    output: Output = Format.TABLE,
-) -> None:
+def doctor(config: Config = None, data_dir: DataDir = None, output: Output = Format.TABLE) -> None:
     """Say what is wrong with this machine and the fleet, and what to do; exit code 1 if it is critical.
 
     Works without a running service too: then it looks at this machine alone.
@@ -126,7 +121,7 @@ def doctor(
 
     from gpubroker_server.bootstrap.diagnosis.doctor import findings_for
 
-    report(findings_for(_settings(config, data_dir=data_dir), context), output)
+    report(findings_for(_settings(config, data_dir=data_dir)), output)
 
 
 def migrate(

@@ -180,6 +180,9 @@ def options(
     gpubroker ps
     gpubroker explain last
     """
+    from gpubroker.cli.lookup import GLOBAL_OPTIONS
+
+    GLOBAL_OPTIONS.update(url=url, token=token)
 
 
 def version(output: Output = Format.TABLE) -> None:

@@ -29,13 +29,12 @@ _WIDE = 100
 
 
 def gpus(
-    context: typer.Context,
     watching: Watch = False,
     idle: Annotated[bool, typer.Option("--idle", help="Only those that have nothing to do.")] = False,
     output: Output = Format.TABLE,
 ) -> None:
     """Show GPU memory: leased, used, free, and used without a lease."""
-    with connect(context) as broker:
+    with connect() as broker:
 
         def found() -> Sequence[Gpu]:
             return broker.gpus(idle=idle or None).items

@@ -36,7 +36,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the template.
 
 @idle_template.command()
 def create(
-    context: typer.Context,
     name: Name,
     file: Annotated[
         str,
@@ -50,22 +49,22 @@ def create(
     It needs the scope cluster:write, and stops with the token that made it.
     """
     task = _task_in(file)
-    with connect(context) as broker:
+    with connect() as broker:
         broker.create_idle_template(name, task, max_running=max_running, weight=weight)
         eprint(f"idle template {name} is made; its tasks are named idle/{name}")
 
 
 @idle_template.command("list")
-def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+def list_(output: Output = Format.TABLE) -> None:
     """List your tenant's idle templates, and how many of their tasks run."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, broker.idle_templates(), _table)
 
 
 @idle_template.command()
-def delete(context: typer.Context, name: Name) -> None:
+def delete(name: Name) -> None:
     """Delete an idle template. Its tasks that run go on."""
-    with connect(context) as broker:
+    with connect() as broker:
         broker.delete_idle_template(name)
         eprint(f"idle template {name} is deleted")
 

@@ -27,7 +27,6 @@ _RETRY_SECONDS = 30.0
 
 
 def plan(
-    context: typer.Context,
     file: Annotated[
         Path,
         typer.Option("--file", "-f", exists=True, dir_okay=False, help="YAML or JSON file to check."),
@@ -42,7 +41,7 @@ def plan(
     gpubroker plan -f fleet.yaml
     """
     wanted = _read(file)
-    with connect(context, _RETRY_SECONDS) as broker:
+    with connect(_RETRY_SECONDS) as broker:
         found = broker.plan(**wanted)
         emit(output, found, _plan)
     if not found.fits:

@@ -42,15 +42,14 @@ ItemTimeout = Annotated[Any, typer.Option("--item-timeout", help="Time limit of 
 ItemRetries = Annotated[
     int | None, typer.Option("--item-retries", help="How often to try a failed item again.")
 ]
-_NOT_OF_ITEMS = """
-    bundles strategy min_ranks max_retries wait follow wait_timeout dry_run batch all_or_nothing
-""".split()
 ArrayWord = Annotated[
     str, typer.Argument(metavar="ARRAY", help="Id of the array, as `map` prints it, or last.")
 ]
 
 
-@options_of_submit(but=_NOT_OF_ITEMS)
+@options_of_submit(
+    but="bundles strategy min_ranks max_retries wait follow wait_timeout dry_run batch all_or_nothing"
+)
 def map_(
     context: typer.Context,
     target: Target = None,
@@ -79,7 +78,7 @@ def map_(
         "item_timeout_seconds": item_timeout_seconds,
         "item_retries": item_retries,
     }
-    with connect(context) as broker:
+    with connect() as broker:
         found = named_target(context, target)
         options = cast("Any", read_options(given) | dependencies(broker, given)) | without_none(of_array)
         values = list(_items_of(items, parsing.json_or_text if isinstance(found, str) else str))
@@ -94,7 +93,6 @@ def map_(
 
 
 def array(
-    context: typer.Context,
     array: ArrayWord,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for it, and print its results.")] = False,
     items: Annotated[bool, typer.Option("--items", help="Print the items that are done.")] = False,
@@ -106,7 +104,7 @@ def array(
     """Show how far an array is; its results, with --items; do its failed items again, or cancel the rest."""
     if sum((wait, items, cancel)) > 1 or (failed and not items) or (retry and (items or cancel)):
         raise typer.BadParameter("give one of --wait, --items, --cancel and --retry (--retry --wait works)")
-    with connect(context) as broker:
+    with connect() as broker:
         array = task_id(broker, array, to_change=retry or cancel)
         if items:
             for item in broker.array_items(array, **({"state": "failed"} if failed else {})):

@@ -37,7 +37,6 @@ _ENDS = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
 def events(
-    context: typer.Context,
     task: Annotated[str | None, typer.Argument(metavar="TASK", help="Only events of this task.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events as they happen.")] = False,
     after: Annotated[int | None, typer.Option(help="Start after this position of the log.")] = None,
@@ -57,7 +56,7 @@ def events(
 
     A token sees the events of its tenant, and with the scope cluster:read those of nodes and devices.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         wanted = None if task is None else task_id(broker, task)
         last = 50 if last is None and wanted is None else last
         start: EventStart = {"last": last} if after is None and last else {"after": after or 0}

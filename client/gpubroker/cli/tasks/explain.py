@@ -59,9 +59,9 @@ _WOULD = {
 _EXIT_CODES = {"starts": EXIT_OK, "preempts": EXIT_OK, "refused": EXIT_REFUSED}
 
 
-def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+def explain(task: TaskWord, output: Output = Format.TABLE) -> None:
     """Explain why a task waits and what would help, or where it runs, or how it ended."""
-    with connect(context) as broker:
+    with connect() as broker:
         found = broker.explain(task_id(broker, task))
         emit(output, found, lambda found: _explanation(found, _background(broker, found)))
 

@@ -3,7 +3,7 @@
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
@@ -265,12 +265,12 @@ def submit(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def options_of_submit(*, but: Collection[str]) -> Callable[[F], F]:
-    """A command with `**given` gets there the options of `submit` that it lacks itself, without some."""
+def options_of_submit(*, but: str) -> Callable[[F], F]:
+    """A command with `**given` gets there the options of `submit` that it lacks itself, without the named."""
 
     def decorate(command: F) -> F:
         *own, output, _given = inspect.signature(command, eval_str=True).parameters.values()
-        there = {parameter.name for parameter in own} | {output.name, *but}
+        there = {parameter.name for parameter in own} | {output.name, *but.split()}
         added = [one for one in inspect.signature(submit).parameters.values() if one.name not in there]
         setattr(command, "__signature__", inspect.Signature([*own, *added, output]))  # noqa: B010
         return command
@@ -282,7 +282,7 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
     options, output = read_options(given), given["output"]
     target = _target(context, given["target"], is_required=not given["dry_run"])
     args = map(parsing.json_or_text, given["args"] or [])
-    with connect(context) as broker:
+    with connect() as broker:
         options |= dependencies(broker, given)
         if given["dry_run"] or target is None:
             show_simulation(broker.simulate(target, *args, **options), output)
@@ -310,7 +310,7 @@ def _submit_batch(context: typer.Context, given: Mapping[str, Any]) -> None:
             "--batch only goes with --idempotency-key, --all-or-nothing and --output; write the rest of each "
             "task into the file"
         )
-    with connect(context) as broker:
+    with connect() as broker:
         submit_file(
             broker, given["batch"], given["idempotency_key"], given["all_or_nothing"], given["output"]
         )
