@@ -17,10 +17,10 @@ from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, Ne
 from gpubroker_server.adapters.sql.last_values import SqlLastValues
 from gpubroker_server.adapters.sql.objects import SqlObjects
 from gpubroker_server.adapters.sql.pruning import prune_step
-from gpubroker_server.adapters.sql.reads import Readers, SqlReads
+from gpubroker_server.adapters.sql.reads import SqlReads
 from gpubroker_server.adapters.sql.rows import token_row
 from gpubroker_server.adapters.sql.run_logs import SqlRunLogs
-from gpubroker_server.adapters.sql.session import DatabaseRefused, Session
+from gpubroker_server.adapters.sql.session import DatabaseRefused, Readers, Session
 from gpubroker_server.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.leader_term import LeaderRow

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, func, select
 
-from gpubroker_server.adapters.sql.reads import Readers
+from gpubroker_server.adapters.sql.session import SqlPart
 from gpubroker_server.adapters.sql.tables import item_page
 from gpubroker_server.core.domain.decisions import ItemPage
 from gpubroker_server.core.domain.orders import ItemRange
@@ -19,10 +19,8 @@ _LAST = (func.coalesce(func.max(_c.page), 0), func.min(_c.at), func.max(_c.at))
 _BYTES = func.coalesce(func.sum(_c.size_bytes), 0)
 
 
-class SqlItemPages:
+class SqlItemPages(SqlPart):
     """The ItemPages of the store."""
-
-    _readers: Readers
 
     async def item_counts(self, array: TaskId) -> ItemCounts:
         return await self._readers.run(_counts, array)
