@@ -72,7 +72,8 @@ class LogReading(Reading[str]):
             if self._only is not None or (task.is_finished and task.attempt <= self._attempt):
                 return None
             self._attempt, self._offset = self._attempt + 1, 0
-        self._was_over = task.is_finished or task.attempt > self._attempt or _waits_again(task, self._attempt)
+        waits_again = task.state == "pending" and task.attempt == self._attempt
+        self._was_over = task.is_finished or task.attempt > self._attempt or waits_again
         return self._call(self._attempt)
 
     def _pause(self) -> Steps[None]:
@@ -126,7 +127,3 @@ class LogReading(Reading[str]):
         else:
             self._offset += len(line)
         return line.decode(errors="replace")
-
-
-def _waits_again(task: Task, attempt: int) -> bool:
-    return task.state == "pending" and task.attempt == attempt

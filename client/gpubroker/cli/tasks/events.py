@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from gpubroker.cli.lookup import connect, task_id
@@ -61,17 +61,14 @@ def events(
         last = 50 if last is None and wanted is None else last
         start: EventStart = {"last": last} if after is None and last else {"after": after or 0}
         if output is Format.JSON and not follow:
-            emit_all(output, list(broker.events(wanted, **start)), _event_lines)
+            listed = list(broker.events(wanted, **start))
+            emit_all(output, listed, lambda events: Group(*map(_event_line, events)))
             return
         try:
             for event in broker.events(wanted, **start, follow=follow):
                 emit(Format.NDJSON if output is Format.JSON else output, event, _event_line)
         except KeyboardInterrupt:
             return
-
-
-def _event_lines(listed: Sequence[Event]) -> RenderableType:
-    return Group(*map(_event_line, listed))
 
 
 def _event_line(event: Event) -> Text:
