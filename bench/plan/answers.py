@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 from gpubroker_server.adapters.memory.store import MemoryStore
-from gpubroker_server.adapters.memory.tokens_and_objects import MemorySecrets
+from gpubroker_server.adapters.memory.store_parts import MemorySecrets
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from operator import gt, lt
 
-from gpubroker_server.adapters.memory.item_pages import PagesInMemory
-from gpubroker_server.adapters.memory.tokens_and_objects import StandingInMemory, TokensAndObjects
+from gpubroker_server.adapters.memory.store_parts import PagesInMemory, StandingInMemory, TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,

@@ -30,10 +30,11 @@ from gpubroker_server.adapters.sql import rows, system_tables, tables
 from gpubroker_server.adapters.sql.session import SqlPart, read_rows
 from gpubroker_server.adapters.sql.statements import EVENT
 from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
-from gpubroker_server.core.domain.decisions import QueuePause, StreamState
+from gpubroker_server.core.domain.decisions import ItemPage, QueuePause, StreamState
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
+from gpubroker_server.core.domain.orders import ItemRange
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.submission import KnownKey
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
@@ -41,6 +42,7 @@ from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskI
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
+from gpubroker_server.ports.arrays import ItemCounts, PageFilter
 from gpubroker_server.ports.store import (
     HeldBack,
     RunSpec,
@@ -67,6 +69,15 @@ _USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_b
 
 _chosen, _other = _task.alias("chosen"), _outcome.alias("other")
 _newest = select(func.max(_other.c.fence)).where(_other.c.task == _chosen.c.id).scalar_subquery()
+
+_page = tables.item_page.c
+_behind = _page.first + _page.count
+_PAGE_SUMS = (
+    func.coalesce(func.sum(_page.count), 0), func.coalesce(func.sum(_page.failed), 0),
+    func.coalesce(func.max(_page.page), 0), func.min(_page.at), func.max(_page.at),
+    func.coalesce(func.sum(_page.size_bytes), 0),
+)  # fmt: skip
+"""In the order of ItemCounts."""
 
 # Statements with parameters, made once: to build one costs more than to run it.
 _RECORDS = (
@@ -346,3 +357,41 @@ def _held_back(connection: Connection) -> HeldBack | None:
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
     return HeldBack(seconds, transactions)
+
+
+class SqlItemPages(SqlPart):
+    """The ItemPages of the store; decisions write them."""
+
+    async def item_counts(self, array: TaskId) -> ItemCounts:
+        return await self._readers.run(_item_counts, array)
+
+    async def items_done(self, array: TaskId) -> Sequence[ItemRange]:
+        return await self._readers.run(_items_done, array)
+
+    async def item_pages(self, wanted: PageFilter) -> Sequence[ItemPage]:
+        return await self._readers.run(_item_pages, wanted)
+
+
+def counts_of(array: TaskId) -> Select[Any]:
+    """What all its pages come to. An index has all of it, so that no page is read."""
+    return select(*_PAGE_SUMS).where(_page.array == array)
+
+
+def _item_counts(connection: Connection, array: TaskId) -> ItemCounts:
+    done, failed, page, first_at, last_at, size_bytes = connection.execute(counts_of(array)).one()
+    return ItemCounts(int(done), int(failed), page, first_at, last_at, int(size_bytes))
+
+
+def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
+    found = connection.execute(select(_page.first, _behind).where(_page.array == array))
+    return [(first, behind) for first, behind in found]
+
+
+def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
+    order = _page.page if wanted.by_commit else _page.first
+    chosen = select(tables.item_page).where(_page.array == wanted.array).order_by(order).limit(wanted.limit)
+    # The primary key finds the first one; a page holds few items, so few rows before it are read.
+    chosen = chosen.where(_page.page > wanted.after if wanted.by_commit else _behind > wanted.after + 1)
+    if wanted.failed is not None:
+        chosen = chosen.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)
+    return [ItemPage(**row) for row in connection.execute(chosen).mappings()]

@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 from gpubroker_server.adapters.sql import reads, terms
 from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.administration.idle_templates import SqlIdleTemplates
-from gpubroker_server.adapters.sql.arrays.pages import SqlItemPages
 from gpubroker_server.adapters.sql.database import Database, begin_lineage, migrate, open_database
 from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from gpubroker_server.adapters.sql.last_values import SqlLastValues
 from gpubroker_server.adapters.sql.objects import SqlObjects
 from gpubroker_server.adapters.sql.pruning import prune_step
-from gpubroker_server.adapters.sql.reads import SqlReads
+from gpubroker_server.adapters.sql.reads import SqlItemPages, SqlReads
 from gpubroker_server.adapters.sql.rows import token_row
 from gpubroker_server.adapters.sql.run_logs import SqlRunLogs
 from gpubroker_server.adapters.sql.session import DatabaseRefused, Readers, Session
