@@ -56,11 +56,7 @@ _CHECKPOINTS_KEPT = 3
 class MemoryStore(TokensAndObjects, PagesInMemory, StandingInMemory):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
-    def __init__(
-        self,
-        now: Callable[[], float] = time.time,
-        usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
-    ) -> None:
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
         TokensAndObjects.__init__(self, now)
         PagesInMemory.__init__(self)
         StandingInMemory.__init__(self)
@@ -80,7 +76,7 @@ class MemoryStore(TokensAndObjects, PagesInMemory, StandingInMemory):
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
         self._estimates: dict[SketchKey, Sketch] = {}
-        self._usage = Accounts(usage_half_life_seconds)
+        self._usage = Accounts(HALF_LIFE_SECONDS)
         self._pruned = 0
         """How many of the first events were removed."""
         self._log: list[tuple[Event, TaskId | None]] = []

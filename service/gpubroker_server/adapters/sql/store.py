@@ -85,8 +85,7 @@ class RecentTasks:
     after it was written, and to read both back takes 0.6 ms of CPU per task (`bench run`). Oldest out first.
     """
 
-    def __init__(self, most_bytes: int = RECENT_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
         self._entries: OrderedDict[TaskId, _Entry] = OrderedDict()
         self._size_bytes = 0
 
@@ -134,7 +133,7 @@ class RecentTasks:
 
     def _grow(self, more_bytes: int) -> None:
         self._size_bytes += more_bytes
-        while self._size_bytes > self._most_bytes:
+        while self._size_bytes > RECENT_BYTES:
             _, oldest = self._entries.popitem(last=False)
             self._size_bytes -= oldest.size_bytes
 
