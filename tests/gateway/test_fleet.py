@@ -125,6 +125,7 @@ async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Cli
         'gpubroker_node_disk_level{hostname="n1",path="/"} 0.0',
         'gpubroker_items_total{component="started"} 7.0',
         'gpubroker_fleet_events_total{kind="fleet.NODE_LEFT"} 2.0',
+        'gpubroker_unmet_gpus{pool=""} 0.0',
     }
     gateway.fleet = None
     assert await fleet_metrics(api) == set()
