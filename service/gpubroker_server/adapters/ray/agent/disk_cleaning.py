@@ -106,13 +106,10 @@ BUSY = Answer(message="the node's agent is busy with another look at its disks; 
 
 
 class DiskCleaner:
-    def __init__(
-        self, folder: Path, report: Callable[[Report], None], now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: Path, report: Callable[[Report], None]) -> None:
         """`folder`: where the agent keeps its records."""
         self._folder = folder
         self._report = report
-        self._now = now
         self._thread = ThreadPoolExecutor(1, "disk guard")
         self._jobs: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -177,7 +174,7 @@ class DiskCleaner:
     def _tell(self, task: DiskTask, answer: Answer) -> None:
         files = [tuple(one) for one in answer.files]
         kept = sorted((str(why), count) for why, count in answer.kept.items())
-        self._report(("disk", self._now(), task.request, files, kept, answer.is_first, answer.message))
+        self._report(("disk", time.time(), task.request, files, kept, answer.is_first, answer.message))
 
     def _look(self, task: DiskTask) -> Answer:
         """The first at a root with this configuration is remembered, once it has seen what may go there."""
@@ -209,7 +206,7 @@ class DiskCleaner:
         kept: Counter[str] = Counter()
         for device, files in seen.items():
             cleaning = choose(
-                files, live, needed[device], Instant(self._now()), rules,
+                files, live, needed[device], Instant(time.time()), rules,
                 lambda one: self._left_because(_found_as(one), task, spared, deletes=False),
             )  # fmt: skip
             chosen += map(_found_as, cleaning.files)
@@ -237,7 +234,7 @@ class DiskCleaner:
             messages.append(f"{root.path}: {said}")
         for path, status, has_journal in walk.entries:
             may_be_empty = root.file_class is FileClass.EMPTY_DATABASE and not has_journal
-            is_old = self._now() - status.st_mtime >= task.old_seconds
+            is_old = time.time() - status.st_mtime >= task.old_seconds
             yield FileSeen(
                 root.path,
                 path,
@@ -297,7 +294,7 @@ class DiskCleaner:
                     return "changed"
                 if (status.st_ino, status.st_mtime_ns, status.st_size) != same:
                     return "changed"
-                if self._now() - status.st_mtime < task.old_seconds:
+                if time.time() - status.st_mtime < task.old_seconds:
                     return "young"
                 if status.st_nlink > 1:
                     return "has_links"  # no room would be made
