@@ -18,7 +18,7 @@ def test_a_spare_node_is_closed_first_and_goes_on_if_it_got_work_meanwhile(tmp_p
     answers = (a_demand("local", "slurm-7", "slurm-8"), a_demand("local", "slurm-8"))
     for number, answer in enumerate(answers):
         (tmp_path / f"demand{number}").write_text(answer)
-    answer = 'if [ -e demand0 ]; then cat demand0; rm demand0; else cat demand1; fi'
+    answer = "if [ -e demand0 ]; then cat demand0; rm demand0; else cat demand1; fi"
     programs = {"squeue": "", "sbatch": CALLED, "scancel": CALLED}
     programs["gpubroker"] = f"{CALLED}\nif [ $1 = demand ]; then {answer}; fi"
     for name, does in programs.items():

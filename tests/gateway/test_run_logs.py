@@ -7,8 +7,8 @@ import pytest
 from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.run_logs import FOLLOWED_SECONDS
-from gpubroker_server.gateway.tasks.logs import PARTS_AT_ONCE
 from gpubroker_server.gateway.status.log_readers import LOOK_SECONDS, LOOKS_PER_SECOND, LogReaders
+from gpubroker_server.gateway.tasks.logs import PARTS_AT_ONCE
 from gpubroker_server.ports.run_logs import LogChanges, LogPart
 from gpubroker_server.ports.store import BlobMissing
 

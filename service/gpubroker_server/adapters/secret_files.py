@@ -8,6 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
+from gpubroker_server.adapters.blobs.directory import sync_folder
 from gpubroker_server.ports.store import StoreUnavailable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -59,7 +60,7 @@ class SecretFiles:
         finally:
             draft.unlink(missing_ok=True)
         for folder in (path.parent, self._root, self._root.parent):
-            _sync(folder)
+            sync_folder(folder)
 
     def _text(self, tenant: str, name: str) -> str:
         path = self._path(tenant, name)
@@ -82,7 +83,7 @@ class SecretFiles:
             return False
         path = self._path(tenant, name)
         path.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync_folder(path.parent)
         return True
 
     def _path(self, tenant: str, name: str) -> Path:
@@ -90,11 +91,3 @@ class SecretFiles:
             if _NAME.fullmatch(part) is None:  # a mistake: names are checked where they come in
                 raise ValueError(f"{part!r} is no name of a secret's file, or leads out of its directory")
         return self._root / tenant / name
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

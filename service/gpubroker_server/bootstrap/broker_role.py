@@ -34,15 +34,16 @@ from gpubroker_server.broker.background import (
     ResourceRequests,
     SlotDivider,
     gateways_have_let_go,
+    keep_for_the_next_start,
     models_in_use,
+    watch_left_servers,
+    watch_model_use,
 )
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.fleet import FleetKeeper
 from gpubroker_server.broker.leadership import LeaderCandidate
-from gpubroker_server.broker.left_servers import LeftServers
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
-from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.broker.task_objects import TaskObjects
@@ -109,10 +110,14 @@ class BrokerRole:
             ("retention", self._pruner.keep()),
             ("objects", self._blobs.keep_clean(self._store.referenced, WallClock().may_prune)),
         ]
-        if self._store.is_shared:
-            jobs.append(("publisher", self._publisher.keep(self.term, publish_seconds(self._policy))))
-        if self._store.is_shared and self._settings.triton.slots:
-            jobs.append(("slots of models", self._slots.keep(self.term, publish_seconds(self._policy))))
+        every_seconds = publish_seconds(self._policy)
+        if not self._store.is_shared:
+            kept = keep_for_the_next_start(self._store, self.seen, self.term, every_seconds)
+            jobs.append(("what the next start needs", kept))
+        else:
+            jobs.append(("publisher", self._publisher.keep(self.term, every_seconds)))
+            if self._settings.triton.slots:
+                jobs.append(("slots of models", self._slots.keep(self.term, every_seconds)))
         if self._settings.ray.autoscale and isinstance(self.executor, RayExecutor):
             follower, ray = self._follower, self.executor
             requests = ResourceRequests(follower.world, self._policy, follower.clock, ray.request_resources)
@@ -246,7 +251,10 @@ class BrokerRole:
             ModelDispatchRules(loads_at_once=at_once),
             wait_seconds=self._wait_seconds,
             have_let_go=self._have_let_go,
-            watches=(ModelUse(world, self._in_use, clock).keep, LeftServers(world, is_gone).keep),
+            watches=(
+                partial(watch_model_use, world, self._in_use, clock),
+                partial(watch_left_servers, world, is_gone),
+            ),
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
         allowed = tuple(self._settings.entrypoints)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -42,6 +43,9 @@ class LastValues:
     samples: Sequence[DeviceSample] = ()
     progress: Mapping[TaskId, Progress] = field(default_factory=dict)
     leader: LeaderSeen | None = None
+    """With `fleet.idle` empty: a large fleet has much of it, and it changes once a minute ..."""
+    idle: Sequence[Idle] | None = None
+    """... so it is told by itself; None: it is as it was."""
     ended: Sequence[TaskId] = ()
     """Runs that have ended: remove their progress."""
     nodes: Sequence[NodeSample] = ()
@@ -73,15 +77,12 @@ class PresenceStore(Protocol):
 
     async def present(self, presence: Presence) -> None:
         """Replaces the last one of this gateway. Raises StoreUnavailable."""
-        ...
 
     async def absent(self, gateway: str) -> None:
         """Remove the presence of a gateway that ends. Raises StoreUnavailable."""
-        ...
 
     async def presences(self) -> Sequence[Presence]:
         """The last one of each gateway, however old. Raises StoreUnavailable."""
-        ...
 
 
 class SlotStore(Protocol):
@@ -89,15 +90,12 @@ class SlotStore(Protocol):
 
     async def claim_slots(self, claim: Claim) -> None:
         """Replaces the last claim of this gateway. Raises StoreUnavailable."""
-        ...
 
     async def slot_claims(self) -> Sequence[Claim]:
         """The last claim of each gateway, however old. Raises StoreUnavailable."""
-        ...
 
     async def drop_slots(self, gateway: str) -> None:
         """Remove the claim of a gateway. Raises StoreUnavailable."""
-        ...
 
 
 class LastValueStore(Protocol):
@@ -106,9 +104,7 @@ class LastValueStore(Protocol):
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
         """`number` counts the publications of a term, from 1. The first deletes those of older terms. Raises
         StoreUnavailable."""
-        ...
 
     async def published(self, after: int) -> tuple[int, LastValues]:
         """What was published since, and the `after` of the next call; 0 reads all. Raises
         StoreUnavailable."""
-        ...
