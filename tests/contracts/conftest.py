@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.ports.store import TaskStore
 
-from tests.contracts.fake_runners import FakeRunners
+from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
 
 Open = Callable[[], Awaitable[TaskStore]]
 
@@ -50,5 +51,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def runners() -> Iterator[FakeRunners]:
+    """Their processes are ended when the test's event loop is closed: no agent hears of it any more."""
     with closing(FakeRunners()) as runners:
         yield runners
+
+
+@pytest.fixture
+def open_leader(runners: FakeRunners, tmp_path: Path) -> Callable[..., Leader]:
+    return partial(a_leader, runners, tmp_path)
