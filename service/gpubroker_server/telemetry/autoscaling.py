@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping
 
 from gpubroker_server.core.explain.autoscaling import AutoscalingDemand
+from gpubroker_server.telemetry.exposition import Samples
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_unmet_gpus": ("GPUs that waiting tasks lack.", ("pool",)),
     "gpubroker_needed_gpus": ("GPUs that are held, and those that waiting tasks lack.", ()),
     "gpubroker_spare_gpus": ("GPUs of nodes of which nothing is held or waited for.", ()),
 }
-
-Samples = list[tuple[tuple[str, ...], float]]
 
 
 def autoscaling_samples(demand: AutoscalingDemand) -> Iterator[tuple[str, Samples]]:

@@ -7,6 +7,7 @@ from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
 from gpubroker_server.core.control.node_watch import Overload
 from gpubroker_server.core.domain.units import DeviceKey, Instant
 from gpubroker_server.core.world.world import World
+from gpubroker_server.telemetry.exposition import Samples
 
 _GPU = ("gpu", "UUID", "hostname")
 _TARGET = ("scope", "measure")
@@ -34,8 +35,6 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_items": ("What each component got done in this leader's term.", ("component",)),
     "gpubroker_fleet_events": ("Events about its health, in this leader's term.", ("kind",)),
 }
-
-Samples = list[tuple[tuple[str, ...], float]]
 
 
 def fleet_samples(world: World, seen: FleetSeen | None, now: Instant) -> Iterator[tuple[str, Samples]]:

@@ -8,11 +8,6 @@ from importlib.metadata import version
 from itertools import chain
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
 from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy, band_of
@@ -29,6 +24,7 @@ from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry import autoscaling, fleet, inferences, nodes
 from gpubroker_server.telemetry.durations import DurationCollector
+from gpubroker_server.telemetry.exposition import Collector, Metric, Samples, counter, gauge, text_of
 
 _RELEASE = version("gpubroker-server")
 
@@ -154,19 +150,16 @@ class Sources:
 
 
 class Telemetry:
-    """One registry per app, so that two apps in one process do not mix their figures."""
+    """One per app, so that two apps in one process do not mix their figures."""
 
     def __init__(self, sources: Sources) -> None:
-        self.registry = CollectorRegistry()
         self._world = WorldCollector(sources)
-        self.registry.register(self._world)
         requests = DurationCollector(
             REQUEST_SECONDS, "Time to answer, by route template.", ("method", "route", "status")
         )
         calls = DurationCollector(CALL_SECONDS, "Time to the end of a call over gRPC.", ("method", "code"))
         waits = DurationCollector(WAIT_SECONDS, "Time that requests waited for a slot, if they had to.", ())
-        for histogram in (requests, calls, waits):
-            self.registry.register(histogram)
+        self._collectors: list[Collector] = [self._world, requests, calls, waits]
         self._note_request, self._note_call, self._note_wait = requests.note, calls.note, waits.note
 
     def note_held_back(self, held_back: HeldBack | None) -> None:
@@ -183,13 +176,16 @@ class Telemetry:
         self._note_wait((), seconds)
 
     def show_lanes(self, read: Callable[[], Iterable[LaneRow]]) -> None:
-        self.registry.register(LaneCollector(read))
+        self._collectors.append(LaneCollector(read))
 
     def show_servers(self, read: Callable[[], Iterable[ServerRow]]) -> None:
-        self.registry.register(ServerCollector(read))
+        self._collectors.append(ServerCollector(read))
+
+    def text(self) -> str:
+        return text_of(metric for collector in self._collectors for metric in collector.collect())
 
 
-class LaneCollector(Collector):
+class LaneCollector:
     """Only models that are asked have metrics: their names come from clients."""
 
     def __init__(self, read: Callable[[], Iterable[LaneRow]]) -> None:
@@ -201,7 +197,7 @@ class LaneCollector(Collector):
             yield _gauge(f"gpubroker_model_{name}", [((row[0],), float(row[index])) for row in rows])
 
 
-class ServerCollector(Collector):
+class ServerCollector:
     def __init__(self, read: Callable[[], Iterable[ServerRow]]) -> None:
         self._read = read
 
@@ -217,7 +213,7 @@ class ServerCollector(Collector):
         yield _counter("gpubroker_model_server_requests_passed_on", passed_on)
 
 
-class WorldCollector(Collector):
+class WorldCollector:
     """Reads the World. The cost grows with what is held and active and with how many demands differ, not
     with the queue. No task is a label."""
 
@@ -258,20 +254,12 @@ class WorldCollector(Collector):
         yield from _leader_metrics(world, leader)
 
 
-def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    about, labels = GAUGES[name]
-    family = GaugeMetricFamily(name, about, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+def _gauge(name: str, samples: Samples) -> Metric:
+    return gauge(name, *GAUGES[name], samples)
 
 
-def _counter(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    about, labels = COUNTERS[name]
-    family = CounterMetricFamily(name, about, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+def _counter(name: str, samples: Samples) -> Metric:
+    return counter(name, *COUNTERS[name], samples)
 
 
 def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Metric]:

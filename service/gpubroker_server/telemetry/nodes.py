@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from gpubroker_server.core.domain.device import GpuHealth, NodeSample
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
+from gpubroker_server.telemetry.exposition import Samples
 
 _MIB = 1024 * 1024
 _NODE = ("hostname",)
@@ -36,8 +37,6 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_node_network_sent_bytes": ("By all interfaces but loopback, since it booted.", _NODE),
     "gpubroker_gpu_ecc_errors": ("Uncorrected memory errors since the driver was loaded.", _GPU),
 }
-
-Samples = list[tuple[tuple[str, ...], float]]
 
 _OF_NODES: Mapping[str, Callable[[NodeSample], float | None]] = {
     "gpubroker_node_cpu_utilization_ratio": lambda it: it.cpu,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -139,7 +138,7 @@ async def get_metrics(parts: Parts) -> Response:
         parts.telemetry.note_held_back(await parts.store.held_back())
     except StoreUnavailable:
         parts.telemetry.note_held_back(None)
-    return Response(generate_latest(parts.telemetry.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(parts.telemetry.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @resource.route(
