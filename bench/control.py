@@ -129,8 +129,8 @@ def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:
 
 
 async def _idle(nodes: int, looks: int) -> list[Figure]:
-    """With all GPUs idle: what the leader writes for other processes each second, and the CPU time of a scrape,
-    in which a gateway answers nothing else."""
+    """With all GPUs idle: what the leader writes for other processes each second, and the CPU time of a
+    scrape, in which a gateway answers nothing else."""
     world, policy, store = _fleet(nodes), Policy(), CountingStore()
     control = FleetControl(FleetRules(), policy)
     for now in (Instant(0.0), Instant(400.0)):
