@@ -1,7 +1,6 @@
 """Histograms of durations."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from itertools import accumulate
 
 from gpubroker_server.telemetry.exposition import Buckets, LabelNames, Metric, histogram
@@ -28,9 +27,9 @@ class DurationCollector:
         counts[bisect_left(_BUCKETS, seconds)] += 1
         self._seconds[key] += seconds
 
-    def collect(self) -> Iterable[Metric]:
+    def metric(self) -> Metric:
         found = [
             Buckets(tuple(map(str, key)), tuple(accumulate(counts)), self._seconds[key])
             for key, counts in self._counts.items()
         ]
-        yield histogram(self._name, self._about, self._labels, _BUCKETS, found)
+        return histogram(self._name, self._about, self._labels, _BUCKETS, found)

@@ -3,7 +3,7 @@ meanwhile (`bench control`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import isinf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 LabelNames = tuple[str, ...]
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -16,10 +16,6 @@ class Metric(NamedTuple):
     kind: str
     parts: Sequence[tuple[str, LabelNames, Samples]]
     """(what is added to the name, labels, samples)"""
-
-
-class Collector(Protocol):
-    def collect(self) -> Iterable[Metric]: ...
 
 
 def gauge(name: str, about: str, labels: LabelNames, samples: Samples) -> Metric:

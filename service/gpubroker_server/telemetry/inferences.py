@@ -6,7 +6,8 @@ from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.core.world.model_index import WAIT_BOUNDS
 from gpubroker_server.core.world.world import World
-from gpubroker_server.telemetry.exposition import Buckets, Metric, counter, gauge, histogram
+from gpubroker_server.telemetry.exposition import Buckets, Metric, histogram
+from gpubroker_server.telemetry.nodes import Read
 
 _WAITING, _RUNNING = "gpubroker_inferences_waiting", "gpubroker_inferences_running"
 _FINISHED = "gpubroker_inferences_finished"
@@ -21,14 +22,16 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def inference_metrics(world: World) -> Iterator[Metric]:
-    answered = world.models.answered
+def inference_samples(world: World) -> Iterator[Read]:
     queued = sum(len(group) for groups in waiting(world).values() for group in groups)
-    asked = sum(len(world.models.asking(model)) for model in world.models.asked())
-    for name, value in ((_WAITING, queued), (_RUNNING, asked)):
-        yield gauge(name, *GAUGES[name], [((), value)])
-    ended = [((state.value,), answered.ended[state]) for state in sorted(TERMINAL)]
-    yield counter(_FINISHED, *COUNTERS[_FINISHED], ended)
-    about = "Time until queued inferences were first sent to a model."
+    yield _WAITING, [((), queued)]
+    yield _RUNNING, [((), sum(len(world.models.asking(model)) for model in world.models.asked()))]
+    ended = world.models.answered.ended
+    yield _FINISHED, [((state.value,), ended[state]) for state in sorted(TERMINAL)]
+
+
+def wait_metric(world: World) -> Metric:
+    answered = world.models.answered
     found = Buckets((), answered.waits(), answered.waited_seconds)
-    yield histogram(WAIT_SECONDS, about, (), WAIT_BOUNDS, [found])
+    about = "Time until queued inferences were first sent to a model."
+    return histogram(WAIT_SECONDS, about, (), WAIT_BOUNDS, [found])

@@ -2,15 +2,14 @@
 commit waits for them."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Connection, FromClause, bindparam, delete, select
 
-from gpubroker_server.adapters.sql.reads import Readers
-from gpubroker_server.adapters.sql.session import Row, Session, json_text, over, postgres_rows, postgres_text
+from gpubroker_server.adapters.sql.session import Row, SqlPart, json_text, over, postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import last_value
 from gpubroker_server.core.control.idle import Idle
@@ -26,8 +25,6 @@ from gpubroker_server.ports.last_values import (
     PresenceStore,
     SlotStore,
 )
-
-T = TypeVar("T")
 
 _REVISIONS_PER_TERM = 2**32
 """More than a leader ever publishes in one term."""
@@ -54,10 +51,8 @@ _PRESENCES = select(last_value.c.key, last_value.c.value).where(last_value.c.kin
 _CLAIMS = select(last_value.c.key, last_value.c.value).where(last_value.c.kind == "slots")
 
 
-class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
+class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
     """The LastValueStore, PresenceStore and SlotStore of the store."""
-
-    _readers: Readers
 
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
         if self.is_shared:
@@ -91,9 +86,6 @@ class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
 
     @property
     def is_shared(self) -> bool:
-        raise NotImplementedError
-
-    async def _write_alone(self, act: Callable[[Session], T]) -> T:
         raise NotImplementedError
 
     async def _put(self, kind: str, key: str, at: Instant, value: Any) -> None:
