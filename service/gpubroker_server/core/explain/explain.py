@@ -58,7 +58,6 @@ class Explanation:
     state: TaskState
     message: str
     """The most structural blocker's, or what it is doing."""
-    evaluated_at: Instant
     queue_length: int
     """All pending tasks, held and delayed ones included."""
     reason: Reason | None = None
@@ -85,7 +84,7 @@ def explain(
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         doing = _statement(world, task, policy, now)
-        return Explanation(task_id, task.state, doing, now, len(world.queue))
+        return Explanation(task_id, task.state, doing, len(world.queue))
     return explain_pending(diagnose(survey_nodes(Draft(world), task, policy, now, forecasts)))
 
 
@@ -105,7 +104,6 @@ def explain_pending(found: Diagnosis) -> Explanation:
         task.id,
         task.state,
         blockers[0].message,
-        survey.now,
         len(world.queue),
         blockers[0].reason,
         position,

@@ -130,10 +130,8 @@ def _judge(
 ) -> NodeFinding:
     demand, period = task.demand, policy.sample_period_seconds
     is_open = may_use_node(demand, node)
-    room, full_disk = (
-        draft.headroom(node.name, task=task.id, priority=task.priority),
-        draft.full_disk(node.name),
-    )
+    room = draft.headroom(node.name, task=task.id, priority=task.priority)
+    full_disk = draft.world.full_disks.get(node.name, "")
     closed = _closed(node, full_disk, gives_gpus=room.gives_gpus or not demand.gpus)
     devices = tuple(
         _judge_device(ledger, task, closed, needs, is_open=is_open, is_stale=ledger.is_stale(now, period))

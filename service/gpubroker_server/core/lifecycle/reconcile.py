@@ -226,9 +226,10 @@ def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
 def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
     """Stop, go and watch orders may have been lost with the leader or the agent."""
     there = set(seen.runs)
-    for watch in external_leases.watched_on(world, seen.node.name):
-        if (watch.task, watch.fence, watch.rank) not in there:
-            yield replace(watch, incarnation=seen.node.incarnation)
+    for outsider in external_leases.holders_on(world, seen.node.name):
+        for watch in external_leases.watch_orders(world, outsider, world.leases_of(outsider)):
+            if (watch.task, watch.fence, watch.rank) not in there:
+                yield replace(watch, incarnation=seen.node.incarnation)
     for task, rank in _active_on(world, seen):
         if (task.id, task.fence, rank) not in there:
             continue

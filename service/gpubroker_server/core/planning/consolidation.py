@@ -159,7 +159,7 @@ class _Search:
         return bool(needs) and free_mb >= task.demand.gpus * min(needs)
 
     def _movable(self, node: NodeName, task: Task) -> list[PossibleVictim]:
-        runs = self._offers.possible_victims(node)
+        runs = self._offers.rooms.possible_victims(node)
         return [run for run in runs if may_be_moved(run.task, task, self._policy, self._now)]
 
     def _may_go(self, gone: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:

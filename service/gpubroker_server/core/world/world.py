@@ -204,7 +204,7 @@ class World:
     def leases_of(self, task: Task) -> list[Lease]:
         """Unreleased leases of a task's newest claim, ordered by key."""
         run = self.leases.get((task.id, task.fence), {})
-        return [run[key] for key in sorted(run)] if len(run) > 1 else list(run.values())
+        return [run[key] for key in sorted(run)]
 
     def holder(self, holder: str, fence: int) -> Task | None:
         """The task with this newest claim; None if the claim has ended, or was never a task's."""

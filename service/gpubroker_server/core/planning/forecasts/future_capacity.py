@@ -50,8 +50,6 @@ class ExpectedEnds:
         self._as_of = now if as_of is None else as_of
         self._sketches = draft.world.learned.sketches
         self._known: dict[tuple[TaskId, int, TaskState], ExpectedEnd] = {}
-        self._learned: dict[tuple[str, str, str], Sketch | None] = {}
-        """(tenant, subject, kind) -> run times."""
 
     def of_holding(self, holding: Holding) -> ExpectedEnd:
         """A quarantined lease never ends."""
@@ -77,10 +75,7 @@ class ExpectedEnds:
 
     def _work_out(self, run: Task) -> ExpectedEnd:
         kind = self._kind_of(run)
-        known = self._seconds_of(run, kind)
         at = max(self._as_of, run.started_at or run.admitted_at or self.now)
-        if known is None and run.expected_seconds is None:
-            return self._guessed(run, 0.0, at)
         if run.started_at is None:
             left = run_seconds(run, self._sketches, self.policy, kind=kind)
         else:
@@ -88,7 +83,8 @@ class ExpectedEnds:
         if left is not None:
             p50_at, p90_at = at + left.p50_seconds, at + left.p90_seconds
             return self._bounded(run, p50_at, p90_at, left.n, is_guess=False)
-        learned = 0.0 if known is None else known.quantile(1.0) or 0.0
+        known = self._sketches.get(SketchKey(run.tenant, run.subject, kind, What.SECONDS), Sketch())
+        learned = known.quantile(1.0) or 0.0
         return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds, at)
 
     def _guessed(self, run: Task, known_seconds: float, at: Instant) -> ExpectedEnd:
@@ -102,26 +98,16 @@ class ExpectedEnds:
         latest = inf
         if run.timeout_seconds is not None:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
-        if (
-            run.deadline_at is not None and run.external is None
-        ):  # a renewal moves the deadline of an external lease
+        if run.deadline_at is not None and run.external is None:  # a renewal moves that of an external lease
             latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
         return ExpectedEnd(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
-
-    def _seconds_of(self, run: Task, kind: str) -> Sketch | None:
-        about = run.tenant, run.subject, kind
-        if about not in self._learned:
-            self._learned[about] = self._sketches.get(SketchKey(*about, What.SECONDS))
-        return self._learned[about]
 
     def _kind_of(self, run: Task) -> str:
         """Kind of its devices; empty if it has none."""
         known = [lease.device for lease in self.draft.world.leases_of(run)]
         if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
             known = [d for d in self.draft.given_to(run.id) if self.draft.ledger(d).device.node == run.node]
-        if len(known) == 1:
-            return self.draft.ledger(known[0]).device.kind
         return min((self.draft.ledger(device).device.kind for device in known), default="")
 
 

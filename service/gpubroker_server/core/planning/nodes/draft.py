@@ -118,19 +118,12 @@ class Draft:
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
-        is_open = task in self._pledges or not self.is_closed_to(priority, node)
+        is_closed = priority <= BACKGROUND_TOP and self.background.is_closed(node)
+        is_open = task in self._pledges or not is_closed
         room = NodeHeadroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row, is_open)
         for other in self._respected(node, task, priority):
             room = room.with_room_of(other, sign=-1)
         return room
-
-    def full_disk(self, node: NodeName) -> str:
-        """Which disk is too full for anything to start there; empty if none is."""
-        return self.world.full_disks.get(node, "")
-
-    def is_closed_to(self, priority: int, node: NodeName) -> bool:
-        """Whether work of this priority is background work, which may take no more of the node's GPUs."""
-        return priority <= BACKGROUND_TOP and self.background.is_closed(node)
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> NodeHeadroom:
         """The same once every run under notice has left the node."""

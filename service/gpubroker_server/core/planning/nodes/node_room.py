@@ -98,7 +98,7 @@ class NodeRooms:
         above = bisect_left(facts.pledges, priority)
         room = facts.now.get(above)
         if room is None:
-            room = facts.now[above] = self._look(node, None, priority)
+            room = facts.now[above] = self.look(node, None, priority)
         return room
 
     def rows(self, node: NodeName, priority: int) -> tuple[Row, ...]:
@@ -110,11 +110,8 @@ class NodeRooms:
             known = facts.rows[above] = room, room.rows()
         return known[1]
 
-    def now_of(self, node: NodeName, task: Task) -> Room:
-        """For a task with pledges."""
-        return self._look(node, task.id, task.priority)
-
-    def _look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
+    def look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
+        """Now; `task`: one with pledges."""
         ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
         devices = [(ledger.device, ledger.free_mb(task=task, priority=priority)) for ledger in ledgers]
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))

@@ -141,7 +141,7 @@ def _used_of(name: str, gone: Iterable[Candidate]) -> float:
 def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
     """What these nodes offer if only borrowers that must give back may be preempted."""
     for node in sorted(nodes):
-        runs = offers.possible_victims(node)
+        runs = offers.rooms.possible_victims(node)
         asked = [run for run in runs if run.task.tenant in surplus and _may_be_asked(run, task, offers)]
         yield offers.among(node, task.priority, asked)
 
