@@ -231,12 +231,10 @@ class CapacityAt:
 
     def has_room(self, planned: Iterable[Task], parts: Sequence[Task]) -> bool:
         """Whether these parts fit beside the planned ones."""
-        before = list(planned)
-        now = self._leaving.room_now(self._node, self._waiter)
-        return _fit(now, before, parts) or _fit(self.room(), before, parts)
+        return _fit(self.room(), planned, parts)
 
     def has_mb(self, device: DeviceKey, mb: int) -> bool:
-        return mb <= self._leaving.mb_now(device, self._waiter) or mb <= self.mb(device)
+        return mb <= self.mb(device)
 
     def room(self) -> NodeHeadroom:
         if self._room is None:
@@ -265,6 +263,7 @@ class CapacityAt:
                 self._mb[device] -= mb
 
 
+@dataclass(eq=False)
 class FutureCapacity:
     """The capacity of a draft's nodes over time, computed on demand and again after a node changes.
 
@@ -273,23 +272,18 @@ class FutureCapacity:
     submitted are taken to stay.
     """
 
-    def __init__(
-        self,
-        expected_ends: ExpectedEnds,
-        *,
-        for_plans: bool,
-        protected_tenants: Callable[[Task], frozenset[str]] = lambda _: frozenset(),
-    ) -> None:
-        """`protected_tenants`: those whose runs with GPUs are not preempted for a task."""
-        self._protected_tenants = protected_tenants
-        self._expected_ends = expected_ends
-        self._for_plans = for_plans
-        self._leaving = _CapacityReleases(expected_ends, for_plans=for_plans)
+    expected_ends: ExpectedEnds
+    for_plans: bool
+    protected_tenants: Callable[[Task], frozenset[str]] = lambda _: frozenset()
+    """Those whose runs with GPUs are not preempted for a task."""
+
+    def __post_init__(self) -> None:
+        self._leaving = _CapacityReleases(self.expected_ends, for_plans=self.for_plans)
         self._known: dict[tuple[NodeName, _WaitingTask], tuple[int, CapacityProfile]] = {}
         self._later: dict[NodeName, dict[tuple[_WaitingTask, float], CapacityAt]] = {}
 
     def of(self, node: NodeName, task: Task) -> CapacityProfile:
-        waiter, revision = self._waiter(task), self._expected_ends.draft.changes.at(node)
+        waiter, revision = self._waiter(task), self.expected_ends.draft.changes.at(node)
         known = self._known.get((node, waiter))
         if known is None or known[0] != revision:
             known = self._known[node, waiter] = revision, self._work_out(node, waiter)
@@ -298,7 +292,7 @@ class FutureCapacity:
     def capacity_at(self, node: NodeName, task: Task, at: float) -> CapacityAt:
         waiter, there = self._waiter(task), self._later.setdefault(node, {})
         known = there.get((waiter, at))
-        if known is None or known.revision != self._expected_ends.draft.changes.at(node):
+        if known is None or known.revision != self.expected_ends.draft.changes.at(node):
             known = there[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
         return known
 
@@ -309,11 +303,11 @@ class FutureCapacity:
                 capacity.on_placement(run, place)
 
     def _waiter(self, task: Task) -> _WaitingTask:
-        stops = preempts(task, self._expected_ends.policy)
+        stops = preempts(task, self.expected_ends.policy)
         below = stops_below(task) if stops else NOTHING
-        since = self._expected_ends.now if self._for_plans else task.submitted_at
-        protected = self._protected_tenants(task) if stops else frozenset[str]()
-        pledged = task.id if self._expected_ends.draft.pledges_of(task.id) else None
+        since = self.expected_ends.now if self.for_plans else task.submitted_at
+        protected = self.protected_tenants(task) if stops else frozenset[str]()
+        pledged = task.id if self.expected_ends.draft.pledges_of(task.id) else None
         return _WaitingTask(task.priority, below, since, protected, pledged)
 
     def _work_out(self, node: NodeName, waiter: _WaitingTask) -> CapacityProfile:
