@@ -190,10 +190,7 @@ class Places:
             far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(node, task, room.beside.cpu, far, allows)
-        if allows:
-            there = _allowed(room, task, allows)
-        else:
-            there = room.rows() if is_kept else rooms.rows(node, priority)
+        there = _allowed(room, task, allows) if allows else room.rows()
         return self._by_worth(node, task, far, self._scores, there)
 
     def _by_room(

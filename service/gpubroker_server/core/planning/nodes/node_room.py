@@ -65,8 +65,6 @@ class _Facts:
     pledges: list[int]
     """Priorities of its pledges."""
     now: dict[int, Room] = field(default_factory=dict)
-    rows: dict[int, tuple[Room, tuple[Row, ...]]] = field(default_factory=dict)
-    """Of `now`, by class of device."""
     soon: dict[int, Room] = field(default_factory=dict)
     runs: Mapping[TaskId, Sequence[PossibleVictim]] | None = None
     """Runs that could be victims of some task; None until asked for."""
@@ -100,15 +98,6 @@ class NodeRooms:
         if room is None:
             room = facts.now[above] = self.look(node, None, priority)
         return room
-
-    def rows(self, node: NodeName, priority: int) -> tuple[Row, ...]:
-        """`now` by class of device."""
-        room, facts = self.now(node, priority), self._facts(node)
-        above = bisect_left(facts.pledges, priority)
-        known = facts.rows.get(above)
-        if known is None or known[0] is not room:
-            known = facts.rows[above] = room, room.rows()
-        return known[1]
 
     def look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
         """Now; `task`: one with pledges."""
