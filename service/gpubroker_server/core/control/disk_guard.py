@@ -176,11 +176,9 @@ def choose(
     now: Instant,
     rules: DiskRules,
 ) -> Cleaning:
-    """The files that free `needed_bytes`, by class and the oldest first.
-
-    `live_checkpoints`: whole paths, of files or directories, from which tasks that are not over would go on.
-    The newest checkpoint of each directory stays as well: whose it is may be known to its owner alone.
-    """
+    """The files that free `needed_bytes`, by class and the oldest first. `live_checkpoints`: whole paths, of
+    files or directories, from which tasks that are not over would go on. The newest checkpoint of each
+    directory stays as well: whose it is may be known to its owner alone."""
     files, live = list(seen), frozenset(live_checkpoints)
     newest = _newest_checkpoints(files)
     kept: Counter[KeptBecause] = Counter()

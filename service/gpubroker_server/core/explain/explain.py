@@ -119,9 +119,7 @@ def position_of(
     world: World, task: Task, policy: Policy, now: Instant, shares: FairShares | None = None
 ) -> int | None:
     """A task's place in the queue, from 1, at today's shares; the place that an unsubmitted task would have.
-
-    Costs one step per equivalence class, and one per device unless `shares` are given.
-    """
+    Costs one step per equivalence class, and one per device unless `shares` are given."""
     is_new = task.id not in world.tasks
     if task.id not in world.queue and (not is_new or is_deferred(task, world)):
         return None

@@ -92,11 +92,8 @@ def consolidate(
 
 
 def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
-    """Whether the run may be moved for the task.
-
-    It has saved a checkpoint since it began, is of no higher band than the task, is not shielded and has no
-    deadline. A run that was preempted before stays where it is for an hour.
-    """
+    """Whether the run may be moved for the task: it has saved a checkpoint since it began, is of no higher
+    band, is not shielded and has no deadline. One that was preempted before stays where it is for an hour."""
     if run.state is not TaskState.RUNNING or run.started_at is None or run.checkpoint_at is None:
         return False
     has_saved = run.checkpoint_at > run.started_at

@@ -216,10 +216,8 @@ class World:
             self.queue.enter(self.tasks[task])
 
     def snapshot(self) -> "World":
-        """A copy without its queue, for planning in another thread: it shares nothing that changes.
-
-        Of pending tasks it knows only the tenants, so it cannot explain any of them.
-        """
+        """A copy without its queue, for planning in another thread: it shares nothing that changes. It cannot
+        explain pending tasks, of which it knows only the tenants."""
         twin = World(self.accounts.half_life_seconds)
         twin.position, twin.as_of, twin.inventory_version = self.position, self.as_of, self.inventory_version
         twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)

@@ -24,11 +24,9 @@ from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Surp
 def reclaim(
     offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
-    """The cheapest way to take room back from borrowers on these nodes; None if there is none.
-
-    Borrowers of the same band or a lower one may be preempted, whatever their priority, unless protected; no
-    tenant is left with less than its guarantee.
-    """
+    """The cheapest way to take room back from borrowers on these nodes; None if there is none. Borrowers of
+    the same band or a lower one may be preempted, whatever their priority, unless protected; no tenant is
+    left with less than its guarantee."""
     there = (offer for offer in _borrowers_on(offers, task, surplus, nodes) if offer.found)
     return _cheapest_of(
         there, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
