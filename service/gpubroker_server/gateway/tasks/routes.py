@@ -23,7 +23,7 @@ from gpubroker_server.gateway.status.records import (
 )
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey
+from gpubroker_server.gateway.submission.submissions import SUBMIT_PROBLEMS, IdempotencyKey
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection
@@ -45,10 +45,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
     "tasks_submit",
     Scope.TASKS_WRITE,
     TaskView,
-    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
-    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes backpressure leader-outdated store-unavailable",
+    SUBMIT_PROBLEMS,
     status_code=202,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={
