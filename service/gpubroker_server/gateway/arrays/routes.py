@@ -33,14 +33,14 @@ from gpubroker_server.gateway.arrays.submit import (
     terms_text,
 )
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, json_answer, view_of
 from gpubroker_server.gateway.http.times import Time, rfc3339_or_none
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.again import again
 from gpubroker_server.gateway.submission.batches import SentBatch, sent_batch
 from gpubroker_server.gateway.submission.named_objects import objects_in_run
-from gpubroker_server.gateway.submission.submissions import SUBMIT_PROBLEMS, IdempotencyKey
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey
 from gpubroker_server.ports.arrays import ItemCounts
 from gpubroker_server.ports.store import BatchSubmission
 

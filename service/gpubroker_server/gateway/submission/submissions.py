@@ -68,15 +68,6 @@ _NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
 _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-SUBMIT_PROBLEMS = (
-    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
-    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes backpressure leader-outdated store-unavailable"
-)
-"""Codes, as `Resource.route` takes them."""
-
-
 class PreparedTask(NamedTuple):
     task: Task
     learned: Size | None

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Fault, Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.records import (
@@ -23,7 +23,7 @@ from gpubroker_server.gateway.status.records import (
 )
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
-from gpubroker_server.gateway.submission.submissions import SUBMIT_PROBLEMS, IdempotencyKey
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection

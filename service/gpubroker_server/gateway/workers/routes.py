@@ -19,7 +19,7 @@ from gpubroker_server.gateway.http.bodies import Body, PageQuery, page_in_order
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.ids import is_task_id
-from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer, json_answer, view_of
 from gpubroker_server.gateway.http.times import Time
 from gpubroker_server.gateway.parts import Parts
@@ -27,7 +27,6 @@ from gpubroker_server.gateway.submission.batches import sent_batch
 from gpubroker_server.gateway.submission.demand import first
 from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
-    SUBMIT_PROBLEMS,
     IdempotencyKey,
     arguments_of,
 )
