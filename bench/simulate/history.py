@@ -10,7 +10,7 @@ from typing import Any
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
-from gpubroker_server.core.world.event_codec import device_from, node_from, task_from
+from gpubroker_server.core.world.event_codec import node_from, task_from
 
 from bench.measuring import report
 from bench.simulate.workload import Job, Workload
@@ -35,7 +35,7 @@ def a_history(path: Path) -> Workload:
             node = node_from(event["fields"])
             nodes[node.name] = node
         elif event["kind"] == "device.seen":
-            device = device_from(event["fields"])
+            device = Device(**event["fields"])
             devices[device.key] = device
     jobs = list(_jobs(events))
     if not devices or not jobs:

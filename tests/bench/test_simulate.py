@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Task
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
-from gpubroker_server.core.world.event_codec import device_fields, node_fields
+from gpubroker_server.core.world.event_codec import row_fields
 from gpubroker_server.core.world.events import NewEvent, submitted
 
 from bench import simulate
@@ -92,11 +92,9 @@ class Recorded(Replay):
 
 def _inventory(workload: Workload) -> Iterator[str]:
     for node in workload.nodes:
-        yield json.dumps({"kind": "node.seen", "key": node.name, "at": 0.0, "fields": node_fields(node)})
+        yield json.dumps({"kind": "node.seen", "key": node.name, "at": 0.0, "fields": row_fields(node)})
     for device in workload.devices:
-        yield json.dumps(
-            {"kind": "device.seen", "key": device.key, "at": 0.0, "fields": device_fields(device)}
-        )
+        yield json.dumps({"kind": "device.seen", "key": device.key, "at": 0.0, "fields": row_fields(device)})
 
 
 def test_a_service_is_replayed_from_its_events(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class Party:
 
     async def kill(self, name: str) -> None:
         """As a process ends that was not."""
-        self.candidates[name]._store = Gone(self.clock.now)
+        self.candidates[name].store = Gone(self.clock.now)
         await self.stop(name)
 
     def leading(self) -> list[tuple[str, Term]]:

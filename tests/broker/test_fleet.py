@@ -131,7 +131,7 @@ async def test_a_file_system_that_hangs_delays_no_look_and_is_asked_once(
             answers.wait()
             return HostUse(95.0, None)
 
-        monkeypatch.setattr(fleet, "_host_use", hang)
+        monkeypatch.setattr(fleet, "host_use", hang)
         monkeypatch.setattr("gpubroker_server.broker.fleet.ANSWER_SECONDS", 0.01)
         try:
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""Memory in pieces is told to the log once."""
+"""Memory in pieces is told to the log once, when it was seen twice."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ async def test_fragmentation_is_logged_when_it_begins_and_when_it_ends(tmp_path:
         large = await stage.submit("large", gpu_mb=20 * GIB)
         with capture_logs() as lines:
             for _ in range(4):
-                await stage.later(4.0)
+                await stage.later(16.0)
             cancel = Request("r1", large.id, "default", "cancel", {}, stage.clock.now())
             await stage.store.request(cancel)
             for _ in range(4):
-                await stage.later(4.0)
+                await stage.later(16.0)
     told = [line for line in lines if "pieces" in line["event"]]
     assert [line["log_level"] for line in told] == ["warning", "info"]
     assert (told[0]["waiting"], told[0]["need_mb"], told[0]["free_mb"]) == (1, 20 * GIB, 20 * GIB)

@@ -158,7 +158,7 @@ async def test_a_stopped_leader_resigns_before_agents_have_its_last_orders(
 ) -> None:
     monkeypatch.setattr(leadership, "FLUSH_SECONDS", TOO_LONG)
     asked, taken, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    executor = party.candidates["one"]._executor
+    executor = party.candidates["one"].executor
     stand_back = executor.stand_back
 
     async def flush() -> None:

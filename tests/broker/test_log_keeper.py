@@ -97,7 +97,7 @@ async def test_of_a_log_that_grows_too_long_the_middle_is_removed(stage: Stage) 
 
 async def test_the_whole_log_replaces_what_was_told_while_it_was_read(stage: Stage) -> None:
     keeper = await stage.leader()
-    await stage.store.keep_logs(keeper._term, LogChanges(parts=[a_part(5), a_part(60)]))
+    await stage.store.keep_logs(keeper.term, LogChanges(parts=[a_part(5), a_part(60)]))
     await keeper.keep([told(0, b"a" * 50, is_final=True), told(80, b"b" * 9, is_final=True)])
     first, last = await stage.store.log_parts(LOG, -1, 9)
     assert (first.data, last.data) == (None, b"b" * 9), "a large part is an object"

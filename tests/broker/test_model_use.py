@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
-from gpubroker_server.broker import model_use
-from gpubroker_server.broker.model_use import ModelUse
+from gpubroker_server.broker import background
+from gpubroker_server.broker.background import watch_model_use
 from gpubroker_server.core.domain.models import turn_seconds
 from gpubroker_server.core.domain.orders import Report
 from gpubroker_server.core.domain.units import Seconds
@@ -45,12 +45,12 @@ class Gateways:
         """The cycles that they cause then."""
         self.clock.time, self.cycles, self._reads = at(seconds), 0, 0
         with suppress(asyncio.CancelledError):
-            await ModelUse(self.world, self.read, self.clock).keep(self.hear)
+            await watch_model_use(self.world, self.read, self.clock, self.hear)
         return self.cycles
 
 
 async def test_a_cycle_is_made_only_when_a_turn_begins_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_use, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(background, "USE_SECONDS", 0.0)
     world = loaded()
     submit(world, a_model("other"))
     gateways = Gateways(world, frozenset({LLM}))

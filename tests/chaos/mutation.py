@@ -77,7 +77,7 @@ MUTANTS = (
         "orders are sent before the decision is committed",
         "service/gpubroker_server/broker/commit.py",
         "        written = await self._commit(writing) if writing else ()\n",
-        "        await self._dispatcher.send(writing)\n"
+        "        await self.dispatcher.send(writing)\n"
         "        written = await self._commit(writing) if writing else ()\n",
         "tests/broker/test_leader.py",
     ),

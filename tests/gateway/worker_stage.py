@@ -14,8 +14,7 @@ from gpubroker.runtime.messages import RunKey, RunOrder
 from gpubroker_server.adapters.ray.driver.worker_calls import answer_of
 from gpubroker_server.adapters.ray.wire import pack
 from gpubroker_server.core.domain.units import Seconds, TaskId
-from gpubroker_server.core.lifecycle.worker_sets.members import due
-from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.core.lifecycle.worker_sets import Autoscaler, due
 from gpubroker_server.ports.worker_calls import CallAnswer, NotBegun, WorkerCall, WorkerLost, WorkerRun
 
 from tests.gateway.harness import Client, Gateway

@@ -35,14 +35,14 @@ from gpubroker_server.broker.background import (
     SlotDivider,
     gateways_have_let_go,
     models_in_use,
+    watch_left_servers,
+    watch_model_use,
 )
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.fleet import FleetKeeper
 from gpubroker_server.broker.leadership import LeaderCandidate
-from gpubroker_server.broker.left_servers import LeftServers
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
-from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.broker.task_objects import TaskObjects
@@ -246,7 +246,10 @@ class BrokerRole:
             ModelDispatchRules(loads_at_once=at_once),
             wait_seconds=self._wait_seconds,
             have_let_go=self._have_let_go,
-            watches=(ModelUse(world, self._in_use, clock).keep, LeftServers(world, is_gone).keep),
+            watches=(
+                partial(watch_model_use, world, self._in_use, clock),
+                partial(watch_left_servers, world, is_gone),
+            ),
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
         allowed = tuple(self._settings.entrypoints)

@@ -2,14 +2,19 @@
 gateways, and ask an autoscaler for room."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone
+from gpubroker_server.core.domain.orders import Report
 from gpubroker_server.core.domain.policy import Policy, Retention
 from gpubroker_server.core.domain.units import DeviceKey, NodeName, Position, Seconds, TaskId, Term
 from gpubroker_server.core.explain.autoscaling import autoscaling_demand, room_for_all
+from gpubroker_server.core.lifecycle.model_adoption import left_processes
+from gpubroker_server.core.lifecycle.model_turns import is_contended, turns
 from gpubroker_server.core.serving.slots import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Progress
@@ -36,52 +41,46 @@ PRUNE_PAUSE_SECONDS = Seconds(0.1)
 """Between two steps, each of which blocks other writes for some milliseconds."""
 
 REQUEST_SECONDS = Seconds(5.0)
+USE_SECONDS = Seconds(0.1)
+"""Between two questions to gateways which models are in use."""
+SERVER_GONE_SECONDS = Seconds(2.0)
+"""Between two looks at the processes of servers that left models in quarantine."""
 
 ReadTerm = Callable[[], Term | None]
 """The term of this process; None while it does not lead."""
 
 
+@dataclass(eq=False)
 class ResourceRequests:
     """Asks an autoscaler for room for everything that runs or waits."""
 
-    def __init__(
-        self,
-        world: World,
-        policy: Policy,
-        clock: Clock,
-        request: Callable[[Sequence[Mapping[str, float]]], None],
-    ) -> None:
-        """`request`: replaces what was asked for before."""
-        self._world = world
-        self._policy = policy
-        self._clock = clock
-        self._request = request
+    world: World
+    policy: Policy
+    clock: Clock
+    request: Callable[[Sequence[Mapping[str, float]]], None]
+    """Replaces what was asked for before."""
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds = REQUEST_SECONDS) -> None:
         """Until cancelled. Repeats itself, because the autoscaler may have been started again."""
         while True:
             if term() is not None:
-                demand = autoscaling_demand(self._world, self._policy, self._clock.now())
-                self._request(room_for_all(demand))
+                demand = autoscaling_demand(self.world, self.policy, self.clock.now())
+                self.request(room_for_all(demand))
             await asyncio.sleep(every_seconds)
 
 
+@dataclass(eq=False)
 class Publisher:
     """Publishes samples, progress and the leader's status to other processes: what changed since the last
     time."""
 
-    def __init__(
-        self,
-        world: World,
-        progress: Mapping[TaskId, Progress],
-        leader: Callable[[Term], LeaderSeen],
-        store: LastValueStore,
-    ) -> None:
-        """`leader`: the status of this process while it leads the term."""
-        self._world = world
-        self._progress = progress
-        self._leader = leader
-        self._store = store
+    world: World
+    progress: Mapping[TaskId, Progress]
+    leader: Callable[[Term], LeaderSeen]
+    """The status of this process while it leads the term."""
+    store: LastValueStore
+
+    def __post_init__(self) -> None:
         self._term = Term(0)
         self._number = 0
         """Of the last publication of this term."""
@@ -103,18 +102,18 @@ class Publisher:
             self._term, self._number = term, 0
             self._samples, self._nodes, self._runs = {}, {}, {}
         samples = {
-            key: ledger.sample for key, ledger in self._world.ledgers.items() if ledger.sample is not None
+            key: ledger.sample for key, ledger in self.world.ledgers.items() if ledger.sample is not None
         }
-        nodes, runs = dict(self._world.node_samples), dict(self._progress)
+        nodes, runs = dict(self.world.node_samples), dict(self.progress)
         values = LastValues(
             samples=[sample for key, sample in samples.items() if sample is not self._samples.get(key)],
             progress={task: last for task, last in runs.items() if last is not self._runs.get(task)},
-            leader=self._leader(term),
+            leader=self.leader(term),
             ended=[task for task in self._runs if task not in runs],
             nodes=[sample for name, sample in nodes.items() if sample is not self._nodes.get(name)],
         )
         try:
-            await self._store.publish(term, self._number + 1, values)
+            await self.store.publish(term, self._number + 1, values)
         except StoreUnavailable:
             return
         self._number += 1
@@ -161,26 +160,18 @@ class SlotDivider:
             return
 
 
+@dataclass(eq=False)
 class Pruner:
     """Removes finished tasks, old events and old audit notes, a little at a time."""
 
-    def __init__(
-        self,
-        store: TaskStore,
-        clock: Clock,
-        retention: Retention,
-        term: ReadTerm,
-        heard: Callable[[], Position],
-        may_prune: Callable[[], bool],
-    ) -> None:
-        """`heard`: the position in the log of this process's World. `may_prune`: whether the clock counts for
-        long enough to delete by it."""
-        self._store = store
-        self._clock = clock
-        self._retention = retention
-        self._term = term
-        self._heard = heard
-        self._may_prune = may_prune
+    store: TaskStore
+    clock: Clock
+    retention: Retention
+    term: ReadTerm
+    heard: Callable[[], Position]
+    """The position in the log of this process's World."""
+    may_prune: Callable[[], bool]
+    """Whether the clock counts for long enough to delete by it."""
 
     async def keep(self, every_seconds: Seconds = PRUNE_SECONDS) -> None:
         """Until cancelled."""
@@ -195,9 +186,9 @@ class Pruner:
 
     async def prune(self) -> None:
         """All that has expired by now. Raises StaleTerm, StoreUnavailable."""
-        while (term := self._term()) is not None and self._may_prune():
-            cutoffs = self._retention.cutoffs(self._clock.now(), self._heard())
-            if not await self._store.prune(term, cutoffs):
+        while (term := self.term()) is not None and self.may_prune():
+            cutoffs = self.retention.cutoffs(self.clock.now(), self.heard())
+            if not await self.store.prune(term, cutoffs):
                 return
             await asyncio.sleep(PRUNE_PAUSE_SECONDS)
 
@@ -222,3 +213,31 @@ async def _present(store: PresenceStore, clock: Clock) -> list[Presence] | None:
         return None
     since = clock.now() - PRESENT_SECONDS
     return [presence for presence in presences if presence.at >= since]
+
+
+async def watch_model_use(
+    world: World,
+    read: Callable[[], Awaitable[frozenset[str] | None]],
+    clock: Clock,
+    hear: Callable[[Sequence[Report]], None],
+) -> None:
+    """Until cancelled, ask gateways which models are in use, while an equal waits for the memory of one.
+    `hear` is called only if that changes whose turn it is. `read`: as `models_in_use`. Gateways have one
+    interval to say that: they do so when they learn that something waits."""
+    was_contended = False
+    while True:
+        await asyncio.sleep(USE_SECONDS)
+        in_use = await read() if was_contended else None
+        if in_use is not None and turns(world, in_use, clock.now()):
+            hear([ModelsInUse(in_use)])
+        was_contended = is_contended(world)
+
+
+async def watch_left_servers(
+    world: World, is_gone: Callable[[str], bool], hear: Callable[[Sequence[Report]], None]
+) -> None:
+    """Until cancelled. A server that is no longer in the settings is not asked. `is_gone`: whether this
+    machine knows that the process has ended."""
+    while True:
+        hear([ServerGone(process) for process in sorted(left_processes(world)) if is_gone(process)])
+        await asyncio.sleep(SERVER_GONE_SECONDS)

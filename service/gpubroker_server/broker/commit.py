@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 
 import structlog
@@ -10,7 +11,7 @@ from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Report
-from gpubroker_server.core.lifecycle.worker_sets.members import with_notices
+from gpubroker_server.core.lifecycle.worker_sets import with_notices
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import (
     CommitVerdict,
@@ -42,30 +43,23 @@ class PictureDiverged(Exception):
         )
 
 
+@dataclass(eq=False)
 class Committer:
     """Of one term."""
 
-    def __init__(
-        self,
-        leader_term: LeaderTerm,
-        ticks: ReadTicks,
-        world: World,
-        store: TaskStore,
-        dispatcher: Dispatcher,
-        wake: Callable[[], None],
-        hear: Callable[[Sequence[Report]], None],
-        committed: Callable[[Sequence[Decision]], None],
-    ) -> None:
-        """`wake` asks for another cycle; `hear` receives reports about starts that could not be sent;
-        `committed`, what was committed, also when the rest of it was not."""
-        self._leader_term = leader_term
-        self._ticks = ticks
-        self._world = world
-        self._store = store
-        self._dispatcher = dispatcher
-        self._wake = wake
-        self._hear = hear
-        self._committed = committed
+    leader_term: LeaderTerm
+    ticks: ReadTicks
+    world: World
+    store: TaskStore
+    dispatcher: Dispatcher
+    wake: Callable[[], None]
+    """Asks for another cycle."""
+    hear: Callable[[Sequence[Report]], None]
+    """Receives reports about starts that could not be sent."""
+    committed: Callable[[Sequence[Decision]], None]
+    """Receives what was committed, also when the rest of it was not."""
+
+    def __post_init__(self) -> None:
         self._undispatched: list[Decision] = []
         """Committed, but their orders were not sent yet."""
         self._began_at: float | None = None
@@ -85,15 +79,15 @@ class Committer:
         if not decisions:
             return ()
         self.check_leader_term()
-        if self._world.worker_sets:
-            decisions = [with_notices(self._world, decision) for decision in decisions]
+        if self.world.worker_sets:
+            decisions = [with_notices(self.world, decision) for decision in decisions]
         writing = [decision for decision in decisions if not decision.is_empty()]
         written = await self._commit(writing) if writing else ()
         by_id = {id(decision): verdict for decision, verdict in zip(writing, written, strict=True)}
         verdicts = [by_id.get(id(decision), COMMITTED) for decision in decisions]
         self._note(decisions, verdicts)
         if CommitVerdict.STALE in verdicts:
-            self._wake()
+            self.wake()
         await self.dispatch()
         if CommitVerdict.UNAVAILABLE in verdicts:
             raise StoreUnavailable("the database went away during a commit")
@@ -104,12 +98,12 @@ class Committer:
         sent in the next cycle. The executor checks the term again before an order leaves."""
         if self._undispatched:
             self.check_leader_term()
-            self._hear(await self._dispatcher.send(self._undispatched))
+            self.hear(await self.dispatcher.send(self._undispatched))
             self._undispatched = []
 
     def seconds(self) -> float:
         """How long commits take now; 0 if there was none lately."""
-        now = self._ticks()
+        now = self.ticks()
         if self._began_at is not None:
             return now - self._began_at
         ended_at, seconds = self._last
@@ -117,8 +111,8 @@ class Committer:
 
     def check_leader_term(self) -> None:
         """Raises LeaderTermOver."""
-        if self._leader_term.is_over(self._ticks()):
-            raise LeaderTermOver(f"term {self._leader_term.term} was not renewed in time; stop leading")
+        if self.leader_term.is_over(self.ticks()):
+            raise LeaderTermOver(f"term {self.leader_term.term} was not renewed in time; stop leading")
 
     def begin_cycle(self) -> None:
         self._refused.clear()
@@ -131,19 +125,19 @@ class Committer:
                 raise PictureDiverged.of(subject)
 
     async def _commit(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        self._began_at = began_at = self._ticks()
+        self._began_at = began_at = self.ticks()
         try:
-            written = self._store.commit(self._leader_term.term, decisions)
-            verdicts, _ = await asyncio.gather(written, self._dispatcher.look_up(decisions))
+            written = self.store.commit(self.leader_term.term, decisions)
+            verdicts, _ = await asyncio.gather(written, self.dispatcher.look_up(decisions))
         finally:
-            now, self._began_at = self._ticks(), None
+            now, self._began_at = self.ticks(), None
             self._last = now, now - began_at
         return verdicts
 
     def _note(self, decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> None:
         committed = [d for d, v in zip(decisions, verdicts, strict=True) if v is COMMITTED]
         self._undispatched += committed
-        self._committed(committed)
+        self.committed(committed)
         accepted = {decision.subject for decision in committed}
         for decision, verdict in zip(decisions, verdicts, strict=True):
             if decision.subject not in accepted and verdict is not CommitVerdict.UNAVAILABLE:

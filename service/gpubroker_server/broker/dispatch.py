@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from urllib.parse import unquote, urlsplit
 
 import structlog
@@ -61,35 +61,26 @@ class SecretMissing(Exception):
         )
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """A start that cannot be sent comes back as a report of its end."""
 
-    def __init__(
-        self,
-        store: TaskStore,
-        blobs: BlobStore,
-        executor: Executor,
-        world: World,
-        clock: Clock,
-        entrypoints: EntrypointPatterns,
-        desk: ModelDispatcher | None = None,
-        inferences: InferenceDispatcher | None = None,
-        env_of: Callable[[Task], Mapping[str, str]] = lambda _: {},
-        secrets: SecretStore | None = None,
-    ) -> None:
-        """`entrypoints`: those that are allowed now. `desk`: for leased models; `inferences`: for queued
-        inferences. `env_of`: variables that a run gets besides those of its task. `secrets`: None if there
-        are none."""
-        self._env_of = env_of
-        self._secrets = secrets
-        self._store = store
-        self._blobs = blobs
-        self._executor = executor
-        self._world = world
-        self._clock = clock
-        self._entrypoints = entrypoints
-        self._desk = desk
-        self._inferences = inferences
+    store: TaskStore
+    blobs: BlobStore
+    executor: Executor
+    world: World
+    clock: Clock
+    entrypoints: EntrypointPatterns
+    """Those that are allowed now."""
+    desk: ModelDispatcher | None = None
+    """For leased models."""
+    inferences: InferenceDispatcher | None = None
+    """For queued ones."""
+    env_of: Callable[[Task], Mapping[str, str]] = lambda _: {}
+    """Variables that a run gets besides those of its task."""
+    secrets: SecretStore | None = None
+
+    def __post_init__(self) -> None:
         self._specs: Mapping[TaskId, RunSpec] = {}
         """What `look_up` read last."""
         self._looks: set[asyncio.Task[None]] = set()
@@ -99,7 +90,7 @@ class Dispatcher:
         starts = [order.task for d in decisions for order in d.orders if isinstance(order, Start)]
         if starts:
             with suppress(StoreUnavailable):
-                self._specs = await self._store.specs(starts)
+                self._specs = await self.store.specs(starts)
 
     async def send(self, committed: Sequence[Decision]) -> Sequence[Report]:
         """Send all orders in decision order. Returns reports about starts that could not be made.
@@ -114,8 +105,8 @@ class Dispatcher:
         sendable: list[Order] = []
         for order in orders:
             if isinstance(order, ModelOrder):
-                if self._desk is not None:
-                    self._desk.send(order)
+                if self.desk is not None:
+                    self.desk.send(order)
             elif isinstance(order, InferOrder | DropOrder):
                 self._send_inference(order, payloads)
             elif isinstance(order, DiskOrder):
@@ -125,27 +116,27 @@ class Dispatcher:
             elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
                 sendable.append(order)
         if sendable:
-            await self._executor.send(sendable, payloads)
+            await self.executor.send(sendable, payloads)
         return impossible
 
     async def serve_models(self, leader_term: LeaderTerm, hear: Hear) -> None:
         """Pass on the reports of model servers, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            if self._desk is not None:
-                group.create_task(self._desk.run(leader_term, hear))
-            if self._inferences is not None:
-                group.create_task(self._inferences.run(hear))
+            if self.desk is not None:
+                group.create_task(self.desk.run(leader_term, hear))
+            if self.inferences is not None:
+                group.create_task(self.inferences.run(hear))
 
     def _send_inference(self, order: InferOrder | DropOrder, payloads: Mapping[TaskId, RunPayload]) -> None:
-        assert self._inferences is not None, "inferences are admitted only with a server"
+        assert self.inferences is not None, "inferences are admitted only with a server"
         if isinstance(order, DropOrder):
-            self._inferences.drop(order)
+            self.inferences.drop(order)
         elif order.task in payloads:
-            self._inferences.send(order, payloads[order.task].arguments)
+            self.inferences.send(order, payloads[order.task].arguments)
 
     def _is_over(self, order: Start) -> bool:
         """It ended between commit and dispatch: its agent must not start it."""
-        task = self._world.tasks.get(order.task)
+        task = self.world.tasks.get(order.task)
         return task is None or task.fence > order.fence or (task.fence == order.fence and not task.is_active)
 
     async def _payloads(
@@ -154,7 +145,7 @@ class Dispatcher:
         if not starts:
             return {}, ()
         missing = [order.task for order in starts if order.task not in self._specs]
-        specs = {**self._specs, **(await self._store.specs(missing) if missing else {})}
+        specs = {**self._specs, **(await self.store.specs(missing) if missing else {})}
         payloads: dict[TaskId, RunPayload] = {}
         impossible: list[Report] = []
         for order in starts:
@@ -162,7 +153,7 @@ class Dispatcher:
             if (failure := self._withdrawn(specs[task.id])) is not None:
                 impossible += self._never_started(order, failure)
                 continue
-            saved = await self._store.checkpoints(task.id) if task.checkpoint_at is not None else ()
+            saved = await self.store.checkpoints(task.id) if task.checkpoint_at is not None else ()
             try:
                 spec = await self._with_secrets(task.tenant, specs[task.id])
                 payloads[task.id] = await self._payload(task, spec, saved)
@@ -177,25 +168,23 @@ class Dispatcher:
 
     async def _look_at_disks(self, order: DiskOrder) -> None:
         """With the paths of checkpoints from which tasks would go on. Beside the cycles: it reads each."""
-        saved = [
-            task.id for task in self._world.tasks.values() if task.checkpoint_at and not task.is_terminal
-        ]
+        saved = [task.id for task in self.world.tasks.values() if task.checkpoint_at and not task.is_terminal]
         uris: set[str] = set()
         try:
             for task in saved:
-                uris |= {checkpoint.uri or "" for checkpoint in await self._store.checkpoints(task)}
+                uris |= {checkpoint.uri or "" for checkpoint in await self.store.checkpoints(task)}
         except StoreUnavailable as fault:
             log.warning("the disks of a node are not looked at now", node=order.node, fault=str(fault))
             return
         local = (urlsplit(uri) for uri in sorted(uris))
         paths = (unquote(uri.path).rstrip("/") for uri in local if uri.scheme in ("", "file"))
-        self._executor.look_at_disks(replace(order, live=tuple(path for path in paths if path)))
+        self.executor.look_at_disks(replace(order, live=tuple(path for path in paths if path)))
 
     def _withdrawn(self, spec: RunSpec) -> Failure | None:
         """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""
-        if spec.kind != "entrypoint" or is_entrypoint_allowed(self._entrypoints, spec.entrypoint):
+        if spec.kind != "entrypoint" or is_entrypoint_allowed(self.entrypoints, spec.entrypoint):
             return None
-        allowed = named_patterns(self._entrypoints)
+        allowed = named_patterns(self.entrypoints)
         return Failure(
             ENTRYPOINT_NOT_ALLOWED,
             f'"{spec.entrypoint}" was allowed when the task was submitted and is not any more; the operator '
@@ -208,7 +197,7 @@ class Dispatcher:
         named = secrets_named(spec.env)
         if not named:
             return spec
-        texts = {} if self._secrets is None else await self._secrets.read(tenant, named.values())
+        texts = {} if self.secrets is None else await self.secrets.read(tenant, named.values())
         for name in named.values():
             if name not in texts:
                 raise SecretMissing(tenant, name)
@@ -217,9 +206,9 @@ class Dispatcher:
     async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
         arguments = spec.arguments
         if spec.arguments_digest is not None:
-            arguments = await self._blobs.get(spec.arguments_digest)
+            arguments = await self.blobs.get(spec.arguments_digest)
         state, uri = await self._newest_valid(task, saved)
-        env = self._env_of(task)
+        env = self.env_of(task)
         return RunPayload(
             spec=replace(spec, env={**spec.env, **env}) if env else spec,
             arguments=arguments,
@@ -239,7 +228,7 @@ class Dispatcher:
             if checkpoint.uri is not None:
                 return None, checkpoint.uri
             try:
-                return await self._blobs.get(checkpoint.digest), None
+                return await self.blobs.get(checkpoint.digest), None
             except (BlobMissing, BlobCorrupt) as fault:
                 log.warning(
                     "checkpoint skipped; the run resumes from an older one or from the start",
@@ -253,10 +242,10 @@ class Dispatcher:
     def _put_back(self, order: Start, fault: StoreUnavailable) -> Report:
         """The task is planned again later; other starts do not wait for its bytes."""
         log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
-        return Gone(order.task, order.fence, self._clock.now(), Proof.NEVER_STARTED, rank=order.rank)
+        return Gone(order.task, order.fence, self.clock.now(), Proof.NEVER_STARTED, rank=order.rank)
 
     def _never_started(self, order: Start, failure: Failure) -> list[Report]:
-        now = self._clock.now()
+        now = self.clock.now()
         log.error("run cannot be started", task=order.task, fault=failure.message)
         return [
             Ended(order.task, order.fence, now, Ending.FAILED, failure=failure, rank=order.rank),

@@ -4,7 +4,7 @@ it found, so that nothing changes in the middle of a plan."""
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import NamedTuple
 
 from gpubroker_server.core.control.backpressure import longest_wait_seconds
@@ -55,37 +55,32 @@ class HostUse(NamedTuple):
     memory_percent: float | None
 
 
+@dataclass(eq=False)
 class FleetKeeper:
-    def __init__(
-        self,
-        rules: FleetRules,
-        world: World,
-        policy: Policy,
-        clock: Clock,
-        host_use: Callable[[], HostUse],
-        commit_seconds: Callable[[], float],
-        templates: IdleTemplates,
-        before: FleetSeen | None = None,
-    ) -> None:
-        """`commit_seconds`: how long commits take now; `before`: what the last leader published."""
-        self._control = FleetControl(rules, policy, before)
-        self._templates = templates
-        self._world = world
-        self._policy = policy
-        self._clock = clock
-        self._host_use = host_use
+    rules: InitVar[FleetRules]
+    world: World
+    policy: Policy
+    clock: Clock
+    host_use: Callable[[], HostUse]
+    commit_seconds: Callable[[], float]
+    """How long commits take now."""
+    templates: IdleTemplates
+    before: InitVar[FleetSeen | None] = None
+    """What the last leader published."""
+
+    def __post_init__(self, rules: FleetRules, before: FleetSeen | None) -> None:
+        self._control = FleetControl(rules, self.policy, before)
         self._asked: asyncio.Future[HostUse] | None = None
         """Until it is answered."""
-        self._commit_seconds = commit_seconds
         self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []
         self._room: BackgroundRoom | None = None
         """Of the last look, until a cycle takes it over."""
-        self._began_at = clock.now()
+        self._began_at = self.clock.now()
         self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
-        self._control.nodes.expect(node.name for node in world.nodes.values() if node.ready)
-        for task in world.tasks.values():
+        self._control.nodes.expect(node.name for node in self.world.nodes.values() if node.ready)
+        for task in self.world.tasks.values():
             self._control.fill.note(task, is_new=False)
 
     @property
@@ -95,7 +90,7 @@ class FleetKeeper:
     async def keep(self, between_cycles: asyncio.Event) -> None:
         """Until cancelled. A look takes milliseconds, so a cycle that is under way ends first; not one that
         takes long, for slow commits have to be seen."""
-        period_seconds = self._policy.sample_period_seconds
+        period_seconds = self.policy.sample_period_seconds
         while True:
             host = await self._ask()
             with suppress(TimeoutError):
@@ -109,29 +104,29 @@ class FleetKeeper:
 
     async def _ask(self) -> HostUse:
         if self._asked is None:
-            self._asked = asyncio.ensure_future(asyncio.to_thread(self._host_use))
+            self._asked = asyncio.ensure_future(asyncio.to_thread(self.host_use))
         done, _ = await asyncio.wait([self._asked], timeout=ANSWER_SECONDS)
         host = HostUse(None, None)
         if done:
             host, self._asked = self._asked.result(), None
-        now = self._clock.now()
+        now = self.clock.now()
         if self._control.is_idle_check_due(now):
             with suppress(StoreUnavailable):  # the last ones go on to hold
-                found = await self._templates.idle_templates(now)
+                found = await self.templates.idle_templates(now)
                 self._control.fill.templates = [one.template for one in found]
         return host
 
     def _step(self, host: HostUse) -> None:
-        now = self._clock.now()
-        self._news += self._control.step(self._world, self._pressures(host, now), now)
+        now = self.clock.now()
+        self._news += self._control.step(self.world, self._pressures(host, now), now)
         self._news += self._throughput.follow(now)
-        self._room = background_room(self._world, self._policy, self.seen.background_mb)
+        self._room = background_room(self.world, self.policy, self.seen.background_mb)
 
     def take(self) -> Sequence[Decision]:
         """Let the World know what was found since the last cycle; returns what the log is to say of it, until
         it is `told`."""
         if self._room is not None:
-            self._world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
+            self.world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
             self._room = None
         return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
 
@@ -149,7 +144,7 @@ class FleetKeeper:
     def hear(self, reports: Sequence[Report]) -> None:
         """What a run answered before this leader began is not counted."""
         for report in reports:
-            row = self._world.tasks.get(report.task) if isinstance(report, Loaded) else None
+            row = self.world.tasks.get(report.task) if isinstance(report, Loaded) else None
             if isinstance(report, Loaded) and row is not None and not row.is_terminal:
                 if (before := self._control.loads.get(report.task)) is not None:
                     counted = before.answered if before.fence == report.fence else 0
@@ -166,7 +161,7 @@ class FleetKeeper:
             subject, _, what = event.kind.partition(".")
             if subject != "task":
                 continue
-            task = event.task or self._world.tasks.get(TaskId(event.key))
+            task = event.task or self.world.tasks.get(TaskId(event.key))
             self._throughput.moved(Move(what), is_inference=task is not None and task.is_inference)
             if task is None:
                 continue
@@ -177,11 +172,11 @@ class FleetKeeper:
                 self._control.fill.note(task, is_new=True)
 
     def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:
-        pending = self._world.pending
+        pending = self.world.pending
         return {
             "queue_length": float(pending.total()),
-            "admission_seconds": longest_wait_seconds(self._world, now) if self._watches_admission else None,
-            "store_seconds": self._commit_seconds(),
+            "admission_seconds": longest_wait_seconds(self.world, now) if self._watches_admission else None,
+            "store_seconds": self.commit_seconds(),
             "disk_percent": host.disk_percent,
             "host_memory_percent": host.memory_percent,
             **{one.name: 0.0 for one in self._control.seen.pressures if one.name.startswith("queue:")},

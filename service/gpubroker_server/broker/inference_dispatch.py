@@ -149,20 +149,16 @@ class InferenceDispatcher:
         self._hear([Ended(order.task, order.fence, self._clock.now(), ending, failure=failure)])
 
 
+@dataclass(eq=False)
 class _ModelQueue:
     """One model of one server."""
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        model: str,
-        rules: BatchRules,
-        report: "Callable[[Sequence[_QueuedInference], Sequence[InferenceResponse] | InferenceFailed], None]",
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._rules = rules
-        self._report = report
+    client: InferenceClient
+    model: str
+    rules: BatchRules
+    report: Callable[[Sequence[_QueuedInference], Sequence[InferenceResponse] | InferenceFailed], None]
+
+    def __post_init__(self) -> None:
         self._waiting: list[_QueuedInference] = []
         self._woken = asyncio.Event()
         self._is_full = asyncio.Event()
@@ -198,7 +194,7 @@ class _ModelQueue:
                 if self._rows() < most_rows:
                     self._is_full.clear()
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(self._rules.delay_seconds):
+                        async with asyncio.timeout(self.rules.delay_seconds):
                             await self._is_full.wait()
                 waiting = [one for one in self._waiting if not one.is_dropped]
                 self._waiting = []
@@ -213,13 +209,13 @@ class _ModelQueue:
     async def _batch_size(self) -> int:
         """The batch size. If the model does not answer, the next batch asks again."""
         now = asyncio.get_running_loop().time()
-        if self._rules.most_rows < 2 or not self._answers_by_rows:
+        if self.rules.most_rows < 2 or not self._answers_by_rows:
             return 1
         if self._asked_at is None or now - self._asked_at >= BATCHING_SECONDS:
             self._most_rows = 1
             with suppress(InferenceFailed):
-                batching = await self._client.batching(self._model, "")
-                self._most_rows = min(batching.most_rows, self._rules.most_rows)
+                batching = await self.client.batching(self.model, "")
+                self._most_rows = min(batching.most_rows, self.rules.most_rows)
                 self._asked_at = now
         return self._most_rows
 
@@ -232,23 +228,23 @@ class _ModelQueue:
     async def _ask(self, batch: Sequence[_QueuedInference]) -> None:
         """In one request; then one by one if one of them may have failed the others."""
         try:
-            self._report(batch, await self._answers([one.request for one in batch]))
+            self.report(batch, await self._answers([one.request for one in batch]))
         except InferenceFailed as refused:
             if len(batch) == 1 or refused.fault not in _OF_ONE:
-                self._report(batch, refused)
+                self.report(batch, refused)
                 return
-            log.info("a batch is sent again one by one", model=self._model, fault=str(refused))
+            log.info("a batch is sent again one by one", model=self.model, fault=str(refused))
             for one in batch:
                 if not one.is_dropped:
                     await self._ask([one])
 
     async def _answers(self, requests: Sequence[InferenceRequest]) -> Sequence[InferenceResponse]:
         try:
-            answer = await self._client.infer(self._model, joined(requests))
+            answer = await self.client.infer(self.model, joined(requests))
         except InferenceFailed:
             raise
         except Exception as mistake:  # it would end each leader that sends it
-            log.error("an inference failed", model=self._model, exc_info=mistake)
+            log.error("an inference failed", model=self.model, exc_info=mistake)
             raise InferenceFailed(InferenceFault.FAILED, f"the service failed: {mistake!r}") from mistake
         if len(requests) == 1:
             return [answer]
@@ -256,7 +252,7 @@ class _ModelQueue:
             return split(answer, requests)
         except BadTensor as fault:
             self._answers_by_rows = False
-            log.warning("a model does not answer by rows, and gets no batches any more", model=self._model,
+            log.warning("a model does not answer by rows, and gets no batches any more", model=self.model,
                         fault=str(fault))  # fmt: skip
             raise InferenceFailed(InferenceFault.FAILED, str(fault)) from None
 

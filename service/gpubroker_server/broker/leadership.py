@@ -9,6 +9,7 @@ agents refuse orders of every term but the newest they know.
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
@@ -46,34 +47,25 @@ FLUSH_SECONDS = 0.25
 again."""
 
 
+@dataclass(eq=False, kw_only=True)
 class LeaderCandidate:
     """Leads whenever no other process does, from `run` until it is cancelled."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        store: TaskStore,
-        executor: Executor,
-        rules: LeaderTermRules,
-        ticks: ReadTicks,
-        chance: Callable[[], float],
-        new_leader: Callable[[LeaderTerm], Leader],
-        catch_up: Callable[[], Awaitable[None]],
-        resigned: asyncio.Event,
-    ) -> None:
-        """`name` is unique to this process. `chance` returns random numbers from 0 to 1. `catch_up` returns
-        when the World shows all that was committed when it was called. `resigned` is set, at best, when a
-        leader resigns; cleared here."""
-        self._name = name
-        self._store = store
-        self._executor = executor
-        self._rules = rules
-        self._ticks = ticks
-        self._chance = chance
-        self._new_leader = new_leader
-        self._catch_up = catch_up
-        self._resigned = resigned
+    name: str
+    """Unique to this process."""
+    store: TaskStore
+    executor: Executor
+    rules: LeaderTermRules
+    ticks: ReadTicks
+    chance: Callable[[], float]
+    """Random numbers from 0 to 1."""
+    new_leader: Callable[[LeaderTerm], Leader]
+    catch_up: Callable[[], Awaitable[None]]
+    """Returns when the World shows all that was committed when it was called."""
+    resigned: asyncio.Event
+    """Set, at best, when a leader resigns; cleared here."""
+
+    def __post_init__(self) -> None:
         self.leader: Leader | None = None
         """While this process leads."""
         self.row: LeaderRow | None = None
@@ -90,7 +82,7 @@ class LeaderCandidate:
 
     def seconds_left(self) -> Seconds:
         """How long this process may lead without another renewal; 0 while it does not lead."""
-        return Seconds(0.0) if self.leader is None else self.leader.leader_term.seconds_left(self._ticks())
+        return Seconds(0.0) if self.leader is None else self.leader.leader_term.seconds_left(self.ticks())
 
     def end_term(self, why: str, *, has_lost_commits: bool) -> None:
         """The World was read again: a leader that decided by what was there before decides nothing more.
@@ -101,7 +93,7 @@ class LeaderCandidate:
 
     async def run(self) -> None:
         """Raises PictureDiverged, and what a listener raised."""
-        await self._executor.connect()
+        await self.executor.connect()
         while True:
             leader_term = await self._win()
             over = self._stand_back
@@ -123,30 +115,30 @@ class LeaderCandidate:
         """Returns with a term as soon as no other process has one."""
         watched: ObservedLeader | None = None
         while True:
-            self._resigned.clear()
+            self.resigned.clear()
             try:
-                self.row = await self._store.leader()
-                now = self._ticks()
+                self.row = await self.store.leader()
+                now = self.ticks()
                 watched = ObservedLeader(self.row, now) if watched is None else watched.next(self.row, now)
-                if watched.may_take(now, self._rules) and (leader_term := await self._take(self.row)):
+                if watched.may_take(now, self.rules) and (leader_term := await self._take(self.row)):
                     return leader_term
             except StoreUnavailable as fault:  # which the follower of this process reports
                 log.debug("the leader's row cannot be reached; trying again", fault=str(fault))
             soonest, latest = POLL_SECONDS
             with suppress(TimeoutError):
-                async with asyncio.timeout(soonest + (latest - soonest) * self._chance()):
-                    await self._resigned.wait()
+                async with asyncio.timeout(soonest + (latest - soonest) * self.chance()):
+                    await self.resigned.wait()
 
     async def _take(self, seen: LeaderRow) -> LeaderTerm | None:
-        asked_at = self._ticks()
+        asked_at = self.ticks()
         lost = self._has_lost_commits
-        term = await self._store.take_term(
-            self._name, self._rules.ttl_seconds, instead_of=seen, has_lost_commits=lost
+        term = await self.store.take_term(
+            self.name, self.rules.ttl_seconds, instead_of=seen, has_lost_commits=lost
         )
         if term is None:
             return None
         self._has_lost_commits = False
-        return LeaderTerm(term, self._rules.trusted_until(asked_at))
+        return LeaderTerm(term, self.rules.trusted_until(asked_at))
 
     async def _lead(self, leader_term: LeaderTerm) -> None:
         """Until the term is over. No TaskGroup: while it ends because of one of its tasks, it ignores that it
@@ -177,37 +169,37 @@ class LeaderCandidate:
 
     async def _decide(self, leader_term: LeaderTerm) -> None:
         await self._catch_up_fully()
-        self.leader = self._new_leader(leader_term)
+        self.leader = self.new_leader(leader_term)
         await self.leader.run()
 
     async def _catch_up_fully(self) -> None:
         """The World must show what the last leader committed before the term was taken."""
         while True:
             try:
-                return await self._catch_up()
+                return await self.catch_up()
             except StoreUnavailable as fault:
                 log.warning("the log cannot be reached; trying again", fault=str(fault))
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _keep(self, leader_term: LeaderTerm) -> None:
         """Renew the term. Raises StaleTerm, and LeaderTermOver if that did not succeed in time."""
-        next_at = self._rules.renew_at(leader_term.until)
+        next_at = self.rules.renew_at(leader_term.until)
         while True:
-            await asyncio.sleep(max(0.0, min(next_at, leader_term.until) - self._ticks()))
-            asked_at = self._ticks()
+            await asyncio.sleep(max(0.0, min(next_at, leader_term.until) - self.ticks()))
+            asked_at = self.ticks()
             if leader_term.is_over(asked_at):
                 raise LeaderTermOver(f"term {leader_term.term} was not renewed in time; stop leading")
             next_at = MonotonicSeconds(asked_at + RETRY_SECONDS)
             try:
                 async with asyncio.timeout(leader_term.seconds_left(asked_at)):
-                    await self._store.renew(leader_term.term, self._rules.ttl_seconds)
+                    await self.store.renew(leader_term.term, self.rules.ttl_seconds)
             except StoreUnavailable as fault:
                 log.warning("the term was not renewed; trying again", term=leader_term.term, fault=str(fault))
             except TimeoutError:
                 continue
             else:
-                leader_term.extend(self._rules.trusted_until(asked_at))
-                next_at = self._rules.renew_at(leader_term.until)
+                leader_term.extend(self.rules.trusted_until(asked_at))
+                next_at = self.rules.renew_at(leader_term.until)
 
     async def _hand_over(self, leader_term: LeaderTerm) -> None:
         """Resign first, since another candidate may wait. Nothing is committed from here on; agents refuse
@@ -215,19 +207,19 @@ class LeaderCandidate:
         await self._resign(leader_term)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
-                await self._executor.flush()
-        await self._executor.stand_back()
+                await self.executor.flush()
+        await self.executor.stand_back()
 
     async def _stand_back(self, leader_term: LeaderTerm) -> None:
         """Send nothing more: another process may have the next term."""
-        await self._executor.stand_back()
+        await self.executor.stand_back()
         await self._resign(leader_term)
 
     async def _resign(self, leader_term: LeaderTerm) -> None:
         """So that others need not wait for the lease to end."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):
-                await self._store.resign(leader_term.term)
+                await self.store.resign(leader_term.term)
 
 
 def _fault(part: asyncio.Future[None], *, asked_to_end: bool) -> BaseException | None:

@@ -4,6 +4,7 @@ upon."""
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from math import inf
 
 import structlog
@@ -62,45 +63,41 @@ _NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
 """The gateway that accepted a task says so."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Leader:
     """Leads for one term, from `run` until it is cancelled or the term is over."""
 
-    def __init__(
-        self,
-        *,
-        leader_term: LeaderTerm,
-        ticks: ReadTicks,
-        world: World,
-        policy: Policy,
-        store: TaskStore,
-        executor: Executor,
-        observer: Observer,
-        dispatcher: Dispatcher,
-        clock: Clock,
-        new_fleet: NewFleet | None = None,
-        logs: LogKeeper | None = None,
-        objects: TaskObjects | None = None,
-    ) -> None:
-        self._logs = logs
-        self._objects = objects
-        self.leader_term = leader_term
-        self._ticks = ticks
-        self._world = world
-        self._store = store
-        self._executor = executor
-        self._observer = observer
-        self._dispatcher = dispatcher
-        self._clock = clock
+    leader_term: LeaderTerm
+    ticks: ReadTicks
+    world: World
+    policy: InitVar[Policy]
+    store: TaskStore
+    executor: Executor
+    observer: Observer
+    dispatcher: Dispatcher
+    clock: Clock
+    new_fleet: InitVar[NewFleet | None] = None
+    logs: LogKeeper | None = None
+    objects: TaskObjects | None = None
+
+    def __post_init__(self, policy: Policy, new_fleet: NewFleet | None) -> None:
         self._inbox = Inbox()
-        self._arrays = Arrays(store, world)
+        self._arrays = Arrays(self.store, self.world)
         self._timer = CycleTimer()
         self._between_cycles = asyncio.Event()
         wake, hear = self._timer.wake, self._inbox.put
         self._commits = Committer(
-            leader_term, ticks, world, store, dispatcher, wake, hear, self._on_committed
+            self.leader_term,
+            self.ticks,
+            self.world,
+            self.store,
+            self.dispatcher,
+            wake,
+            hear,
+            self._on_committed,
         )
         self.fleet = None if new_fleet is None else new_fleet(self._commits.seconds)
-        self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
+        self.planner = Planner(self.world, policy, self.clock, self._commits, self._timer.wake)
         self._is_winding_up = False
         self._wound_up = asyncio.Event()
 
@@ -140,19 +137,19 @@ class Leader:
                 await self._wait_for_store(fault)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._listen())
-            group.create_task(self._dispatcher.serve_models(self.leader_term, self.hear))
+            group.create_task(self.dispatcher.serve_models(self.leader_term, self.hear))
             group.create_task(self._lead())
-            if self._logs is not None:
-                group.create_task(self._logs.follow())
+            if self.logs is not None:
+                group.create_task(self.logs.follow())
             if self.fleet is not None:
                 group.create_task(self.fleet.keep(self._between_cycles))
-            if self._objects is not None:
-                group.create_task(self._objects.serve())
-                group.create_task(self._objects.keep())
+            if self.objects is not None:
+                group.create_task(self.objects.serve())
+                group.create_task(self.objects.keep())
 
     async def take_over(self) -> None:
         """Begin the term: no node is used before its agent has answered it."""
-        decision = take_over(self._world)
+        decision = take_over(self.world)
         await self._commits.carry_out([decision] if decision else [])
         log.info("leading", term=self.leader_term.term)
 
@@ -165,16 +162,16 @@ class Leader:
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Wake up for what gateways inserted; the leader's own commits need no new cycle."""
-        self._observer.on_events(events)
+        self.observer.on_events(events)
         if self.fleet is not None:
             self.fleet.on_events(events)
-        log_moves(events, self._world)
+        log_moves(events, self.world)
         if any(event.kind in {"task.submitted", "request.made"} for event in events):
             self._timer.wake(urgent=True)
 
     def hear(self, reports: Sequence[Report]) -> None:
         """Keep reports, in order, for the next cycle."""
-        self._observer.hear(reports)
+        self.observer.hear(reports)
         if self.fleet is not None:
             self.fleet.hear(reports)
         self._inbox.put(reports)
@@ -183,20 +180,20 @@ class Leader:
     @property
     def paused(self) -> PausedDetection | None:
         """The silent nodes that are not given up, and why; None if there are none."""
-        return self._observer.heartbeats.paused
+        return self.observer.heartbeats.paused
 
     def silent(self) -> dict[NodeName, Instant]:
         """Nodes with a late heartbeat, and since when."""
-        return self._observer.heartbeats.late(self._world, self._ticks(), self._clock.now())
+        return self.observer.heartbeats.late(self.world, self.ticks(), self.clock.now())
 
     async def _listen(self) -> None:
-        await self._executor.start(self.leader_term, self._world.lineage)
+        await self.executor.start(self.leader_term, self.world.lineage)
         while True:
             await self._inbox.has_room.wait()
-            heard = await self._executor.reports()
+            heard = await self.executor.reports()
             self.hear([one for one in heard if not isinstance(one, TermRefused | ObjectWanted | ObjectPart)])
-            if self._objects is not None:
-                self._objects.hear([one for one in heard if isinstance(one, ObjectWanted | ObjectPart)])
+            if self.objects is not None:
+                self.objects.hear([one for one in heard if isinstance(one, ObjectWanted | ObjectPart)])
             for report in heard:
                 if isinstance(report, TermRefused):
                     await self._on_refused(report)
@@ -205,7 +202,7 @@ class Leader:
         """Raises StaleTerm if another process leads, and LostCommits."""
         term = self.leader_term.term
         try:
-            row = await self._store.leader()
+            row = await self.store.leader()
         except StoreUnavailable:
             return  # the agent is asked again
         match refused_term(row, term, (by.lineage, by.term)):
@@ -250,10 +247,10 @@ class Leader:
         left, tries = len(self._inbox), TRIES
         while left > 0:
             batch = self._inbox.next_batch()
-            now = self._clock.now()
-            if self._logs is not None:  # before the ends of their runs
-                await self._logs.keep([report for report in batch if isinstance(report, Logged)])
-            decisions = await self._observer.on_reports(batch, now, self._arrays)
+            now = self.clock.now()
+            if self.logs is not None:  # before the ends of their runs
+                await self.logs.keep([report for report in batch if isinstance(report, Logged)])
+            decisions = await self.observer.on_reports(batch, now, self._arrays)
             self._arrays.begin_commit()
             verdicts = await self._commits.carry_out(decisions)
             if set(verdicts) <= {COMMITTED}:
@@ -284,7 +281,7 @@ class Leader:
 
     async def _settle_requests(self) -> None:
         """If the database refuses a change, the request is settled without it."""
-        decisions = self._observer.on_requests(self._clock.now())
+        decisions = self.observer.on_requests(self.clock.now())
         verdicts = await self._commits.carry_out(decisions)
         await self._commits.carry_out(
             [Decision(d.subject, d.why, requests_done=d.requests_done) for d in rejected(decisions, verdicts)]
@@ -293,22 +290,22 @@ class Leader:
     async def _settle_deadlines(self) -> None:
         """What is due by now. Nodes that were given up, or may have missed an order, are asked what they
         have, and those with memory that was released unseen measure it."""
-        listening = self._inbox.has_room.is_set() and self._executor.is_connected
-        await self._commits.carry_out(self._observer.on_time(self._clock.now(), listening=listening))
-        nodes, self._observer.to_ask = self._observer.to_ask, []
+        listening = self._inbox.has_room.is_set() and self.executor.is_connected
+        await self._commits.carry_out(self.observer.on_time(self.clock.now(), listening=listening))
+        nodes, self.observer.to_ask = self.observer.to_ask, []
         if nodes:
-            self._executor.ask(nodes)
-        self._executor.measure(self._observer.to_measure())
+            self.executor.ask(nodes)
+        self.executor.measure(self.observer.to_measure())
 
     async def _settle_dependencies(self) -> None:
         """Read ends of tasks that the World does not know, then admit or fail the tasks that run after
         them."""
-        awaited = self._world.awaited
+        awaited = self.world.awaited
         if awaited.unknown:
             asked = sorted(awaited.unknown)[:MOST_ENDS_ASKED]
-            stands = await self._store.states(asked)
+            stands = await self.store.states(asked)
             awaited.learn(asked, {task: TaskEnd(at.state, at.failed_by) for task, at in stands.items()})
-        while decisions := settle_dependencies(self._world.awaited, self._world.tasks, self._clock.now()):
+        while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self.clock.now()):
             if set(await self._commits.carry_out(decisions)) != {COMMITTED}:
                 return
 

@@ -144,28 +144,21 @@ class _Leaving(NamedTuple):
     """On the loop's clock; then it is unloaded anyway."""
 
 
+@dataclass(eq=False)
 class _ServerQueue:
     """The orders of one server, and its index beside them."""
 
-    def __init__(
-        self,
-        host: ModelHost,
-        clock: Clock,
-        rules: ModelDispatchRules,
-        under_way: list[ModelOrder],
-        on_end: Callable[[], None],
-        may_send: Callable[[], bool],
-        have_let_go: HaveLetGo,
-    ) -> None:
-        self._host = host
-        self._clock = clock
-        self._rules = rules
-        self._loads_at_once = rules.loads_at_once.get(host.name, LOADS_AT_ONCE)
-        self._now = under_way
-        """The orders that are being carried out, of all servers: two servers may share a device."""
-        self._on_end = on_end
-        self._may_send = may_send
-        self._have_let_go = have_let_go
+    host: ModelHost
+    clock: Clock
+    rules: ModelDispatchRules
+    under_way: list[ModelOrder]
+    """The orders that are being carried out, of all servers: two servers may share a device."""
+    on_end: Callable[[], None]
+    may_send: Callable[[], bool]
+    have_let_go: HaveLetGo
+
+    def __post_init__(self) -> None:
+        self._loads_at_once = self.rules.loads_at_once.get(self.host.name, LOADS_AT_ONCE)
         self._leaving: dict[Claim, _Leaving] = {}
         """To be unloaded when no gateway uses them any more."""
         self._left = asyncio.Event()
@@ -188,7 +181,7 @@ class _ServerQueue:
             self._waiting.remove(other)
         if any(isinstance(other, LoadOrder) for other in mine) and isinstance(order, UnloadOrder):
             return
-        if any(_claim(now) == _claim(order) and type(now) is type(order) for now in self._now):
+        if any(_claim(now) == _claim(order) and type(now) is type(order) for now in self.under_way):
             return
         if isinstance(order, UnloadOrder) and not any(isinstance(other, UnloadOrder) for other in mine):
             self._leave(order)
@@ -218,12 +211,12 @@ class _ServerQueue:
         while True:
             self._left.clear()
             for claim, leaving in list(self._leaving.items()):
-                if loop.time() >= leaving.until or await self._have_let_go(claim_name(*claim)):
+                if loop.time() >= leaving.until or await self.have_let_go(claim_name(*claim)):
                     del self._leaving[claim]
                     self._waiting.append(leaving.order)
                     self._woken.set()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._rules.drain_look_seconds if self._leaving else None):
+                async with asyncio.timeout(self.rules.drain_look_seconds if self._leaving else None):
                     await self._left.wait()
 
     async def _carry_out(self, hear: Hear) -> None:
@@ -232,7 +225,7 @@ class _ServerQueue:
                 self._woken.clear()
                 for order in self._that_may_begin():
                     self._waiting.remove(order)
-                    self._now.append(order)
+                    self.under_way.append(order)
                     group.create_task(self._carry_out_one(order, hear))
                 await self._woken.wait()
 
@@ -242,7 +235,7 @@ class _ServerQueue:
         begun: list[ModelOrder] = []
         earlier: list[ModelOrder] = []
         for order in self._waiting:
-            ahead = [*self._now, *begun]
+            ahead = [*self.under_way, *begun]
             loads = [one for one in ahead if one.server == order.server and not isinstance(one, UnloadOrder)]
             is_blocked = (
                 (len(loads) >= self._loads_at_once and not isinstance(order, UnloadOrder))
@@ -256,9 +249,9 @@ class _ServerQueue:
         try:
             await self._call(order, hear)
         finally:
-            self._now.remove(order)
+            self.under_way.remove(order)
             self._done.set()
-            self._on_end()
+            self.on_end()
 
     async def _call(self, order: ModelOrder, hear: Hear) -> None:
         try:
@@ -266,18 +259,18 @@ class _ServerQueue:
                 await self._load(order)
             elif isinstance(order, CheckOrder):
                 await self._check(order)
-            elif self._may_send():
-                await self._host.unload(order.model, self._rules.call_seconds)
+            elif self.may_send():
+                await self.host.unload(order.model, self.rules.call_seconds)
         except HostRefused as refused:
-            log.warning("a model server refused an order", server=self._host.name, model=order.model,
+            log.warning("a model server refused an order", server=self.host.name, model=order.model,
                         fault=f"{refused.fault}: {refused}")  # fmt: skip
             if isinstance(order, LoadOrder) and refused.fault is not HostFault.UNKNOWN:
                 hear([self._load_failed(order, refused)])
 
     async def _check(self, order: CheckOrder) -> None:
         """Raises HostRefused."""
-        host, rules = self._host, self._rules
-        if await host.answers(order.model, rules.call_seconds) or not self._may_send():
+        host, rules = self.host, self.rules
+        if await host.answers(order.model, rules.call_seconds) or not self.may_send():
             return
         log.warning("a model is READY but its process is gone; it is loaded again",
                     server=host.name, model=order.model)  # fmt: skip
@@ -293,19 +286,19 @@ class _ServerQueue:
     async def _load(self, order: LoadOrder | CheckOrder) -> None:
         if not order.model or await self._has(order.model):
             return  # with changed files this would reload it, with both copies in memory
-        if self._may_send():
+        if self.may_send():
             devices = sorted(device for device, _ in order.devices)
-            await self._host.load(order.model, devices, self._rules.load_seconds)
+            await self.host.load(order.model, devices, self.rules.load_seconds)
 
     async def _has(self, model: str) -> bool:
-        index = await self._host.index(self._rules.call_seconds)
+        index = await self.host.index(self.rules.call_seconds)
         return _stage_in(index, model) is ModelState.READY
 
     def _load_failed(self, order: LoadOrder, refused: HostRefused) -> Report:
         if refused.fault is HostFault.UNREACHABLE:
-            return _ended(order, self._clock, Ending.NEVER_STARTED, None)
+            return _ended(order, self.clock, Ending.NEVER_STARTED, None)
         message = f"{_MESSAGES[refused.fault]}: {refused}"
-        return _ended(order, self._clock, Ending.FAILED, Failure("load_failed", message))
+        return _ended(order, self.clock, Ending.FAILED, Failure("load_failed", message))
 
     async def _look(self, hear: Hear) -> None:
         loop = asyncio.get_running_loop()
@@ -318,7 +311,7 @@ class _ServerQueue:
             index = await self._read()
             if index is not None:
                 claims |= self._under_way()  # orders since the call are not in the index yet
-                now, host = self._clock.now(), self._host
+                now, host = self.clock.now(), self.host
                 hear([ServerIndex(host.name, now, index.models, claims, host.address, index.incarnation)])
                 if index.models != known:
                     known, changed_at = index.models, loop.time()
@@ -330,25 +323,25 @@ class _ServerQueue:
 
     def _pause_seconds(self, unchanged_seconds: float, *, is_busy: bool) -> float:
         """A change is seen late by at most a tenth of what it took."""
-        busy_seconds = self._rules.busy_look_seconds
-        most_seconds = busy_seconds if is_busy else self._rules.look_seconds
+        busy_seconds = self.rules.busy_look_seconds
+        most_seconds = busy_seconds if is_busy else self.rules.look_seconds
         return min(most_seconds, max(unchanged_seconds, busy_seconds) / 10)
 
     async def _read(self) -> Index | None:
         """None if the server does not answer."""
         try:
-            index = await self._host.index(self._rules.call_seconds)
+            index = await self.host.index(self.rules.call_seconds)
         except HostRefused as refused:
             if not self._is_away:
                 log.warning("the index of a model server cannot be read; trying again",
-                            server=self._host.name, fault=str(refused))  # fmt: skip
+                            server=self.host.name, fault=str(refused))  # fmt: skip
             self._is_away = True
             return None
         self._is_away = False
         return index
 
     def _under_way(self) -> frozenset[Claim]:
-        mine = (order for order in self._now if order.server == self._host.name)
+        mine = (order for order in self.under_way if order.server == self.host.name)
         return frozenset((*map(_claim, self._waiting), *map(_claim, mine), *self._leaving))
 
 

@@ -2,7 +2,7 @@
 decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import structlog
@@ -42,19 +42,18 @@ from gpubroker_server.core.lifecycle import (
     model_turns,
     quarantine,
     runs,
+    worker_sets,
 )
 from gpubroker_server.core.lifecycle.learning import ModelMeter, learn
-from gpubroker_server.core.lifecycle.quarantine import QuarantineProbe
+from gpubroker_server.core.lifecycle.quarantine import QuarantineProbe, SampleRequests
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, never_joined, reconcile
-from gpubroker_server.core.lifecycle.sample_requests import SampleRequests
 from gpubroker_server.core.lifecycle.silent_nodes import (
     NODE_PATIENCE_SECONDS,
     HeartbeatMonitor,
     nodes_without_answer,
 )
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
-from gpubroker_server.core.lifecycle.worker_sets import members
-from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.core.lifecycle.worker_sets import Autoscaler
 from gpubroker_server.core.planning import inferences as inference_admission
 from gpubroker_server.core.planning.draining import ask_to_leave
 from gpubroker_server.core.planning.fragmentation import ScatteredWatch
@@ -108,32 +107,24 @@ class _Rejected(Exception):
         self.instead = instead
 
 
+@dataclass(eq=False)
 class Observer:
     """Turns reports, requests and deadlines into decisions. Progress stays in memory; it is no event."""
 
-    def __init__(
-        self,
-        world: World,
-        policy: Policy,
-        blobs: BlobStore,
-        inventory: InventoryRules,
-        inline_bytes: int,
-        progress: dict[TaskId, Progress],
-        ticks: ReadTicks,
-        servers: Mapping[str, str] | None = None,
-        guard: DiskGuard | None = None,
-    ) -> None:
-        """`servers`: the addresses of all servers of models, by name; None if they are unknown."""
-        self._servers = servers
-        self._world = world
-        self._policy = policy
-        self._blobs = blobs
-        self._inventory = inventory
-        self._inline_bytes = inline_bytes
-        self._progress = progress
+    world: World
+    policy: Policy
+    blobs: BlobStore
+    inventory: InventoryRules
+    inline_bytes: int
+    progress: dict[TaskId, Progress]
+    ticks: ReadTicks
+    servers: Mapping[str, str] | None = None
+    """The addresses of all servers of models, by name; None if they are unknown."""
+    guard: InitVar[DiskGuard | None] = None
+
+    def __post_init__(self, guard: DiskGuard | None) -> None:
         self._watch: deadlines.ObservationWindow | None = None
-        self._ticks = ticks
-        self.heartbeats = HeartbeatMonitor(policy)
+        self.heartbeats = HeartbeatMonitor(self.policy)
         self._quarantine_probe = QuarantineProbe()
         self._sample_requests = SampleRequests()
         self._model_meter = ModelMeter()
@@ -144,8 +135,8 @@ class Observer:
         self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
-        self._requests = ClientRequests(world, policy, blobs)
-        self._disks = DiskPasses(world, policy, guard or DiskGuard(), blobs)
+        self._requests = ClientRequests(self.world, self.policy, self.blobs)
+        self._disks = DiskPasses(self.world, self.policy, guard or DiskGuard(), self.blobs)
         self.to_ask: list[NodeName] = []
         """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
         have."""
@@ -158,7 +149,7 @@ class Observer:
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
         lost = [report for report in reports if isinstance(report, NodeLost)]
-        given_up = self._given_up(self.heartbeats.report_dead(lost, self._world, self._ticks(), now))
+        given_up = self._given_up(self.heartbeats.report_dead(lost, self.world, self.ticks(), now))
         for report in reports:
             match report:
                 case Heartbeat() | Logged() | NodesListed():
@@ -167,9 +158,9 @@ class Observer:
                     if report in given_up:
                         about_runs.append(report)
                 case Sampled():
-                    self._world.measure(report.samples)
+                    self.world.measure(report.samples)
                 case NodeSample():
-                    self._world.measure((), [report])
+                    self.world.measure((), [report])
                 case Gone():
                     after_gone |= {sample.device: sample for sample in report.samples}
                     about_runs.append(report)
@@ -178,11 +169,11 @@ class Observer:
                 case Loaded():
                     self._on_load(report)
                 case ServerIndex():
-                    decisions += model_lifecycle.seen(self._world, report, now, self._policy)
+                    decisions += model_lifecycle.seen(self.world, report, now, self.policy)
                 case ServerGone():
-                    decisions += model_adoption.server_gone(self._world, report.process)
+                    decisions += model_adoption.server_gone(self.world, report.process)
                 case ModelsInUse():
-                    decisions += model_turns.turns(self._world, report.names, now)
+                    decisions += model_turns.turns(self.world, report.names, now)
                 case DiskReport():
                     decisions += await self._disks.answered(report, now)
                 case Stacked():
@@ -190,18 +181,18 @@ class Observer:
                 case NodeReport():
                     self._log_answer(report)
                     self._name_strangers(report)
-                    decisions += reconcile(self._world, report, now, self._policy, self._inventory)
+                    decisions += reconcile(self.world, report, now, self.policy, self.inventory)
                 case _:
                     about_runs.append(report)
         # Taken after the processes were gone, so their memory does not count as foreign. The last sample of a
         # device holds for all that have left it.
-        self._world.measure(after_gone.values())
-        decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
+        self.world.measure(after_gone.values())
+        decisions += inference_admission.check_failed_models(self.world, about_runs, self.policy, now)
         return decisions + await self._on_runs(about_runs, now, arrays)
 
     def _name_strangers(self, seen: NodeReport) -> None:
         for task, _, _ in seen.runs:
-            if task not in self._world.tasks:
+            if task not in self.world.tasks:
                 log.warning(
                     "ending a run that the database does not know: it began after the backup that was "
                     "restored, or its task was deleted",
@@ -215,10 +206,10 @@ class Observer:
         """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""
         while True:
             drafts = await arrays.drafts(reports) if arrays is not None else {}
-            applied = runs.apply_reports(self._world, reports, now, self._policy, drafts)
-            decisions = learn(self._world, applied, now)
+            applied = runs.apply_reports(self.world, reports, now, self.policy, drafts)
+            decisions = learn(self.world, applied, now)
             try:
-                decisions = await with_pages_stored(decisions, self._blobs, self._inline_bytes)
+                decisions = await with_pages_stored(decisions, self.blobs, self.inline_bytes)
                 return [await self._with_blobs(decision, reports) for decision in decisions]
             except _Rejected as refused:
                 kept = [refused.instead if report is refused.report else report for report in reports]
@@ -226,17 +217,17 @@ class Observer:
 
     def hear(self, reports: Iterable[Report]) -> None:
         """Any report is a sign of life of its node, before its turn comes."""
-        at = self._ticks()
+        at = self.ticks()
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
                 self.heartbeats.heard(report.node, at)
             elif isinstance(report, NodeReport):
                 self.heartbeats.heard(report.node.name, at)
             elif isinstance(report, NodesListed):
-                self.heartbeats.listed(report.nodes, self._world, at)
+                self.heartbeats.listed(report.nodes, self.world, at)
 
     def on_requests(self, now: Instant) -> list[Decision]:
-        for request in self._world.requests.values():
+        for request in self.world.requests.values():
             if request.what == "resume":
                 self.heartbeats.resume(request.fields["nodes"])
         return [*self._requests.carry_out(now), *self._disks.carry_out(now)]
@@ -244,52 +235,63 @@ class Observer:
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
         """`listening`: whether reports of agents reach this leader, as far as it knows."""
         if lost := self._silent(now, listening=listening):
-            return runs.apply_reports(self._world, lost, now, self._policy)
-        self.to_ask += self._quarantine_probe.due(self._world, self._ticks())
-        decisions = deadlines.due(self._world, now, self._policy, self._watch)
-        decisions += quarantine.removed(self._world)
-        decisions += model_lifecycle.due(self._world, now)
-        if self._servers is not None:
-            decisions += model_adoption.follow_settings(self._world, self._servers, now)
+            return runs.apply_reports(self.world, lost, now, self.policy)
+        self.to_ask += self._quarantine_probe.due(self.world, self.ticks())
+        decisions = deadlines.due(self.world, now, self.policy, self._watch)
+        decisions += quarantine.removed(self.world)
+        decisions += model_lifecycle.due(self.world, now)
+        if self.servers is not None:
+            decisions += model_adoption.follow_settings(self.world, self.servers, now)
         self._watch = deadlines.extend_window(self._watch, now)
         self._name_unknown_nodes(self._watch)
         decided = {decision.subject for decision in decisions}
-        decisions += self._model_meter.measure(self._world, now, decided)
-        more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
-        more += ask_to_leave(self._world, self._policy, now)
-        more += members.due(self._world, self._loads, self._autoscaler, now)
-        more += self._scattered.look(self._world, self._policy, now)
+        decisions += self._model_meter.measure(self.world, now, decided)
+        more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
+        more += ask_to_leave(self.world, self.policy, now)
+        more += worker_sets.due(self.world, self._loads, self._autoscaler, now)
+        more += self._scattered_now(now)
         more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
 
+    def _scattered_now(self, now: Instant) -> list[Decision]:
+        decisions = self._scattered.look(self.world, self.policy, now)
+        for notice in (notice for decision in decisions for notice in decision.notices):
+            if notice.fields:
+                log.warning(
+                    "free memory is in pieces too small for what most tasks wait for", **notice.fields
+                )
+            else:
+                log.info("free memory is no longer in pieces too small for what most tasks wait for")
+        return decisions
+
     def to_measure(self) -> list[NodeName]:
         """Nodes that are to measure their devices now."""
-        return self._sample_requests.due(self._world, self._ticks())
+        return self._sample_requests.due(self.world, self.ticks())
 
     def _name_unknown_nodes(self, watch: deadlines.ObservationWindow) -> None:
         """Once, when each node has had the time to join. A misspelled name would have no effect unseen."""
         if not self._named_unknown and watch.last - watch.since >= NODE_PATIENCE_SECONDS:
             self._named_unknown = True
-            for name in never_joined(self._world, self._inventory):
-                known = f"known nodes: {', '.join(sorted(self._world.nodes))}"
+            for name in never_joined(self.world, self.inventory):
+                known = f"known nodes: {', '.join(sorted(self.world.nodes))}"
                 log.warning("the settings name a node that never joined", node=name, fault=known)
 
     def _about_inferences(self, now: Instant) -> list[Decision]:
         if self._left_behind is None:
-            self._left_behind = inference_admission.claims_at_takeover(self._world)
+            self._left_behind = inference_admission.claims_at_takeover(self.world)
         return [
-            *inference_admission.requeue_claims(self._world, self._left_behind, now, self._policy),
-            *inference_admission.keep_models_wanted(self._world, self._policy, now),
-            *inference_admission.admissions(self._world, self._policy, now),
+            *inference_admission.requeue_claims(self.world, self._left_behind, now, self.policy),
+            *inference_admission.keep_models_wanted(self.world, self.policy, now),
+            *inference_admission.admissions(self.world, self.policy, now),
         ]
 
     def _silent(self, now: Instant, *, listening: bool) -> list[NodeLost]:
-        at = self._ticks()
+        at = self.ticks()
         was_paused = self.heartbeats.paused
-        lost = self.heartbeats.check(self._world, at, now, listening=listening)
+        lost = self.heartbeats.check(self.world, at, now, listening=listening)
         since = deadlines.extend_window(self._watch, now).since
-        if unheard := nodes_without_answer(self._world, since, now):
-            lost += self.heartbeats.report_dead(unheard, self._world, at, now)
+        if unheard := nodes_without_answer(self.world, since, now):
+            lost += self.heartbeats.report_dead(unheard, self.world, at, now)
         paused = self.heartbeats.paused
         if paused is not None and was_paused is None:
             log.warning("nodes are silent and are not given up", fault=paused.message)
@@ -298,7 +300,7 @@ class Observer:
         return self._given_up(lost)
 
     def _log_answer(self, report: NodeReport) -> None:
-        known = self._world.nodes.get(report.node.name)
+        known = self.world.nodes.get(report.node.name)
         if known is None or not known.ready:
             log.info("a node answers", node=report.node.name)
 
@@ -309,14 +311,14 @@ class Observer:
         return lost
 
     def _on_progress(self, report: Progressed) -> None:
-        task = self._world.tasks.get(report.task)
+        task = self.world.tasks.get(report.task)
         if task is not None and task.fence == report.fence and task.is_active:
-            before = self._progress.get(report.task)
+            before = self.progress.get(report.task)
             follow = first_progress if before is None else before.followed_by
-            self._progress[report.task] = follow(report.at, report.fraction, report.message)
+            self.progress[report.task] = follow(report.at, report.fraction, report.message)
 
     def _on_load(self, report: Loaded) -> None:
-        if report.task in self._world.tasks:
+        if report.task in self.world.tasks:
             self._loads[report.task] = report
             said = (
                 f"{report.running} calls under way, {report.waiting} waiting, CPU {report.cpu_percent:.0f} %"
@@ -324,7 +326,7 @@ class Observer:
             self._on_progress(Progressed(report.task, report.fence, report.at, None, said, report.rank))
 
     def on_events(self, events: Iterable[Event]) -> None:
-        forget_ended(self._progress, events)
+        forget_ended(self.progress, events)
         forget_ended(self._loads, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
@@ -335,10 +337,10 @@ class Observer:
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
         outcome = decision.outcome
-        if outcome is None or outcome.result is None or len(outcome.result) <= self._inline_bytes:
+        if outcome is None or outcome.result is None or len(outcome.result) <= self.inline_bytes:
             return decision
         try:
-            digest = await self._blobs.put(outcome.result, owner=outcome.task)
+            digest = await self.blobs.put(outcome.result, owner=outcome.task)
         except BlobTooLarge as fault:
             raise _too_large(reports, outcome, fault) from None
         return replace(decision, outcome=replace(outcome, result=None, result_digest=digest))
@@ -346,7 +348,7 @@ class Observer:
     async def _store_checkpoint(self, checkpoint: Checkpointed, data: bytes) -> None:
         """If it is refused, the one before it stays the newest."""
         try:
-            digest = await self._blobs.put(data, owner=checkpoint.task)
+            digest = await self.blobs.put(data, owner=checkpoint.task)
         except BlobTooLarge as fault:
             log.warning(
                 "checkpoint refused", task=checkpoint.task, sequence=checkpoint.sequence, fault=str(fault)

@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gpubroker_server.core.domain.orders import Logged, LogName
 from gpubroker_server.core.domain.units import NodeName, Seconds, Term
@@ -21,32 +21,23 @@ AGAIN_SECONDS = Seconds(2.0)
 """A question without an answer is repeated after so long."""
 
 
+@dataclass(eq=False)
 class LogKeeper:
     """Of one term."""
 
-    def __init__(
-        self,
-        term: Term,
-        world: World,
-        store: LogRows,
-        blobs: BlobStore,
-        executor: Executor,
-        clock: Clock,
-        ticks: ReadTicks,
-        *,
-        limit_bytes: int,
-        inline_bytes: int,
-    ) -> None:
-        """`limit_bytes`: what is kept of each stream. `inline_bytes`: larger parts become objects."""
-        self._term = term
-        self._world = world
-        self._store = store
-        self._blobs = blobs
-        self._executor = executor
-        self._clock = clock
-        self._ticks = ticks
-        self._limit_bytes = limit_bytes
-        self._inline_bytes = inline_bytes
+    term: Term
+    world: World
+    store: LogRows
+    blobs: BlobStore
+    executor: Executor
+    clock: Clock
+    ticks: ReadTicks
+    limit_bytes: int
+    """What is kept of each stream."""
+    inline_bytes: int
+    """Larger parts become objects."""
+
+    def __post_init__(self) -> None:
         self._wanted: Mapping[LogName, WantedLog] = {}
         self._known: dict[LogName, KnownLog] = {}
         """Of those that are wanted."""
@@ -64,19 +55,19 @@ class LogKeeper:
 
     async def ask_nodes(self) -> None:
         """Raises StoreUnavailable."""
-        self._wanted = wanted_logs(self._world, await self._store.followed_logs(), self._clock.now())
+        self._wanted = wanted_logs(self.world, await self.store.followed_logs(), self.clock.now())
         for log in self._known.keys() - self._wanted.keys():
             del self._known[log]
-        again = self._ticks() - AGAIN_SECONDS
+        again = self.ticks() - AGAIN_SECONDS
         self._asked = {log: at for log, at in self._asked.items() if log in self._wanted and at > again}
         asked: dict[NodeName, dict[LogName, int]] = defaultdict(dict)
         for log in self._wanted.keys() - self._asked.keys():
             if log not in self._known:
-                self._known[log] = KnownLog(*await self._store.log_end(log))
+                self._known[log] = KnownLog(*await self.store.log_end(log))
             asked[self._wanted[log].node][log] = self._known[log].end_byte
-            self._asked[log] = self._ticks()
+            self._asked[log] = self.ticks()
         for node, logs in asked.items():
-            self._executor.read_logs(node, logs)
+            self.executor.read_logs(node, logs)
 
     async def keep(self, told: Sequence[Logged]) -> None:
         """Returns when it is durable. Raises StoreUnavailable, StaleTerm."""
@@ -85,7 +76,7 @@ class LogKeeper:
         cut: dict[LogName, tuple[int, int]] = {}
         parts: list[LogPart] = []
         for one in told:
-            task = self._world.tasks.get(one.task)
+            task = self.world.tasks.get(one.task)
             if task is None or not is_kept(one, known.get(one.log, KnownLog()), self._wanted.get(one.log)):
                 continue
             if one.is_final and one.first_byte == 0:
@@ -93,16 +84,16 @@ class LogKeeper:
                 parts = [part for part in parts if part.log != one.log]
             known[one.log] = KnownLog(one.end_byte, one.at)
             parts.append(await self._part_of(one, task.tenant))
-            if not one.is_final and (between := cut_between(one, self._limit_bytes)):
+            if not one.is_final and (between := cut_between(one, self.limit_bytes)):
                 cut[one.log] = between
         if parts:
-            await self._store.keep_logs(self._term, LogChanges(replaced, cut, parts))
+            await self.store.keep_logs(self.term, LogChanges(replaced, cut, parts))
         for one in told:
             self._asked.pop(one.log, None)
         self._known = {log: state for log, state in known.items() if log in self._wanted}
 
     async def _part_of(self, told: Logged, tenant: str) -> LogPart:
         part = LogPart(told.log, told.first_byte, len(told.data), told.at, tenant, told.data)
-        if len(told.data) <= self._inline_bytes:
+        if len(told.data) <= self.inline_bytes:
             return part
-        return replace(part, data=None, digest=await self._blobs.put(told.data, owner=told.task))
+        return replace(part, data=None, digest=await self.blobs.put(told.data, owner=told.task))

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -46,30 +46,23 @@ EXTENDED_SHARE: Final = 0.1
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
+@dataclass(eq=False)
 class TaskObjects:
     """Remembers nothing: each question says what its node has, and is asked again to the next leader."""
 
-    def __init__(
-        self,
-        world: World,
-        store: TaskStore,
-        blobs: BlobStore,
-        executor: Executor,
-        clock: Clock,
-        object_seconds: Seconds,
-        quota: Quota,
-        object_bytes: int,
-    ) -> None:
-        """`object_seconds`: an object is kept this long after its last use. `quota`: of each tenant.
-        `object_bytes`: of the largest object."""
-        self._world = world
-        self._store = store
-        self._blobs = blobs
-        self._executor = executor
-        self._clock = clock
-        self._object_seconds = object_seconds
-        self._quota = quota
-        self._object_bytes = object_bytes
+    world: World
+    store: TaskStore
+    blobs: BlobStore
+    executor: Executor
+    clock: Clock
+    object_seconds: Seconds
+    """An object is kept this long after its last use."""
+    quota: Quota
+    """Of each tenant."""
+    object_bytes: int
+    """Of the largest object."""
+
+    def __post_init__(self) -> None:
         self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
         """With how often each was tried in vain."""
         self._uploads: dict[str, ObjectPart] = {}
@@ -99,16 +92,16 @@ class TaskObjects:
         while True:
             with suppress(StoreUnavailable):
                 await self.extend()
-            await asyncio.sleep(self._object_seconds * EXTENDED_SHARE)
+            await asyncio.sleep(self.object_seconds * EXTENDED_SHARE)
 
     async def extend(self) -> None:
         """A set that is not over uses the objects that its arguments and its roles' name: a worker that
         starts again opens them. Raises StoreUnavailable."""
-        until = Instant(self._clock.now() + self._object_seconds)
-        for workers in list(self._world.worker_sets.values()):
-            formed = json.loads(await self._store.batch_answer(workers.id) or "{}")
+        until = Instant(self.clock.now() + self.object_seconds)
+        for workers in list(self.world.worker_sets.values()):
+            formed = json.loads(await self.store.batch_answer(workers.id) or "{}")
             for id in formed.get("objects", ()):
-                await self._store.extend_object(workers.tenant, id, until)
+                await self.store.extend_object(workers.tenant, id, until)
 
     async def answer(self, asked: ObjectQuestion, tries: int = 0) -> None:
         """Raises StoreUnavailable."""
@@ -120,14 +113,14 @@ class TaskObjects:
         match asked:
             case ObjectWanted():
                 read = await self._read(task.tenant, asked, tries)
-                self._executor.answer(WantedAnswer(node, asked, *read))
+                self.executor.answer(WantedAnswer(node, asked, *read))
             case ObjectPart():
                 kept = await self._keep(task.tenant, asked)
-                self._executor.answer(PartAnswer(node, asked, *kept))
+                self.executor.answer(PartAnswer(node, asked, *kept))
 
     def _run_of(self, asked: ObjectQuestion) -> Task | None:
         """None if it is over."""
-        task = self._world.tasks.get(asked.task)
+        task = self.world.tasks.get(asked.task)
         return task if task is not None and task.fence == asked.fence and task.is_active else None
 
     async def _discard_left(self) -> None:
@@ -139,7 +132,7 @@ class TaskObjects:
     async def _discard(self, upload: str) -> None:
         self._uploads.pop(upload, None)
         with suppress(StoreUnavailable):  # then a sweep removes it
-            await self._blobs.discard(upload)
+            await self.blobs.discard(upload)
 
     async def _read(self, tenant: str, asked: ObjectWanted, tries: int) -> tuple[int, bytes, str]:
         """Its size, what follows the first byte, and why the run does not get it."""
@@ -150,7 +143,7 @@ class TaskObjects:
             await self._note_use(kept)
             return kept.size_bytes, b"", ""
         try:
-            data = await self._blobs.read(kept.digest, asked.first_byte, PART_BYTES)
+            data = await self.blobs.read(kept.digest, asked.first_byte, PART_BYTES)
         except BlobMissing:
             return 0, b"", f"the bytes of object {kept.digest} are missing; upload them again"
         except StoreUnavailable:
@@ -170,29 +163,29 @@ class TaskObjects:
             return 0, "its process wrote a part of a result that is none"
         if await self._find(tenant, part.object) is not None:
             return part.size_bytes, ""
-        now = self._clock.now()
-        expires_at = Instant(now + self._object_seconds)
+        now = self.clock.now()
+        expires_at = Instant(now + self.object_seconds)
         given = StoredObject(tenant, part.object, part.size_bytes, now, expires_at)
-        if part.size_bytes > self._object_bytes:
-            return 0, f"an object may have {self._object_bytes} bytes (limits.object_bytes)"
+        if part.size_bytes > self.object_bytes:
+            return 0, f"an object may have {self.object_bytes} bytes (limits.object_bytes)"
         upload = f"{part.task}-{part.fence}-{part.rank}"
-        counted = await self._store.counted_objects(tenant, now)
+        counted = await self.store.counted_objects(tenant, now)
         coming_bytes = self._coming_bytes(tenant, upload)
-        if not self._quota.has_room(counted, given, coming_bytes):
+        if not self.quota.has_room(counted, given, coming_bytes):
             await self._discard(upload)
-            return 0, self._quota.why_full(counted, given, coming_bytes)
+            return 0, self.quota.why_full(counted, given, coming_bytes)
         self._uploads[upload] = replace(part, data=b"")
-        stored_bytes = await self._blobs.append(upload, part.first_byte, part.data)
+        stored_bytes = await self.blobs.append(upload, part.first_byte, part.data)
         if stored_bytes < part.size_bytes:
             return stored_bytes, ""
         try:
-            await self._blobs.finish(upload, part.object)
+            await self.blobs.finish(upload, part.object)
         except (BlobMissing, BlobCorrupt) as fault:
             await self._discard(upload)
             return 0, f"its bytes did not arrive as they were: {fault}"
         del self._uploads[upload]
-        if await self._store.keep_object(given, self._quota) is None:
-            return 0, self._quota.why_full(await self._store.counted_objects(tenant, now), given)
+        if await self.store.keep_object(given, self.quota) is None:
+            return 0, self.quota.why_full(await self.store.counted_objects(tenant, now), given)
         return part.size_bytes, ""
 
     def _coming_bytes(self, tenant: str, upload: str) -> int:
@@ -201,14 +194,14 @@ class TaskObjects:
         return sum(part.size_bytes for task, part in coming if task is not None and task.tenant == tenant)
 
     async def _find(self, tenant: str, object_id: str) -> StoredObject | None:
-        return await find_object(self._store, tenant, object_id, self._clock.now())
+        return await find_object(self.store, tenant, object_id, self.clock.now())
 
     async def _note_use(self, kept: StoredObject) -> None:
         with suppress(StoreUnavailable):
-            await note_use(self._store, kept, self._clock.now(), self._object_seconds)
+            await note_use(self.store, kept, self.clock.now(), self.object_seconds)
 
     def _missing(self, tenant: str, object_id: str) -> str:
         return (
             f'tenant "{tenant}" has no object "{object_id}" any more: it was deleted, or not used for '
-            f"{self._object_seconds:g} seconds; upload it again (POST /objects), and submit the task again"
+            f"{self.object_seconds:g} seconds; upload it again (POST /objects), and submit the task again"
         )

@@ -187,7 +187,7 @@ def test_blockers_come_most_structural_first():
     messages = [blocker.message for blocker in explanation.blockers]
     assert messages[1] == "attempt 2 of at most 6 failed; the next is in 60 s"
     assert messages[2] == "needs 1 of 'licence'; too few of the cluster's 4 are left"
-    assert [blocker.tier for blocker in explanation.blockers] == [1, 7, 9, 9, 11]
+    assert [blocker.reason.tier for blocker in explanation.blockers] == [1, 7, 9, 9, 11]
     assert explanation.position is None
 
 
@@ -241,7 +241,7 @@ def test_a_task_that_can_never_run_reads_what_the_largest_device_offers():
 
 def some_verdicts(world: World) -> dict[str, tuple[Verdict, str]]:
     return {
-        f"{verdict.node}/gpu{verdict.index}": (verdict.verdict, verdict.message)
+        verdict.finding.ledger.device.label: (verdict.finding.verdict, verdict.message)
         for verdict in explained(world).devices
     }
 
@@ -286,7 +286,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         ("low", 10, 70 * GIB, False),
         ("dead", 50, 1 * GIB, True),
     ]
-    assert (crowded.need_mb, crowded.free_mb, crowded.allocatable_mb) == (30 * GIB, 9 * GIB, 80 * GIB)
+    assert (crowded.finding.need_mb, crowded.finding.free_mb) == (30 * GIB, 9 * GIB)
 
 
 def test_a_whole_device_in_use_without_a_lease_says_by_what_and_what_to_do():
@@ -381,7 +381,7 @@ def test_a_gpu_that_does_not_match_the_demand_says_so():
     task = a_task("new", gpus=1, where=PlacementConstraints(kinds=("A100",)))
     world = a_world(a_device("gpu0", kind="H100"), a_device("gpu1", kind="A100"), task)
     found = explain(world, task.id, POLICY, NOW)
-    assert [verdict.verdict for verdict in found.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
+    assert [verdict.finding.verdict for verdict in found.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
     assert found.devices[0].message == "does not match the demand (kinds A100)"
 
 

@@ -120,7 +120,7 @@ def test_the_first_rank_without_room_is_named_and_what_it_lacks() -> None:
     found = explained(a_cluster(run, a_gang("gang", *bundles(4, gpu_mb=BIG))))
     assert found.reason is Reason.FRAGMENTED
     assert "room for 3 of the 4 ranks that must start together; rank 3: needs 60.0 GiB" in found.message
-    assert {str(device.verdict) for device in found.devices} == {"no_room"}
+    assert {str(device.finding.verdict) for device in found.devices} == {"no_room"}
 
 
 def test_each_rank_has_a_place_or_a_blocker() -> None:

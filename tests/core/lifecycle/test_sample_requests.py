@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.units import MonotonicSeconds
-from gpubroker_server.core.lifecycle.sample_requests import AGAIN_SECONDS, SampleRequests
+from gpubroker_server.core.lifecycle.quarantine import AGAIN_SECONDS, SampleRequests
 from gpubroker_server.core.world.world import World
 
 from tests.builders import a_sample

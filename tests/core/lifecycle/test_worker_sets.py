@@ -15,8 +15,7 @@ from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out, carry_out_all
 from gpubroker_server.core.lifecycle.stopping import after_stop
-from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due, scaled, with_notices
-from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.core.lifecycle.worker_sets import STABLE_SECONDS, Autoscaler, due, scaled, with_notices
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.worker_sets import WorkerSets
 from gpubroker_server.core.world.world import World

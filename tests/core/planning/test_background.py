@@ -89,7 +89,7 @@ def test_nothing_starts_on_a_node_with_a_full_disk() -> None:
     assert "(n1: /scratch is 71 % full, n2: / is 90 % full)" in told[1]
     world.control(BackgroundRoom(), {N1: "/scratch is 71 % full"})
     assert started(world, cache) == {"t": N2, "cpu": N2}
-    assert {finding.verdict for finding in explain_devices(world)} >= {"disk_full"}
+    assert {finding.finding.verdict for finding in explain_devices(world)} >= {"disk_full"}
 
 
 def explain_devices(world: World) -> list[Any]:

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, withdraw_pledges
+from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.errors import Overcommitted
 from gpubroker_server.core.domain.policy import CustomLimit
 from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.lifecycle.stopping import withdraw_pledges
 from gpubroker_server.core.planning.nodes.draft import Draft
 
 from tests.builders import GIB, a_device, a_lease, a_node, a_pledge, a_task, a_world, commit, holding, key
@@ -50,7 +51,7 @@ def test_a_pledge_that_ends_beside_a_draft_stays_in_it():
     high = a_task("high", priority=80, gpu_mb=20 * GIB, cpu=2.0)
     world = a_world(a_node(cpu=8.0), a_device(), high, a_pledge(high, "gpu0", 20 * GIB))
     draft = Draft(world)
-    commit(world, Decision("high", "story", pledges=withdraw_pledges(world.pledges[high.id])))
+    commit(world, Decision("high", "story", pledges=withdraw_pledges(world, high)))
     assert draft.headroom(NodeName("n1"), priority=50).cpu == 6.0
 
 

@@ -6,10 +6,11 @@ from math import inf
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, withdraw_pledges, write_move
+from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Placement, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.lifecycle.stopping import cancel_pending
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.places import PlaceTable
@@ -192,9 +193,8 @@ def slices(world: World, cache: PlanCache, *meanwhile: Callable[[], None]) -> li
 def cancels(world: World, *names: str) -> Callable[[], None]:
     def cancel() -> None:
         for name in names:
-            write = write_move(world.tasks[TaskId(name)], Move.CANCELLED, finished_at=NOW)
-            pledges = withdraw_pledges(world.pledges.get(TaskId(name), {}))
-            commit(world, Decision(name, "cancel", tasks=(write,), pledges=pledges))
+            task = world.tasks[TaskId(name)]
+            commit(world, cancel_pending(world, task, NOW, Decision(name, "cancel")))
 
     return cancel
 

@@ -9,13 +9,7 @@ from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, mo
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.world.event_codec import (
-    device_fields,
-    lease_fields,
-    node_fields,
-    node_from,
-    request_fields,
-)
+from gpubroker_server.core.world.event_codec import node_from, row_fields
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
@@ -75,7 +69,7 @@ def test_a_world_that_read_the_log_equals_one_that_read_the_rows(world: World, s
 
 def test_an_event_that_was_applied_already_changes_nothing():
     world = a_world()
-    event = Event(Position(1), NOW, "node.seen", "n7", 1, "", node_fields(a_node("n7")))
+    event = Event(Position(1), NOW, "node.seen", "n7", 1, "", row_fields(a_node("n7")))
     world.apply([event])
     before = world.nodes["n7"]
     world.apply([event])
@@ -86,9 +80,7 @@ def test_an_event_that_was_applied_already_changes_nothing():
 def node_events(*positions: int) -> list[Event]:
     """One new node for each position of the log."""
     rows = {position: a_node(f"n{position}") for position in positions}
-    return [
-        Event(Position(p), NOW, "node.seen", row.name, 1, "", node_fields(row)) for p, row in rows.items()
-    ]
+    return [Event(Position(p), NOW, "node.seen", row.name, 1, "", row_fields(row)) for p, row in rows.items()]
 
 
 def test_a_gap_in_the_log_raises_and_nothing_of_the_batch_is_applied():
@@ -104,7 +96,7 @@ def test_a_gap_in_the_log_raises_and_nothing_of_the_batch_is_applied():
 def test_an_event_that_does_not_fit_the_world_is_named_and_earlier_ones_are_applied():
     world = World()
     lease = a_lease(a_task("run"), "gpu7", 1, version=1)
-    strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", lease_fields(lease))
+    strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", row_fields(lease))
     with pytest.raises(OutOfSync, match=rf"event 2 \(lease\.reserved {lease.key}\).*the World is at 1"):
         world.apply([*node_events(1), strange, *node_events(3)])
     assert (world.position, set(world.nodes)) == (1, {"n1"})
@@ -114,9 +106,9 @@ def test_nodes_devices_and_requests_come_from_the_log():
     world = World()
     request = Request("r1", TaskId("t"), "default", "cancel", {}, NOW)
     rows = [
-        ("node.seen", "n1", node_fields(a_node())),
-        ("device.seen", key("gpu0"), device_fields(a_device())),
-        ("request.made", "r1", request_fields(request)),
+        ("node.seen", "n1", row_fields(a_node())),
+        ("device.seen", key("gpu0"), row_fields(a_device())),
+        ("request.made", "r1", row_fields(request)),
     ]
     for number, (kind, name, fields) in enumerate(rows, start=1):
         world.apply([Event(Position(number), NOW, kind, name, 1, "", fields)])
@@ -130,7 +122,7 @@ def test_a_node_event_has_only_fields_that_release_0_2_0_knows_and_keeps_the_cor
     """That release ends with an event of a node that has others."""
     drained = a_node(cordoned=True, cordon_reason="a fan", draining_since=NOW, drain_deadline_at=NOW + 1)
     known = {"name", "cpu", "memory_mb", "max_runs", "incarnation", "boot_id", "ready", "cordoned"}
-    fields = node_fields(drained)
+    fields = row_fields(drained)
     assert fields.keys() == {*known, "labels", "custom", "version"}
     later = {**fields, "of_a_later_release": 1}
     assert (node_from(later, drained), node_from(later)) == (drained, a_node(cordoned=True))

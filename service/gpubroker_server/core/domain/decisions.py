@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.submission import Fields as Fields
 from gpubroker_server.core.domain.submission import Request as Request
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, Task, move
-from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
+from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.domain.values import value
 
 AnyOrder = Order | DiskOrder | ModelOrder | InferenceOrder
@@ -41,10 +41,6 @@ class PledgeWrite:
 
     pledge: Pledge
     end: PledgeEnd | None = None
-
-
-def withdraw_pledges(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
-    return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
 
 
 @value

@@ -124,25 +124,19 @@ class ServerIndex:
 
 
 def load_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> LoadOrder:
-    terms = task.model
-    assert terms is not None
-    return LoadOrder(
-        task.id, task.fence, terms.server, terms.model, devices, steps=terms.steps, sized=terms.sized
-    )
+    return LoadOrder(*_about(task), devices, steps=task.terms.steps, sized=task.terms.sized)
 
 
 def check_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> CheckOrder:
-    terms = task.model
-    assert terms is not None
-    return CheckOrder(
-        task.id, task.fence, terms.server, terms.model, devices, steps=terms.steps, sized=terms.sized
-    )
+    return CheckOrder(*_about(task), devices, steps=task.terms.steps, sized=task.terms.sized)
 
 
 def unload_order(task: Task, grace_seconds: Seconds) -> UnloadOrder:
-    terms = task.model
-    assert terms is not None
-    return UnloadOrder(task.id, task.fence, terms.server, terms.model, grace_seconds, steps=terms.steps)
+    return UnloadOrder(*_about(task), grace_seconds, steps=task.terms.steps)
+
+
+def _about(task: Task) -> tuple[TaskId, Fence, str, str]:
+    return task.id, task.fence, task.terms.server, task.terms.model
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,6 +295,12 @@ class Task:
         return bool(self.demand.answered_by)
 
     @property
+    def terms(self) -> ModelTerms:
+        """Of a model."""
+        assert self.model is not None
+        return self.model
+
+    @property
     def is_moving(self) -> bool:
         """Its run is asked to stop, and room elsewhere is pledged to it."""
         return self.state is TaskState.STOPPING and self.stop_reason is StopReason.MOVE

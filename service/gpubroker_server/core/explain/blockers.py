@@ -26,10 +26,6 @@ class Blocker:
     reason: Reason
     message: str
 
-    @property
-    def tier(self) -> int:
-        return self.reason.tier
-
 
 def limit_blockers(survey: Survey) -> list[Blocker]:
     """Quotas and limits that are used up, whatever is free; for a gang over all ranks."""
@@ -66,7 +62,7 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
         )
         blockers = [b for b in blockers if b.reason not in settled]
         blockers.append(waiting_for_preemption(survey))
-    return sorted(blockers, key=lambda blocker: blocker.tier)
+    return sorted(blockers, key=lambda blocker: blocker.reason.tier)
 
 
 def _lack_of_room(survey: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.policy import Policy
@@ -14,7 +15,7 @@ from gpubroker_server.core.domain.ranks import (
 )
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib, in_time
+from gpubroker_server.core.domain.units import Instant, TaskId, in_gib, in_time
 from gpubroker_server.core.explain.admission import constraints_text
 from gpubroker_server.core.explain.blockers import (
     Blocker,
@@ -40,40 +41,35 @@ MAX_NAMED = 3
 """Tasks named in a message; the others are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceVerdict:
-    device: DeviceKey
-    node: NodeName
-    index: int
-    kind: str
-    verdict: Verdict
+class DeviceVerdict(NamedTuple):
+    finding: DeviceFinding
     message: str
-    need_mb: Mib | None
-    """None if the device is too small even when empty, or may not be used."""
-    free_mb: Mib
-    """For this task: its own pledge and those of lower priority count as free."""
-    allocatable_mb: Mib
-    holders: tuple[Holding, ...]
-    """The largest first."""
+
+    @property
+    def holders(self) -> list[Holding]:
+        """The largest first."""
+        held = self.finding.ledger.holdings.values()
+        return sorted(held, key=lambda one: (-one.occupied_mb, one.lease.holder))
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     task: TaskId
     state: TaskState
-    reason: Reason | None
-    """The most structural blocker's; None unless the task is pending."""
     message: str
+    """The most structural blocker's, or what it is doing."""
     evaluated_at: Instant
-    position: int | None
-    """1 is next; None for a task that is not in the queue: not pending, held, or not due."""
     queue_length: int
     """All pending tasks, held and delayed ones included."""
-    inherits: Inherited | None
+    reason: Reason | None = None
+    """The most structural blocker's; None unless the task is pending."""
+    position: int | None = None
+    """1 is next; None for a task that is not in the queue: not pending, held, or not due."""
+    inherits: Inherited | None = None
     """The task whose priority it has in the queue; None: its own."""
-    blockers: tuple[Blocker, ...]
+    blockers: tuple[Blocker, ...] = ()
     """Most structural first; never empty for a pending task."""
-    devices: tuple[DeviceVerdict, ...]
+    devices: tuple[DeviceVerdict, ...] = ()
     """In key order; empty unless the task is pending and asks for GPUs. For a gang: evaluated for its first
     rank without room, beside the ranks before it."""
     ranks: tuple[RankVerdict, ...] = ()
@@ -88,18 +84,8 @@ def explain(
     """What a task waits for, or what it is doing. Raises KeyError if the World does not have it."""
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
-        return Explanation(
-            task_id,
-            task.state,
-            None,
-            _statement(world, task, policy, now),
-            now,
-            None,
-            len(world.queue),
-            None,
-            (),
-            (),
-        )
+        doing = _statement(world, task, policy, now)
+        return Explanation(task_id, task.state, doing, now, len(world.queue))
     return explain_pending(diagnose(survey_nodes(Draft(world), task, policy, now, forecasts)))
 
 
@@ -112,20 +98,20 @@ def explain_pending(found: Diagnosis) -> Explanation:
     if not room and survey.forecasts and not task.is_inference:
         room = reservation_blockers(survey)
     blockers = tuple(_blockers(survey, room, position))
-    devices = [
-        _verdict(finding, device_survey.task) for node in device_survey.nodes for finding in node.devices
-    ]
+    part = device_survey.task
+    devices = [finding for node in device_survey.nodes for finding in node.devices if part.demand.gpus]
+    devices.sort(key=lambda finding: finding.ledger.device.key)
     return Explanation(
         task.id,
         task.state,
-        blockers[0].reason,
         blockers[0].message,
         survey.now,
-        position,
         len(world.queue),
+        blockers[0].reason,
+        position,
         world.awaited.inheritance.of(task),
         blockers,
-        tuple(sorted(devices, key=lambda verdict: verdict.device)) if device_survey.task.demand.gpus else (),
+        tuple(DeviceVerdict(finding, _why(finding, part)) for finding in devices),
         found.ranks,
         quota_of(survey),
     )
@@ -169,7 +155,7 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
         ahead = f" after the {tasks} ahead of it" if position and position > 1 else ""
         message = f"there is room for it now; the next cycle plans it{ahead}"
         blockers.append(Blocker(Reason.PENDING_EVALUATION, message))
-    return sorted(blockers, key=lambda blocker: blocker.tier)
+    return sorted(blockers, key=lambda blocker: blocker.reason.tier)
 
 
 def _held(world: World, task: Task) -> str:
@@ -300,24 +286,6 @@ def _overuse(world: World, task: Task) -> str:
 def _preemptor(world: World, task: Task) -> str:
     other = world.tasks.get(task.freeing_for) if task.freeing_for else None
     return "a task that has ended" if other is None else task_label(other.id, other.tenant, task)
-
-
-def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
-    ledger = finding.ledger
-    device = ledger.device
-    holders = sorted(ledger.holdings.values(), key=lambda held: (-held.occupied_mb, held.lease.holder))
-    return DeviceVerdict(
-        device.key,
-        device.node,
-        device.index,
-        device.kind,
-        finding.verdict,
-        _why(finding, task),
-        finding.need_mb,
-        finding.free_mb,
-        device.allocatable_mb,
-        tuple(holders),
-    )
 
 
 def _why(finding: DeviceFinding, task: Task) -> str:

@@ -1,9 +1,9 @@
 """What-if questions to the planner about one draft."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from math import inf
+from typing import TypeVar
 
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
@@ -33,6 +33,8 @@ from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import OrderKey, order_key
 
+T = TypeVar("T")
+
 
 class WhatIf:
     """Asks about one draft as often as needed: an answer about a node is found again only when it changes."""
@@ -59,7 +61,7 @@ class WhatIf:
             now,
             quotas,
             guarantees,
-            Reservations(draft, policy, now, guarantees, order, forecasts),
+            Reservations(draft, policy, now, guarantees, order, tuple(forecasts)),
             LimitReservations(draft, policy, now, order, forecasts),
             Places(draft, policy, now, scores=scores_of(draft.world, policy), budget=budget, rooms=rooms),
             Offers(draft, policy, now, rooms=rooms),
@@ -69,22 +71,17 @@ class WhatIf:
     def way(self, task: Task, most_nodes: int | None = None) -> Way:
         """What the planner would decide. With `most_nodes`, victims are looked for on so many nodes only."""
         view = replace(self.view, most_nodes=most_nodes)
-        way = find_way(task, view)
-        on = {one.node for one in way.places or ()} | ({way.eviction.node} if way.eviction else set())
-        if self._is_beyond_depth(task, on):
-            with self._depth_reached():
-                return find_way(task, view)
-        return way
+
+        def nodes(way: Way) -> set[NodeName]:
+            return _nodes_of(way.places) | ({way.eviction.node} if way.eviction else set())
+
+        return self._to_its_depth(task, lambda: find_way(task, view), nodes)
 
     def places(self, task: Task) -> Gang | None:
         """Where it would start now."""
         if self._is_held_back(task):
             return None
-        places = finish(place(task, self.view))[0]
-        if places and self._is_beyond_depth(task, {one.node for one in places}):
-            with self._depth_reached():
-                return finish(place(task, self.view))[0]
-        return places
+        return self._to_its_depth(task, lambda: finish(place(task, self.view))[0], _nodes_of)
 
     def places_on(self, nodes: Set[NodeName], task: Task) -> Gang | None:
         """The same for a single task, if it had only these nodes."""
@@ -92,11 +89,9 @@ class WhatIf:
             return None
         on = self.view.places.on
         table = {node: found for node in nodes if (found := on(node, task)) is not None}
-        places = beside_reservations(task, self.view, table) if table else None
-        if places and self._is_beyond_depth(task, {one.node for one in places}):
-            with self._depth_reached():
-                return beside_reservations(task, self.view, table)
-        return places
+        if not table:
+            return None
+        return self._to_its_depth(task, lambda: beside_reservations(task, self.view, table), _nodes_of)
 
     def _is_held_back(self, task: Task) -> bool:
         """By its quota, or by a limit for which tasks ahead of it wait."""
@@ -129,12 +124,14 @@ class WhatIf:
             return False
         return self._shares.count_ahead(task) >= view.policy.backfill_depth
 
-    @contextmanager
-    def _depth_reached(self) -> Iterator[None]:
-        reservations = self.view.reservations
-        reservations.refused_by_reservation = self.view.policy.backfill_depth
-        yield
-        reservations.refused_by_reservation = 0
+    def _to_its_depth(self, task: Task, ask: Callable[[], T], nodes_of: Callable[[T], Set[NodeName]]) -> T:
+        """The answer; as if the depth were reached, if it is so for this task on the nodes of that answer."""
+        answer, reservations = ask(), self.view.reservations
+        if self._is_beyond_depth(task, nodes_of(answer)):
+            reservations.refused_by_reservation = self.view.policy.backfill_depth
+            answer = ask()
+            reservations.refused_by_reservation = 0
+        return answer
 
     def may_have(self, node: NodeName, task: Task) -> bool:
         """Whether the node has room for it, or could make room; whatever its tenant may take."""
@@ -159,6 +156,10 @@ class WhatIf:
         ):
             return True
         return self.places(task) is not None or bool(view.guarantees.reclaimable(task))
+
+
+def _nodes_of(places: Gang | None) -> set[NodeName]:
+    return {one.node for one in places or ()}
 
 
 def places_text(draft: Draft, places: Gang) -> str:

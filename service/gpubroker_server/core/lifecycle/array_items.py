@@ -5,7 +5,7 @@ from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Decision, ItemPage, withdraw_pledges, write_move
+from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
 from gpubroker_server.core.domain.orders import (
     Failure,
     ItemRange,
@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.submission import ArrayTerms
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
-from gpubroker_server.core.lifecycle.stopping import will_requeue
+from gpubroker_server.core.lifecycle.stopping import cancel_pending, will_requeue
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
@@ -208,9 +208,7 @@ def without_spare_workers(
     over = {worker for work in works if work.left == 0 for worker in work.terms.workers}
     for task in map(world.tasks.__getitem__, sorted(over.intersection(world.tasks).difference(but_not))):
         if task.state is TaskState.PENDING:
-            cancelled = write_move(task, Move.CANCELLED, finished_at=now)
-            pledges = withdraw_pledges(world.pledges.get(task.id, {}))
-            yield Decision(task.id, "array_done", tasks=(cancelled,), pledges=pledges)
+            yield cancel_pending(world, task, now, Decision(task.id, "array_done"))
         elif task.state is TaskState.STOPPING and will_requeue(task):
             changed = write_move(task, Move.CHANGED, stop_reason=StopReason.CANCEL)
             yield Decision(task.id, "array_done", tasks=(changed,))

@@ -10,11 +10,11 @@ from typing import Any
 from gpubroker_server.core.domain.decisions import (
     AuditNote,
     Decision,
+    Notice,
     QueuePause,
     Request,
     StreamState,
     known_streams,
-    withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.orders import StackOrder
@@ -22,11 +22,21 @@ from gpubroker_server.core.domain.policy import Policy, StreamRules
 from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.lifecycle import cordoning, external_leases, model_lifecycle, quarantine
-from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, orders_to_leave, will_requeue
-from gpubroker_server.core.lifecycle.worker_sets import members
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, node_key
+from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine, worker_sets
+from gpubroker_server.core.lifecycle.runs import dissolved_pledges
+from gpubroker_server.core.lifecycle.stopping import (
+    AnyStopOrder,
+    cancel_pending,
+    give_notice,
+    orders_to_leave,
+    will_requeue,
+    withdraw_pledges,
+)
+from gpubroker_server.core.world.event_codec import cordon_fields
 from gpubroker_server.core.world.world import World
+
+CORDONINGS = frozenset({"cordon", "drain", "uncordon"})
 
 TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
 """Times of a pending task that may be changed: instants and seconds."""
@@ -48,8 +58,8 @@ def carry_out_all(world: World, requests: Iterable[Request], now: Instant, polic
     for request in requests:
         if request.what in ("stream", "stream_signal"):
             about_streams.setdefault(request.task, []).append(request)
-        elif request.what in members.REQUESTS:
-            decision = members.carry_out(world, sets.get(request.task), request)
+        elif request.what in worker_sets.REQUESTS:
+            decision = worker_sets.carry_out(world, sets.get(request.task), request)
             sets.update({row.workers.id: row.workers for row in decision.worker_sets})
             decisions.append(decision)
         else:
@@ -72,10 +82,10 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return _change_pause(world, request, now, done)
     if request.what == "attest":
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
-    if request.what in cordoning.CORDONINGS:
-        return cordoning.carry_out(world, request, now, done)
-    if request.what in members.REQUESTS:
-        return members.carry_out(world, world.worker_sets.get(request.task), request)
+    if request.what in CORDONINGS:
+        return _cordon(world, request, now, done)
+    if request.what in worker_sets.REQUESTS:
+        return worker_sets.carry_out(world, world.worker_sets.get(request.task), request)
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:
@@ -158,8 +168,7 @@ def _cancel(
     world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
 ) -> Decision:
     if task.state is TaskState.PENDING:
-        write = write_move(task, Move.CANCELLED, finished_at=now)
-        return replace(done, tasks=(write,), pledges=withdraw_pledges(world.pledges.get(task.id, {})))
+        return cancel_pending(world, task, now, done)
     if task.state is TaskState.STOPPING:
         return _cancel_stopping(world, task, grace_seconds, now, done)
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
@@ -219,7 +228,7 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
     return replace(
         done,
         tasks=(write_move(task, Move.CHANGED, **changes),),
-        pledges=withdraw_pledges(world.pledges.get(task.id, {})) if gives_up_its_turn else (),
+        pledges=withdraw_pledges(world, task) if gives_up_its_turn else (),
     )
 
 
@@ -234,3 +243,28 @@ def _new_times(task: Task, asked: Mapping[str, Any], now: Instant) -> dict[str, 
         begins_at = max(now, changes.get("not_before", task.not_before) or now)
         changes["expires_at"] = None if ttl is None or task.awaits else Instant(begins_at + ttl)
     return changes
+
+
+def _cordon(world: World, request: Request, now: Instant, done: Decision) -> Decision:
+    """Cordon, drain or uncordon: each sets the node's whole state, so a cordon ends a drain and leaves the
+    node closed. Pledges on a closed node are dissolved: their tasks are planned again, elsewhere."""
+    node = world.nodes.get(NodeName(request.task))
+    if node is None:
+        return done
+    reason, closes = str(request.fields.get("reason") or ""), request.what != "uncordon"
+    state: dict[str, Any] = {"cordoned": closes, "cordon_reason": reason if closes else ""}
+    state |= {"draining_since": None, "drain_deadline_at": None}
+    if request.what == "drain":
+        limit = request.fields.get("deadline_seconds")
+        state["draining_since"] = node.draining_since or now
+        state["drain_deadline_at"] = None if limit is None else Instant(now + limit)
+    places = node_key(node.name), *world.by_node.get(node.name, ())
+    row = replace(node, **state, version=node.version + 1)
+    said = str(request.fields["by"]), f"node.{request.what}", node.name, reason
+    return replace(
+        done,
+        nodes=(row,),
+        notices=(Notice("cordon.changed", node.name, cordon_fields(row)),),
+        pledges=dissolved_pledges(world, places) if closes else (),
+        audit=(AuditNote(now, request.tenant, *said),),
+    )

@@ -8,7 +8,6 @@ from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,
     PledgeWrite,
-    withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, quarantine
@@ -34,6 +33,7 @@ from gpubroker_server.core.lifecycle.stopping import (
     orders_to_leave,
     timeout_failure,
     will_requeue,
+    withdraw_pledges,
 )
 from gpubroker_server.core.world.world import World
 
@@ -227,7 +227,7 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
         task.id,
         "expire",
         tasks=(write_move(task, Move.EXPIRED, finished_at=now),),
-        pledges=withdraw_pledges(world.pledges.get(task.id, {})),
+        pledges=withdraw_pledges(world, task),
         outcome=Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=missed),
     )
 

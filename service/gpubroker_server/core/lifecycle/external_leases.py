@@ -9,7 +9,6 @@ from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,
     Request,
-    withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.lease import HolderKind, Lease, Proof
@@ -17,6 +16,7 @@ from gpubroker_server.core.domain.lease import release as leave
 from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, Gone, WatchOrder
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
+from gpubroker_server.core.lifecycle.stopping import cancel_pending
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
@@ -55,8 +55,6 @@ def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
     """Its process is gone, and so is what it held. If it was asked to leave, it has left."""
     if report.proof not in _PROOFS:
         return
-    known = update.task
-    assert known is not None, "the task was looked up by the report"
     update.release_leases(report.fence, report.rank, report.proof)
     task = update.live(report.fence)
     if task is None:
@@ -67,7 +65,7 @@ def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
     else:
         update.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_failure(task, report.proof))
         update.move(Move.FAILED, "process_gone", finished_at=now)
-    update.orders += _forget(world, known)
+    update.orders += _forget(world, update.known)
 
 
 def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
@@ -85,8 +83,7 @@ def release(world: World, task: Task, request: Request, now: Instant, done: Deci
     if task.external is None:
         return done
     if task.state is TaskState.PENDING:
-        write = write_move(task, Move.CANCELLED, finished_at=now)
-        return replace(done, tasks=(write,), pledges=withdraw_pledges(world.pledges.get(task.id, {})))
+        return cancel_pending(world, task, now, done)
     leases = tuple(leave(lease, Proof.HOLDER) for lease in world.leases_of(task))
     notes = tuple(
         AuditNote(now, task.tenant, str(request.fields.get("by", "")), "lease.release", lease.key, "")

@@ -50,8 +50,7 @@ def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Insta
         update.move(Move.CHANGED, "rank_ready", members=members)
         return
     update.move(Move.STARTED, "started", started_at=at, ordered_at=task.ordered_at, members=members)
-    assert update.task is not None
-    update.orders += [go_order(world, update.task, each) for each in members]
+    update.orders += [go_order(world, update.known, each) for each in members]
 
 
 def beginning_orders(world: World, task: Task, member: Member) -> tuple[Order, ...]:
@@ -70,8 +69,7 @@ def ended(
     update: TaskUpdate, world: World, report: Ended, outcome: Outcome, now: Instant, policy: Policy
 ) -> None:
     """The result of a gang is rank 0's; its failure is that of the rank which failed first."""
-    task = update.task
-    assert task is not None
+    task = update.known
     member = task.members[report.rank]
     update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     if member.has_ended:
@@ -114,8 +112,7 @@ def _succeeded(
     update: TaskUpdate, world: World, outcome: Outcome, members: tuple[Member, ...], rank: int
 ) -> None:
     """Ranks that are joining are not needed any more."""
-    task = update.task
-    assert task is not None
+    task = update.known
     if rank == 0:
         update.outcome = outcome
     if task.state is TaskState.RUNNING:
@@ -131,20 +128,17 @@ def _succeeded(
 def _go_on(
     update: TaskUpdate, world: World, members: tuple[Member, ...], at: Instant, why: str = "rank_ended"
 ) -> None:
-    before = update.task
-    assert before is not None
+    before = update.known
     what, changes = going_on(members, at)
     update.move(what, "ended" if what is Move.SUCCEEDED else why, **changes)
-    assert update.task is not None
-    update.orders += news_of_world(world, before, update.task)
+    update.orders += news_of_world(world, before, update.known)
 
 
 def _left(
     update: TaskUpdate, world: World, member: Member, at: Instant, now: Instant, policy: Policy
 ) -> None:
     """The outcome of such a rank does not count."""
-    task = update.task
-    assert task is not None
+    task = update.known
     members = with_member(task, member)
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "stopped", now, policy)
@@ -175,8 +169,7 @@ def gone(
     update: TaskUpdate, world: World, report: Gone, killed: Failure, now: Instant, policy: Policy
 ) -> None:
     """`killed`: the failure of a rank that ended without a report."""
-    task = update.task
-    assert task is not None
+    task = update.known
     member = task.members[report.rank]
     if member.gone:
         return
@@ -202,8 +195,7 @@ def gone(
 def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, policy: Policy) -> None:
     """Its ranks there are given up. If the gang can lose those that were at work, it goes on without them;
     else the others stop."""
-    task = update.task
-    assert task is not None
+    task = update.known
     lost = [member for member in task.members if member.node == node and not member.gone]
     at_work = {member.rank for member in lost if member.takes_part and not member.has_ended}
     goes_on = at_work <= {*removable_ranks(task)}
@@ -233,27 +225,15 @@ def _stop_others(
     policy: Policy,
 ) -> None:
     """Stop all ranks that still run; once each is gone, or given up, the gang moves on."""
-    task = update.task
-    assert task is not None
+    task = update.known
     until = Instant(now + task.grace_seconds)
     stopping = replace(task, members=members, stop_reason=reason)
     if all(member.gone for member in members):
         _settle(update, stopping, members, reason, now, policy)
         return
     update.move(Move.STOPPING, reason, stop_reason=reason, stop_deadline_at=until, members=members)
-    update.orders += [
-        StopOrder(
-            task.id,
-            task.fence,
-            member.node,
-            world.nodes[member.node].incarnation,
-            reason,
-            task.grace_seconds,
-            member.rank,
-        )
-        for member in members
-        if not member.has_ended
-    ]
+    at_work = (member for member in members if not member.has_ended)
+    update.orders += [stop_order(world, task, member, task.grace_seconds, reason) for member in at_work]
 
 
 def _settle(
@@ -298,10 +278,11 @@ def stop_ranks(
     return write, (*stops, *news_of_world(world, task, write.task))
 
 
-def stop_order(world: World, task: Task, member: Member, grace_seconds: Seconds) -> StopOrder:
+def stop_order(
+    world: World, task: Task, member: Member, grace_seconds: Seconds, why: StopReason = StopReason.PREEMPT
+) -> StopOrder:
     incarnation = world.nodes[member.node].incarnation
-    why = StopReason.PREEMPT, grace_seconds
-    return StopOrder(task.id, task.fence, member.node, incarnation, *why, member.rank)
+    return StopOrder(task.id, task.fence, member.node, incarnation, why, grace_seconds, member.rank)
 
 
 def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:

@@ -302,8 +302,7 @@ def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
         return replace(watch, is_over=True)
     peak_mb = max(watch.peak_mb, ledger.sample.used_mb - watch.used_mb)
     kinds = {ledger.holdings[key].lease.holder_kind for key in watch.others}
-    assert task.model is not None
-    is_warm = now >= task.started_at + WARM_SECONDS and not task.model.measured
+    is_warm = now >= task.started_at + WARM_SECONDS and not task.terms.measured
     return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _DISTINGUISHABLE)
 
 
@@ -326,10 +325,9 @@ def _lessons(
 ) -> list[Decision]:
     """`sketches`: updated by the decisions of this look; the last row of each topic stays."""
     ledger = world.ledgers[watch.device]
-    assert task.model is not None
     if watch.peak_mb <= _noise_mb(ledger):
         return []
-    topic = topic_of(task.tenant, task.model.model, ledger.device.kind, task.model.versions)
+    topic = topic_of(task.tenant, task.terms.model, ledger.device.kind, task.terms.versions)
     sketches[topic] = (sketches.get(topic) or world.learned.sketch(topic)).add(watch.peak_mb)
     lesson = Observation(topic, watch.peak_mb, sketches[topic], now)
     return [Decision(task.id, "measured", tasks=(write_move(task, Move.CHANGED),), lessons=(lesson,))]

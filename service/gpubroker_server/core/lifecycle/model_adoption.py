@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome, withdraw_pledges, write_move
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome, write_move
 from gpubroker_server.core.domain.demand import context_mb, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine, release
@@ -16,6 +16,7 @@ from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib
+from gpubroker_server.core.lifecycle.stopping import withdraw_pledges
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
@@ -24,9 +25,8 @@ from gpubroker_server.core.world.world import World
 def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | None:
     """None while its leases would not fit: until then its use counts as foreign. The task has the address and
     the process of the server that it was seen on."""
-    assert task.model is not None
     fence = world.next_fence(task)
-    kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
+    kind = HolderKind.MODEL if task.terms.model else HolderKind.SERVER
     left = list(_left_there(world, task))
     known = {device: Mib(0) for device in sorted({lease.device for lease in left})}
     for lease in left:
@@ -44,11 +44,11 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
     if (len(leases) < task.demand.gpus and not left) or not nodes:
         return None
     begun: dict[str, Any] = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None}
-    begun["model"] = task.model
+    begun["model"] = task.terms
     if task.held and task.expires_at is not None:
         begun["expires_at"] = now  # not wanted by a request: once it leaves, it is not loaded again
     write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
-    pledges = withdraw_pledges(world.pledges.get(task.id, {}))
+    pledges = withdraw_pledges(world, task)
     given_back = (release(lease, Proof.HELD_ANEW) for lease in left)
     return Decision(task.id, "adopted", tasks=(write,), leases=(*given_back, *leases), pledges=pledges)
 
@@ -56,10 +56,9 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
 def _left_there(world: World, task: Task) -> Iterator[Lease]:
     """Unconfirmed leases of earlier claims on the model at this server: the memory is still in use, as the
     index says, and counts once."""
-    assert task.model is not None
-    terms = task.model
+    terms = task.terms
     for other in world.models.on(terms.server, terms.address, terms.process):
-        if other.model is None or other.model.model != task.model.model:
+        if other.model is None or other.model.model != task.terms.model:
             continue
         for fence in sorted(world.unconfirmed.claims_of(other.id)):
             claim = world.leases.get((other.id, fence), {})
@@ -109,8 +108,7 @@ def follow_settings(world: World, servers: Mapping[str, str], now: Instant) -> l
     server is gone, an operator says so, or the server is back and does."""
     names, decisions = {address: name for name, address in servers.items() if address}, []
     for task in world.models.live():
-        terms = task.model
-        assert terms is not None
+        terms = task.terms
         if terms.server in servers and terms.is_at(terms.server, servers[terms.server], ""):
             continue
         name = names.get(terms.address)
@@ -147,13 +145,12 @@ def server_gone(world: World, process: str) -> list[Decision]:
 def base_released(world: World, task: Task, move: Move, now: Instant) -> Decision:
     """The operator's settings no longer count what the server itself takes. The audit log says so, and only a
     new sample makes that memory free."""
-    assert task.model is not None
     update = TaskUpdate(world, task.id, now)
     update.release_leases(task.fence, 0, Proof.STATEMENT)
     update.move(move, "released", finished_at=now, freeing_for=None)
     decision = update.decision()
     assert decision is not None, "it has just ended"
-    why = f"the settings name no base_mb for server {task.model.server}"
+    why = f"the settings name no base_mb for server {task.terms.server}"
     note = AuditNote(now, task.tenant, "settings", "base_mb.release", task.id, why)
     return replace(decision, audit=(note,))
 
@@ -170,6 +167,6 @@ def _given_up(world: World, task: Task, server: str, now: Instant) -> Decision:
         "server_removed",
         tasks=(write_move(task, Move.FAILED, finished_at=now),),
         leases=tuple(quarantine(lease, now) for lease in held if task.is_active),
-        pledges=withdraw_pledges(world.pledges.get(task.id, {})),
+        pledges=withdraw_pledges(world, task),
         outcome=Outcome(task.id, task.fence, Ending.LOST, now, failure=Failure("server_removed", message)),
     )

@@ -24,7 +24,7 @@ from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.model_adoption import adopt, base_released
-from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, requeued_fields
+from gpubroker_server.core.lifecycle.stopping import requeued_fields
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
@@ -46,15 +46,13 @@ def is_wanted(task: Task, now: Instant) -> bool:
 
 def is_unasked(task: Task) -> bool:
     """It made room for an equal, and no request has needed it since."""
-    assert task.model is not None
-    return task.state is TaskState.PENDING and task.model.yields
+    return task.state is TaskState.PENDING and task.terms.yields
 
 
 def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
     """Whether a request at this priority changes anything. `queued`: it is the highest of all queued
     inferences."""
-    terms = task.model
-    assert terms is not None
+    terms = task.terms
     if is_unasked(task):
         return True
     if task.expires_at is None or priority > terms.asked_priority:
@@ -79,12 +77,11 @@ def _asked_until(terms: ModelTerms) -> Instant:
 
 
 def standing(task: Task, now: Instant) -> int:
-    assert task.model is not None
-    if task.model.pinned or not task.model.model:
+    if task.terms.pinned or not task.terms.model:
         return TOP_PRIORITY
     if not is_wanted(task, now):
         return UNWANTED_PRIORITY
-    return task.model.asked_priority - 1 if task.model.yields else task.model.asked_priority
+    return task.terms.asked_priority - 1 if task.terms.yields else task.terms.asked_priority
 
 
 def due(world: World, now: Instant) -> list[Decision]:
@@ -92,8 +89,7 @@ def due(world: World, now: Instant) -> list[Decision]:
     settings of a server no longer name."""
     decisions: list[Decision] = []
     for task in world.models.live():
-        assert task.model is not None
-        if task.state is TaskState.STOPPING and not task.model.model:
+        if task.state is TaskState.STOPPING and not task.terms.model:
             decisions.append(base_released(world, task, Move.CANCELLED, now))
         elif task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
             write = write_move(task, Move.CHANGED, priority=priority)
@@ -108,12 +104,11 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
     for task in world.models.on(index.server, index.address, index.process):
         if (task.id, task.fence) in index.under_way:
             continue
-        assert task.model is not None
         update = TaskUpdate(world, task.id, now)
-        stage = index.stage_of(task.model.model)
+        stage = index.stage_of(task.terms.model)
         if task.state is TaskState.PENDING and stage is ModelState.READY:
             # One at a time, so that the next one sees the leases of this one.
-            there = replace(task, model=_seen_at(task.model, index))
+            there = replace(task, model=_seen_at(task.terms, index))
             adopted = None if is_adopting else adopt(world, there, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
@@ -136,21 +131,20 @@ def _claims(world: World, task: Task) -> set[Fence]:
 
 
 def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, policy: Policy) -> None:
-    assert task.model is not None
-    match task.state, index.stage_of(task.model.model):
+    match task.state, index.stage_of(task.terms.model):
         case TaskState.ADMITTED, ModelState.READY:
             took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
             terms = replace(
-                _seen_at(task.model, index),
-                load_seconds=took_seconds or task.model.load_seconds,
-                versions=index.versions_of(task.model.model),
+                _seen_at(task.terms, index),
+                load_seconds=took_seconds or task.terms.load_seconds,
+                versions=index.versions_of(task.terms.model),
                 yields=False,
             )
             priority = standing(replace(task, model=terms), now)
             update.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
             update.move_leases(task.fence, 0, LeaseState.HELD)
-        case TaskState.RUNNING, ModelState.READY if _seen_at(task.model, index) != task.model:
-            update.move(Move.CHANGED, "server_seen", model=_seen_at(task.model, index))
+        case TaskState.RUNNING, ModelState.READY if _seen_at(task.terms, index) != task.terms:
+            update.move(Move.CHANGED, "server_seen", model=_seen_at(task.terms, index))
         case TaskState.PENDING, ModelState.ABSENT if task.held:
             update.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
             update.move(Move.EXPIRED, "vanished", finished_at=now)
@@ -160,8 +154,7 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
             update.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_VANISHED)
             update.move(Move.FAILED, "vanished", finished_at=now)
         case TaskState.STOPPING, ModelState.ABSENT:
-            what, changes = after_stop(task, now, policy)
-            update.move(what, "unloaded", **changes)
+            update.stopped("unloaded", policy)
         case _:
             pass
 
@@ -187,24 +180,21 @@ def _orders_again(world: World, task: Task, stage: ModelState, now: Instant) -> 
 
 def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
     """Requeue it with the priority of its requests."""
-    assert task.model is not None
-    return requeued_fields(task, priority=task.model.asked_priority, **changes)
+    return requeued_fields(task, priority=task.terms.asked_priority, **changes)
 
 
 def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
     """Its load failed or could not begin. What it left behind is free when the index says so."""
     update.move_leases(report.fence, 0, LeaseState.RELEASING)
     if task.state is TaskState.STOPPING:
-        what, changes = after_stop(task, now, policy)
-        update.move(what, "ended", **changes)
+        update.stopped("ended", policy)
     elif report.ending is Ending.NEVER_STARTED:
         update.move(
             Move.REQUEUED, "never_started", **back_in_queue(task, not_before=next_retry_at(1, now, policy))
         )
     else:
         update.outcome = Outcome(task.id, task.fence, Ending.FAILED, now, failure=report.failure)
-        what, changes = after_failure(task, now, now, policy)
-        update.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+        update.failed(task, now, policy)
 
 
 def want(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:

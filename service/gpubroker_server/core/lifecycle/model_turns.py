@@ -28,14 +28,13 @@ def turns(world: World, in_use: Set[str], now: Instant) -> list[Decision]:
     wanted_later = {kin.demand.answered_by for kin in world.queue.kin.values()}
     decisions: list[Decision] = []
     for task, has_rival, yielded in _turns(world):
-        assert task.model is not None
         assert task.started_at is not None
-        model = task.model.model
+        model = task.terms.model
         is_idle = not (model in in_use or model in wanted_later or world.models.asking(model))
-        is_over = now - task.started_at >= turn_seconds(task.model.load_seconds)
+        is_over = now - task.started_at >= turn_seconds(task.terms.load_seconds)
         yields = has_rival and (is_idle or is_over)
         if yields != yielded:
-            after = replace(task, model=replace(task.model, yields=yields))
+            after = replace(task, model=replace(task.terms, yields=yields))
             write = write_move(task, Move.CHANGED, model=after.model, priority=standing(after, now))
             decisions.append(Decision(task.id, "turn", tasks=(write,)))
     return decisions
@@ -46,9 +45,8 @@ def _turns(world: World) -> Iterator[tuple[Task, bool, bool]]:
     held = [task for task in world.models.live() if _takes_turns(task)]
     waiting = [kin for kin in world.queue.kin.values() if needs_gpus(kin.demand)] if held else []
     for task in held:
-        assert task.model is not None
         has_rival = any(_is_rival(kin, task, world) for kin in waiting)
-        yield task, has_rival, task.model.yields
+        yield task, has_rival, task.terms.yields
 
 
 def _takes_turns(task: Task) -> bool:
@@ -58,7 +56,6 @@ def _takes_turns(task: Task) -> bool:
 
 
 def _is_rival(kin: EquivalenceClass, task: Task, world: World) -> bool:
-    assert task.model is not None
-    has_equal = any(task.model.asked_priority in groups for groups in kin.bands.values())
+    has_equal = any(task.terms.asked_priority in groups for groups in kin.bands.values())
     node = None if task.node is None else world.nodes.get(task.node)
     return has_equal and node is not None and may_use_node(kin.demand, node)

@@ -36,8 +36,6 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Tas
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle import array_items, external_leases, gang_runs, model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import (
-    after_failure,
-    after_stop,
     forget_order,
     overuse_failure,
     requeued_fields,
@@ -189,7 +187,7 @@ def _ended(update: TaskUpdate, world: World, report: Ended, now: Instant, policy
         _requeue(update, "never_started", not_before=next_retry_at(1, now, policy))
     else:
         update.outcome = _outcome(report, at, _failure_of(report))
-        _fail(update, _with_retries(task, report), at, now, policy)
+        update.failed(_with_retries(task, report), at, policy)
     update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     update.orders.append(forget)
 
@@ -220,26 +218,19 @@ def _gone(update: TaskUpdate, world: World, report: Gone, now: Instant, policy: 
     if task.members:
         gang_runs.gone(update, world, report, _KILLED, now, policy)
     elif task.state is TaskState.STOPPING:
-        what, changes = after_stop(task, now, policy)
-        update.move(what, "stopped", **changes)
+        update.stopped("stopped", policy)
     elif report.proof == Proof.NEVER_STARTED:
         _requeue(update, "never_started", not_before=next_retry_at(1, now, policy))
     elif report.proof in _NODE_PROOFS:
         _requeue(update, "node_lost")
     else:
         update.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_KILLED)
-        _fail(update, task, now, now, policy)
+        update.failed(task, now, policy)
     update.orders.append(forget)
 
 
-def _fail(update: TaskUpdate, task: Task, at: Instant, now: Instant, policy: Policy) -> None:
-    what, changes = after_failure(task, at, now, policy)
-    update.move(what, "ended" if what is Move.FAILED else "retry", **changes)
-
-
 def _requeue(update: TaskUpdate, why: str, **changes: Any) -> None:
-    assert update.task is not None
-    update.move(Move.REQUEUED, why, **requeued_fields(update.task, **changes))
+    update.move(Move.REQUEUED, why, **requeued_fields(update.known, **changes))
 
 
 def _give_up_node(
@@ -272,8 +263,7 @@ def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, 
         if task.members:
             gang_runs.node_lost(update, world, node.name, now, policy)
         elif task.state is TaskState.STOPPING:
-            what, changes = after_stop(task, now, policy)
-            update.move(what, "node_lost", **changes)
+            update.stopped("node_lost", policy)
         else:
             _requeue(update, "node_lost")
 
@@ -324,30 +314,16 @@ def _credible(at: Instant, task: Task, now: Instant) -> Instant:
 
 
 def _inference_ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
-    failure = None if report.ending is Ending.SUCCEEDED else report.failure
-    outcome = Outcome(
-        task.id,
-        task.fence,
-        report.ending,
-        now,
-        result=report.result,
-        result_format=report.result_format,
-        failure=failure,
-    )
     if report.ending is Ending.SUCCEEDED:
-        update.outcome = outcome
+        update.outcome = _outcome(report, now, None)
         update.move(Move.SUCCEEDED, "ended", finished_at=now)
     elif task.state is TaskState.STOPPING:
-        what, changes = after_stop(task, now, policy)
-        update.move(what, "stopped", **changes)
+        update.stopped("stopped", policy)
     elif report.ending is Ending.NEVER_STARTED:
-        update.move(
-            Move.REQUEUED, "not_taken", **requeued_fields(task, not_before=_again_at(task, now, policy))
-        )
+        _requeue(update, "not_taken", not_before=_again_at(task, now, policy))
     else:
-        update.outcome = outcome
-        what, changes = after_failure(_with_retries(task, report), now, now, policy)
-        update.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+        update.outcome = _outcome(report, now, report.failure)
+        update.failed(_with_retries(task, report), now, policy)
 
 
 def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
-from gpubroker_server.core.domain.lease import Lease, LeaseState, mark_overused
+from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite, TaskWrite, write_move
+from gpubroker_server.core.domain.lease import Lease, LeaseState, PledgeEnd, mark_overused
 from gpubroker_server.core.domain.model_orders import DropOrder, UnloadOrder, unload_order
 from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, StopOrder
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
@@ -49,6 +49,16 @@ def give_notice(
     return write, orders_to_leave(world, write.task, grace_seconds)
 
 
+def withdraw_pledges(world: World, task: Task) -> tuple[PledgeWrite, ...]:
+    pledges = world.pledges.get(task.id, {})
+    return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
+
+
+def cancel_pending(world: World, task: Task, now: Instant, done: Decision) -> Decision:
+    write = write_move(task, Move.CANCELLED, finished_at=now)
+    return replace(done, tasks=(write,), pledges=withdraw_pledges(world, task))
+
+
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
     """How a STOPPING task moves on when its runs are gone or given up.
 
@@ -81,11 +91,10 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
 
 
 def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
-    assert task.model is not None
     if task.stop_reason is StopReason.CANCEL:
         return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
     if task.expires_at is None or now < task.expires_at:
-        terms = replace(task.model, left_at=now)
+        terms = replace(task.terms, left_at=now)
         again: dict[str, Any] = {
             "preemptions": task.preemptions + 1,
             "priority": terms.asked_priority,

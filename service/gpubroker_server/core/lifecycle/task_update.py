@@ -3,20 +3,21 @@
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, Outcome, TaskWrite, write_move
-from gpubroker_server.core.domain.lease import Lease, LeaseState, Proof, move_lease, quarantine, release
+from gpubroker_server.core.domain.lease import (
+    NEXT_STATES,
+    Lease,
+    LeaseState,
+    Proof,
+    move_lease,
+    quarantine,
+    release,
+)
 from gpubroker_server.core.domain.orders import Checkpointed, Order
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop
 from gpubroker_server.core.world.world import World
-
-_AHEAD = {
-    LeaseState.RESERVED: 0,
-    LeaseState.HELD: 1,
-    LeaseState.RELEASING: 2,
-    LeaseState.QUARANTINED: 3,
-    LeaseState.RELEASED: 4,
-}
-"""A lease goes forward in this order only."""
 
 
 class TaskUpdate:
@@ -50,13 +51,28 @@ class TaskUpdate:
             return None
         return task if rank < max(1, len(task.members)) else None
 
-    def move(self, what: Move, why: str, **changes: Any) -> None:
+    @property
+    def known(self) -> Task:
+        """Of a report that was found to be about a known task."""
         assert self.task is not None
-        self.task = move(self.task, what, **changes)
+        return self.task
+
+    def move(self, what: Move, why: str, **changes: Any) -> None:
+        self.task = move(self.known, what, **changes)
         if what is not Move.CHANGED or self._what is None:
             self._what = what
         self._changes |= changes
         self.why = why
+
+    def stopped(self, why: str, policy: Policy) -> None:
+        """Its runs are gone or given up after a stop notice."""
+        what, changes = after_stop(self.known, self._now, policy)
+        self.move(what, why, **changes)
+
+    def failed(self, task: Task, at: Instant, policy: Policy) -> None:
+        """`task`: with the retries that it has after this failure."""
+        what, changes = after_failure(task, at, self._now, policy)
+        self.move(what, "ended" if what is Move.FAILED else "retry", **changes)
 
     def move_leases(self, fence: Fence, rank: int, state: LeaseState, proof: Proof | None = None) -> None:
         """Bring the leases of one run forward to `state`; leases already there or further stay."""
@@ -64,7 +80,7 @@ class TaskUpdate:
             if lease.rank != rank:
                 continue
             _, reached, _ = self._leases.get(lease.key, (lease, lease.state, None))
-            if _AHEAD[state] > _AHEAD[reached]:
+            if state in NEXT_STATES[reached]:
                 self._leases[lease.key] = (lease, state, proof)
 
     def release_leases(self, fence: Fence, rank: int, proof: Proof) -> None:

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.decisions import Decision, Fields, Notice
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
+from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -108,17 +108,18 @@ class ScatteredWatch:
     that is over. In one leader's memory: the next one says it again."""
 
     def __init__(self) -> None:
-        self._looked_at = Instant(-inf)
+        self._pace = Interval(LOOK_SECONDS)
         self._found_before = False
         self._is_said = False
 
     def look(self, world: World, policy: Policy, now: Instant) -> list[Decision]:
         """At most every LOOK_SECONDS. What is seen only once may be over with the next start."""
-        if now < self._looked_at + LOOK_SECONDS:
+        if not self._pace.is_due(now):
             return []
+        self._pace.done(now)
         found = find_scattered_demand(world, policy, now)
         is_lasting = found is not None and self._found_before
-        self._looked_at, self._found_before = now, found is not None
+        self._found_before = found is not None
         if found is None and self._is_said:
             self._is_said = False
             return [_notice("memory.defragmented", {})]

@@ -169,8 +169,7 @@ def check_failed_models(
     }
     decisions = []
     for holder in (holder for model in sorted(models) for holder in holders(world, policy, model)):
-        assert holder.model is not None
-        said = {"priority": holder.model.asked_priority, "uses": 0, "doubted": True}
+        said = {"priority": holder.terms.asked_priority, "uses": 0, "doubted": True}
         doubt = Request("", holder.id, holder.tenant, "want", said, now)
         decisions.append(model_lifecycle.want(world, holder, doubt, now, Decision(holder.id, "doubted")))
     return decisions

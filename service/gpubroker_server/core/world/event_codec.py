@@ -1,11 +1,11 @@
 """Rows as plain JSON values and back: one encoding for the event log, snapshots and followers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
 from gpubroker_server.core.domain.decisions import Fields, QueuePause, Request, StreamState, TaskWrite
 from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Demand, PlacementConstraints, interned
@@ -40,19 +40,18 @@ _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
 _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
 """MISSING, which equals no value, for a field without a default."""
 _task_values = attrgetter(*_TASK_NAMES)
-_DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device) if f.init)
 _CORDON_NAMES = ("cordon_reason", "draining_since", "drain_deadline_at")
 """Fields of a node with an event of their own, which release 0.2.0 passes over."""
-_NODE_NAMES = tuple(f.name for f in dataclass_fields(Node) if f.name not in _CORDON_NAMES)
-_LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("quarantined_at", "proof"))
-"""Fields of a new lease; the beginning and end of a quarantine have events of their own."""
-_PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
-_PAUSE_NAMES = tuple(f.name for f in dataclass_fields(QueuePause))
-_STREAM_NAMES = tuple(f.name for f in dataclass_fields(StreamState))
-_REQUEST_NAMES = tuple(f.name for f in dataclass_fields(Request))
+_HAVE_EVENTS = {Node: _CORDON_NAMES, Lease: ("quarantined_at", "proof")}
+"""Not in the event of the row: they have events of their own."""
 
-_TASK_FIELDS = frozenset(field.name for field in dataclass_fields(Task))
-_NODE_FIELDS = frozenset(_NODE_NAMES)
+Row = Device | Lease | Node | Pledge | QueuePause | Request | StreamState
+_ROW_NAMES = {
+    kind: tuple(f.name for f in dataclass_fields(kind) if f.init and f.name not in _HAVE_EVENTS.get(kind, ()))
+    for kind in get_args(Row)
+}
+
+_TASK_FIELDS = frozenset(_TASK_NAMES)
 _MODEL_FIELDS = frozenset(field.name for field in dataclass_fields(ModelTerms))
 
 
@@ -89,6 +88,10 @@ def demand_from(fields: Fields) -> Demand:
 
 def _where_from(fields: Fields) -> PlacementConstraints:
     return PlacementConstraints(**{name: _as_tuples(value) for name, value in fields.items()})
+
+
+def row_fields(row: Row) -> dict[str, Any]:
+    return _row(row, _ROW_NAMES[type(row)])
 
 
 def _row(value: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def model_fields(model: ModelTerms) -> dict[str, Any]:
     return {**asdict(model), "usage": usage, "steps": list(model.steps), "versions": list(model.versions)}
 
 
-def _known(fields: Fields, names: frozenset[str]) -> dict[str, Any]:
+def _known(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     """A field that a later release has added is left out: `NewEvent.reader` says what may not be."""
     return {name: value for name, value in fields.items() if name in names}
 
@@ -213,14 +216,10 @@ def members_from(rows: Iterable[Sequence[Any]]) -> tuple[Member, ...]:
     )
 
 
-def lease_fields(lease: Lease) -> dict[str, Any]:
-    return _row(lease, _LEASE_NAMES)
-
-
 def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
     """What happened to a lease, and the fields of its event: all of a new one, else what changed."""
     if lease.version == 1:
-        return lease.state.value, lease_fields(lease)
+        return lease.state.value, row_fields(lease)
     changed = {"state": lease.state.value}
     if lease.state is LeaseState.HELD and lease.overused_mb:  # it is marked only while it is held
         return "overused", {**changed, "mb": lease.mb, "overused_mb": lease.overused_mb}
@@ -243,29 +242,13 @@ def lease_from(fields: Fields) -> Lease:
     return Lease(**row)
 
 
-def pledge_fields(pledge: Pledge) -> dict[str, Any]:
-    return _row(pledge, _PLEDGE_NAMES)
-
-
 def pledge_from(fields: Fields) -> Pledge:
     return Pledge(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
-def device_fields(device: Device) -> dict[str, Any]:
-    return _row(device, _DEVICE_NAMES)
-
-
-def device_from(fields: Fields) -> Device:
-    return Device(**fields)
-
-
-def node_fields(node: Node) -> dict[str, Any]:
-    return _row(node, _NODE_NAMES)
-
-
 def node_from(fields: Fields, known: Node | None = None) -> Node:
     """`known`: the node before, whose cordon it keeps."""
-    row = _known(fields, _NODE_FIELDS)
+    row = _known(fields, _ROW_NAMES[Node])
     if known is not None:
         row |= cordon_fields(known)
     row["labels"] = tuple((str(name), str(value)) for name, value in row["labels"])
@@ -273,20 +256,8 @@ def node_from(fields: Fields, known: Node | None = None) -> Node:
     return Node(**row)
 
 
-def pause_fields(pause: QueuePause) -> dict[str, Any]:
-    return _row(pause, _PAUSE_NAMES)
-
-
-def pause_from(fields: Fields) -> QueuePause:
-    return QueuePause(**fields)
-
-
-def stream_fields(stream: StreamState) -> dict[str, Any]:
-    return _row(stream, _STREAM_NAMES)
-
-
 def stream_from(fields: Fields) -> StreamState:
-    return StreamState(**_known(fields, frozenset(_STREAM_NAMES)))
+    return StreamState(**_known(fields, _ROW_NAMES[StreamState]))
 
 
 def cordon_fields(node: Node) -> dict[str, Any]:
@@ -295,11 +266,3 @@ def cordon_fields(node: Node) -> dict[str, Any]:
 
 def with_cordon(node: Node, fields: Fields) -> Node:
     return replace(node, **{name: fields[name] for name in _CORDON_NAMES})
-
-
-def request_fields(request: Request) -> dict[str, Any]:
-    return _row(request, _REQUEST_NAMES)
-
-
-def request_from(fields: Fields) -> Request:
-    return Request(**fields)

@@ -11,17 +11,7 @@ from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.domain.values import value
-from gpubroker_server.core.world.event_codec import (
-    device_fields,
-    lease_change,
-    node_fields,
-    pause_fields,
-    pledge_fields,
-    request_fields,
-    stream_fields,
-    task_changes,
-    task_fields,
-)
+from gpubroker_server.core.world.event_codec import lease_change, row_fields, task_changes, task_fields
 
 SUBMITTED = "task.submitted"
 _FORM_OF_STANDING = 4
@@ -90,7 +80,7 @@ def _form_of(task: Task) -> int:
 
 
 def requested(request: Request) -> NewEvent:
-    return NewEvent("request.made", request.id, 1, request.tenant, request_fields(request))
+    return NewEvent("request.made", request.id, 1, request.tenant, row_fields(request))
 
 
 def task_of(event: Event | NewEvent) -> TaskId | None:
@@ -114,9 +104,9 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
     notices, worker sets, pauses, work streams, estimates."""
     for node in decision.nodes:
-        yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
+        yield NewEvent("node.seen", node.name, node.version, "", row_fields(node))
     for device in decision.devices:
-        yield NewEvent("device.seen", device.key, device.version, "", device_fields(device))
+        yield NewEvent("device.seen", device.key, device.version, "", row_fields(device))
     for write in decision.tasks:
         task = write.task
         form = _FORM_OF_LATE_RANKS if any(member.is_late for member in task.members) else 1
@@ -128,7 +118,7 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
     for written in decision.pledges:
         pledge, end = written.pledge, written.end
         what = "made" if end is None else str(end)
-        yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge_fields(pledge))
+        yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, row_fields(pledge))
     for request in decision.requests_done:
         answer = {"answer": decision.answer} if decision.answer else {}
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
@@ -141,12 +131,12 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent(kind, workers.id, 1, workers.tenant, fields, reader=_FORM_OF_STANDING)
     for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
         for pause in pauses:
-            fields = pause_fields(pause)
+            fields = row_fields(pause)
             yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_STANDING)
     for stream in decision.streams:
         # Release 0.2.0 passes over it: it goes on with the weights of its settings.
         what = "removed" if stream.is_untold else "changed"
-        yield NewEvent(f"stream.{what}", stream.name, 1, "", stream_fields(stream))
+        yield NewEvent(f"stream.{what}", stream.name, 1, "", row_fields(stream))
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 

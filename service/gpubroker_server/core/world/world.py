@@ -4,7 +4,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from gpubroker_server.core.domain.decisions import Request, StreamState
+from gpubroker_server.core.domain.decisions import QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
@@ -29,12 +29,9 @@ from gpubroker_server.core.world.due_times import DueTimes
 from gpubroker_server.core.world.event_codec import (
     changed_lease,
     changed_task,
-    device_from,
     lease_from,
     node_from,
-    pause_from,
     pledge_from,
-    request_from,
     stream_from,
     task_from,
     with_cordon,
@@ -250,13 +247,13 @@ class World:
             case "pledge":
                 self._apply_pledge(event, what)
             case "device":
-                self.add_device(device_from(event.fields))
+                self.add_device(Device(**event.fields))
             case "node":
                 self.add_node(node_from(event.fields, self.nodes.get(NodeName(event.key))))
             case "cordon":
                 self.add_node(with_cordon(self.nodes[NodeName(event.key)], event.fields))
             case "request" if what == "made":
-                self.add_request(request_from(event.fields))
+                self.add_request(Request(**event.fields))
             case "request":
                 self.requests.pop(event.key, None)
             case "estimate":
@@ -264,7 +261,7 @@ class World:
             case "worker_set":
                 self.worker_sets.apply(event, what)
             case "queue":
-                pause = pause_from(event.fields) if what == "paused" else None
+                pause = QueuePause(**event.fields) if what == "paused" else None
                 self.queue.set_pause(event.key, pause, self.tasks)
             case "stream" if what == "changed":
                 self.streams[event.key] = stream_from(event.fields)

@@ -141,7 +141,7 @@ class ExplanationView(EvaluatedFields):
 
 
 def blocker_view(blocker: Blocker) -> BlockerView:
-    return {"reason": blocker.reason.value, "tier": blocker.tier, "message": blocker.message}
+    return {"reason": blocker.reason.value, "tier": blocker.reason.tier, "message": blocker.message}
 
 
 def explained_fields(
@@ -194,17 +194,19 @@ def _rank_view(world: World, verdict: RankVerdict) -> RankVerdictView:
 def _verdict_view(
     world: World, verdict: DeviceVerdict, viewer: Identity, advice: Advice, now: Instant
 ) -> DeviceVerdictView:
+    ledger, judged, need_mb, free_mb = verdict.finding
+    device = ledger.device
     return {
-        "key": verdict.device,
-        "node": verdict.node,
-        "index": verdict.index,
-        "kind": verdict.kind,
-        "verdict": verdict.verdict.value,
+        "key": device.key,
+        "node": device.node,
+        "index": device.index,
+        "kind": device.kind,
+        "verdict": judged.value,
         "message": verdict.message,
-        "need_mb": verdict.need_mb,
-        "free_mb": verdict.free_mb,
-        "allocatable_mb": verdict.allocatable_mb,
-        "free_in": expected_or_none(advice.free_in.get(verdict.device), now),
+        "need_mb": need_mb,
+        "free_mb": free_mb,
+        "allocatable_mb": device.allocatable_mb,
+        "free_in": expected_or_none(advice.free_in.get(device.key), now),
         "holders": [_holder_view(world, held, viewer, advice, now) for held in verdict.holders],
     }
 

@@ -151,7 +151,7 @@ def _without_leader(
 ) -> ExplanationView:
     """Without a leader no start can be forecast, and nothing else would help."""
     others = [one for one in blockers if one.reason is not Reason.PENDING_EVALUATION]
-    first, *more = sorted([leaderless, *others], key=lambda blocker: blocker.tier)
+    first, *more = sorted([leaderless, *others], key=lambda blocker: blocker.reason.tier)
     return {
         **view,
         **NO_ADVICE,

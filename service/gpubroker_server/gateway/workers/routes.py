@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.units import Seconds, TaskId
-from gpubroker_server.core.lifecycle.worker_sets.members import scaled
+from gpubroker_server.core.lifecycle.worker_sets import scaled
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Body, PageQuery, page_in_order
 from gpubroker_server.gateway.http.faults import invalid

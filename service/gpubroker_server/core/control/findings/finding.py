@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from types import MappingProxyType
 
 from gpubroker_server.core.domain.units import Instant
 
@@ -43,6 +45,19 @@ class Finding:
     def about(self) -> tuple[str, str]:
         """By which it is known again."""
         return self.kind, self.subject
+
+
+Evidence = Mapping[str, str | float]
+NO_EVIDENCE: Evidence = MappingProxyType({})
+
+
+def _of(
+    severity: Severity, kind: str, subject: str, cause: str, remedy: str, evidence: Evidence = NO_EVIDENCE
+) -> Finding:
+    return Finding(kind, subject, severity, cause, evidence, remedy)
+
+
+critical, warning, note = (partial(_of, severity) for severity in Severity)
 
 
 def remember(

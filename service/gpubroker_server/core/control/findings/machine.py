@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.findings.finding import Finding, Severity, critical, warning
 from gpubroker_server.core.domain.units import in_gib
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # the name of a file system
@@ -80,11 +80,11 @@ def _ports(seen: MachineSeen) -> Iterator[Finding]:
     for setting, port, holder in seen.taken_ports:
         cause = f"Port {port} ({setting}) is taken by {holder or 'a process of another user'}."
         remedy = f"stop that process (ss -ltnp 'sport = :{port}'), or choose another {setting}"
-        yield _critical("port-taken", str(port), cause, remedy)
+        yield critical("port-taken", str(port), cause, remedy)
     for setting, address, fault in seen.unreached:
         cause = f"This machine cannot connect to {address} ({setting}): {fault}."
         remedy = f"start what should listen there, open the firewall for {address}, or correct {setting}"
-        yield _critical("address-unreachable", address, cause, remedy)
+        yield critical("address-unreachable", address, cause, remedy)
 
 
 def _limits(seen: MachineSeen) -> Iterator[Finding]:
@@ -95,12 +95,12 @@ def _limits(seen: MachineSeen) -> Iterator[Finding]:
         )
         evidence = {"limit": seen.open_files, "needed": seen.open_files_needed}
         remedy = f"ulimit -Hn {seen.open_files_needed} (LimitNOFILE of a unit), or lower limits.connections"
-        yield _warning("open-files-limit", "open files", cause, remedy, evidence)
+        yield warning("open-files-limit", "open files", cause, remedy, evidence)
     if seen.inotify_limit and seen.inotify_used >= INOTIFY_SHARE * seen.inotify_limit:
         cause = f"This user has {seen.inotify_used} of {seen.inotify_limit} inotify instances."
         evidence = {"used": seen.inotify_used, "limit": seen.inotify_limit}
         remedy = f"sysctl fs.inotify.max_user_instances={4 * seen.inotify_limit}"
-        yield _warning("inotify-limit", "inotify", cause, remedy, evidence)
+        yield warning("inotify-limit", "inotify", cause, remedy, evidence)
 
 
 def _shared_memory(seen: MachineSeen) -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def _shared_memory(seen: MachineSeen) -> Iterator[Finding]:
         )
         remedy = f"docker run --shm-size={2 * needed_mb}m, or a memory-backed emptyDir at {SHARED_MEMORY}"
         evidence = {"size_mb": size_mb, "needed_mb": needed_mb}
-        yield _warning("shared-memory-too-small", SHARED_MEMORY, cause, remedy, evidence)
+        yield warning("shared-memory-too-small", SHARED_MEMORY, cause, remedy, evidence)
 
 
 def _ray_temp(place: DiskRoom | None) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def _ray_temp(place: DiskRoom | None) -> Iterator[Finding]:
         cause = (
             f"Paths of Ray's sockets below {place.path} have {length} bytes, more than {SOCKET_PATH_BYTES}."
         )
-        yield _critical("ray-path-too-long", place.path, cause, "export RAY_TMPDIR=/tmp")
+        yield critical("ray-path-too-long", place.path, cause, "export RAY_TMPDIR=/tmp")
     yield from _room(
         "ray-disk-full",
         place,
@@ -134,20 +134,20 @@ def _data_dir(seen: MachineSeen) -> Iterator[Finding]:
     if seen.data_dir_fault:
         cause = f"The data directory cannot be used: {seen.data_dir_fault}."
         remedy = "give it to the user of the service: chown -R USER, chmod 700"
-        yield _critical("data-dir-unusable", "data_dir", cause, remedy)
+        yield critical("data-dir-unusable", "data_dir", cause, remedy)
     if seen.data_dir is not None:
         yield from _room("data-disk-full", seen.data_dir, f"du -xh {seen.data_dir.path} | sort -h | tail")
     for path, mode in seen.private_files.items():
         if mode & 0o077:
             cause = f"Others may read {path}, which has a secret (mode {mode:04o})."
-            yield _critical("secret-readable", path, cause, f"chmod 600 {path}, then replace the token in it")
+            yield critical("secret-readable", path, cause, f"chmod 600 {path}, then replace the token in it")
 
 
 def _room(kind: str, place: DiskRoom, remedy: str) -> Iterator[Finding]:
     least = min(FREE_BYTES, FREE_SHARE * place.total_bytes)
     if place.free_bytes < least:
         cause = f"The disk of {place.path} has {in_gib(place.free_bytes // 2**20)} left."
-        yield _warning(kind, place.path, cause, remedy, {"free_bytes": place.free_bytes})
+        yield warning(kind, place.path, cause, remedy, {"free_bytes": place.free_bytes})
 
 
 def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
@@ -156,17 +156,7 @@ def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
         cause = f"gpubroker and gpubroker-server are of different releases: {', '.join(sorted(ours))}."
         newest = max(ours, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
         remedy = f"pip install 'gpubroker=={newest}' 'gpubroker-server=={newest}'"
-        yield _warning("releases-differ", "gpubroker", cause, remedy, dict(versions))
-
-
-def _critical(kind: str, subject: str, cause: str, remedy: str) -> Finding:
-    return Finding(kind, subject, Severity.CRITICAL, cause, {}, remedy)
-
-
-def _warning(
-    kind: str, subject: str, cause: str, remedy: str, evidence: Mapping[str, str | float]
-) -> Finding:
-    return Finding(kind, subject, Severity.WARNING, cause, evidence, remedy)
+        yield warning("releases-differ", "gpubroker", cause, remedy, dict(versions))
 
 
 def unreachable_service(fault: str, *, has_started: bool) -> Finding:

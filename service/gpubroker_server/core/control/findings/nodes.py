@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.findings.finding import Finding, critical, note, warning
 from gpubroker_server.core.domain.device import NodeSample, UnreachedNode
 from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.core.world.world import World
@@ -23,27 +23,20 @@ def full_disks(samples: Iterable[NodeSample]) -> Iterator[Finding]:
         for disk in seen.disks:
             if disk.used_share >= DISK_SHARE:
                 is_full = disk.used_share >= FULL_SHARE
-                yield Finding(
-                    "disk-full",
-                    f"{name}:{disk.path}",
-                    Severity.CRITICAL if is_full else Severity.WARNING,
-                    f"The disk of {disk.path} on {name} is {disk.used_share:.0%} full.",
-                    {"used": round(disk.used_share, 3), "free_bytes": disk.free_bytes},
-                    f"du -xh {disk.path} | sort -h | tail, on {name}",
-                )
+                cause = f"The disk of {disk.path} on {name} is {disk.used_share:.0%} full."
+                remedy = f"du -xh {disk.path} | sort -h | tail, on {name}"
+                found = critical if is_full else warning
+                evidence = {"used": round(disk.used_share, 3), "free_bytes": disk.free_bytes}
+                yield found("disk-full", f"{name}:{disk.path}", cause, remedy, evidence)
 
 
 def spilling_stores(samples: Iterable[NodeSample]) -> Iterator[Finding]:
     for seen in samples:
         if seen.store is not None and seen.store.spilled_mb:
-            yield Finding(
-                "object-store-spills",
-                seen.node,
-                Severity.WARNING,
-                f"Ray's object store on {seen.node} is too small: it writes objects to disk.",
-                {"spilled_mb": seen.store.spilled_mb, "total_mb": seen.store.total_mb},
-                "raise ray.object_store_mb; for a joined Ray, --object-store-memory of its `ray start`",
-            )
+            cause = f"Ray's object store on {seen.node} is too small: it writes objects to disk."
+            remedy = "raise ray.object_store_mb; for a joined Ray, --object-store-memory of its `ray start`"
+            evidence = {"spilled_mb": seen.store.spilled_mb, "total_mb": seen.store.total_mb}
+            yield warning("object-store-spills", seen.node, cause, remedy, evidence)
 
 
 def unreached_nodes(world: World, samples: Iterable[NodeSample]) -> Iterator[Finding]:
@@ -57,16 +50,15 @@ def unreached_nodes(world: World, samples: Iterable[NodeSample]) -> Iterator[Fin
         source, (_, address, fault) = found[0]
         host, _, port = address.rpartition(":")
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        yield Finding(
-            "node-unreachable-from-node",
-            name,
-            Severity.WARNING,
+        cause = (
             f"{source}{others} cannot connect to {address} of {name}, which answers the leader: {fault}. "
-            "Gangs and objects need this way.",
-            {"nodes": len(found)},
-            f"nc -vz {host} {port}, on {source}; open Ray's ports between the nodes (`ray start "
-            "--node-manager-port`, `--object-manager-port` name them)",
+            "Gangs and objects need this way."
         )
+        remedy = (
+            f"nc -vz {host} {port}, on {source}; open Ray's ports between the nodes (`ray start "
+            "--node-manager-port`, `--object-manager-port` name them)"
+        )
+        yield warning("node-unreachable-from-node", name, cause, remedy, {"nodes": len(found)})
 
 
 def clocks_apart(agents: Agents) -> Iterator[Finding]:
@@ -74,39 +66,30 @@ def clocks_apart(agents: Agents) -> Iterator[Finding]:
         seconds = float(agent.get("clock_ahead_seconds") or 0.0)
         if abs(seconds) >= CLOCK_SECONDS:
             which = "ahead of" if seconds > 0 else "behind"
-            yield Finding(
-                "clocks-apart",
-                node,
-                Severity.WARNING,
-                f"The clock of {node} is {abs(seconds):.0f} s {which} the leader's.",
-                {"ahead_seconds": round(seconds, 1)},
-                "chronyc makestep, on the machine whose clock is wrong",
-            )
+            cause = f"The clock of {node} is {abs(seconds):.0f} s {which} the leader's."
+            remedy = "chronyc makestep, on the machine whose clock is wrong"
+            yield warning("clocks-apart", node, cause, remedy, {"ahead_seconds": round(seconds, 1)})
 
 
 def versions_apart(agents: Agents) -> Iterator[Finding]:
     """Agents of another release than the leader, and nodes with another Python or Ray than most."""
     for node, agent in agents.items():
         if agent.get("outdated"):
-            yield Finding(
-                "agent-outdated",
-                node,
-                Severity.NOTE,
-                f"The agent of {node} is of an earlier release than the leader.",
-                {"release": agent.get("release") or "unknown", "protocol": agent.get("protocol", 0)},
-                "pip install --upgrade 'gpubroker-server[ray]' there; an idle node's agent is then replaced",
+            cause = f"The agent of {node} is of an earlier release than the leader."
+            remedy = (
+                "pip install --upgrade 'gpubroker-server[ray]' there; an idle node's agent is then replaced"
             )
+            evidence = {"release": agent.get("release") or "unknown", "protocol": agent.get("protocol", 0)}
+            yield note("agent-outdated", node, cause, remedy, evidence)
     for what in ("python", "ray"):
         known = {node: agent[what] for node, agent in agents.items() if agent.get(what)}
         usual = max(Counter(known.values()).items(), key=lambda one: (one[1], one[0]), default=("", 0))[0]
         for node, version in known.items():
             if version != usual:
-                yield Finding(
-                    f"{what}-version-differs",
-                    node,
-                    Severity.WARNING,
+                cause = (
                     f"{node} has {what.capitalize()} {version}, most nodes have {usual}: what is pickled on "
-                    "one may not open on another.",
-                    {"version": version, "usual": usual},
-                    f"gpubroker cordon {node}, then install {what.capitalize()} {usual} there",
+                    "one may not open on another."
                 )
+                remedy = f"gpubroker cordon {node}, then install {what.capitalize()} {usual} there"
+                evidence = {"version": version, "usual": usual}
+                yield warning(f"{what}-version-differs", node, cause, remedy, evidence)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.findings.finding import Finding, critical, warning
 
 _WORKS = frozenset({"connected", "standby", "unknown"})
 """States of an executor of which nothing is wrong, as far as it is known."""
@@ -24,60 +24,38 @@ def unreachable_ray(executor: Mapping[str, Any]) -> Iterator[Finding]:
     state, address = str(executor.get("state", "unknown")), str(executor.get("address") or "")
     fault = str(executor.get("head_fault") or "")
     if fault or state not in _WORKS:
-        yield Finding(
-            "ray-unreachable",
-            address or "ray",
-            Severity.CRITICAL,
-            f"Nothing starts: {fault or executor.get('message') or state}.",
-            {"state": "no-head" if fault else state},
-            "ray status --address " + address if address else "gpubroker stats; ray-head.log in data_dir",
-        )
+        cause = f"Nothing starts: {fault or executor.get('message') or state}."
+        remedy = "ray status --address " + address if address else "gpubroker stats; ray-head.log in data_dir"
+        evidence = {"state": "no-head" if fault else state}
+        yield critical("ray-unreachable", address or "ray", cause, remedy, evidence)
 
 
 def unreachable_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
     for way in ways:
-        yield Finding(
-            "model-server-unreachable",
-            f"{way.server} ({way.protocol})",
-            Severity.CRITICAL if way.is_only_way else Severity.WARNING,
-            f"Model server {way.server} does not answer over {way.protocol}: {way.fault}.",
-            {},
-            "gpubroker stats; then look at the server's log and at triton.servers in the settings",
-        )
+        cause = f"Model server {way.server} does not answer over {way.protocol}: {way.fault}."
+        remedy = "gpubroker stats; then look at the server's log and at triton.servers in the settings"
+        found = critical if way.is_only_way else warning
+        yield found("model-server-unreachable", f"{way.server} ({way.protocol})", cause, remedy)
 
 
 def no_leader(has_leader: bool) -> Iterator[Finding]:
     if not has_leader:
-        yield Finding(
-            "no-leader",
-            "leader",
-            Severity.CRITICAL,
-            "No process leads: nothing starts or stops.",
-            {},
-            "gpubroker broker, or gpubroker serve on a single machine",
-        )
+        cause = "No process leads: nothing starts or stops."
+        remedy = "gpubroker broker, or gpubroker serve on a single machine"
+        yield critical("no-leader", "leader", cause, remedy)
 
 
 def unreachable_database(age_seconds: float, is_stale: bool) -> Iterator[Finding]:
     if is_stale:
-        yield Finding(
-            "database-unreachable",
-            "database",
-            Severity.CRITICAL,
-            "The process has not heard from the database for too long; all that is said here is old.",
-            {"age_seconds": round(age_seconds, 1)},
-            "start the database, or correct database_url; /readyz says which part does not answer",
-        )
+        cause = "The process has not heard from the database for too long; all that is said here is old."
+        remedy = "start the database, or correct database_url; /readyz says which part does not answer"
+        evidence = {"age_seconds": round(age_seconds, 1)}
+        yield critical("database-unreachable", "database", cause, remedy, evidence)
 
 
 def full_service_disk(disk_full: str) -> Iterator[Finding]:
     """Of the process that answers."""
     if disk_full:
-        yield Finding(
-            "service-disk-full",
-            "service",
-            Severity.CRITICAL,
-            f"Nothing is accepted: {disk_full}.",
-            {},
-            "make room there: df -h",
-        )
+        cause = f"Nothing is accepted: {disk_full}."
+        remedy = "make room there: df -h"
+        yield critical("service-disk-full", "service", cause, remedy)

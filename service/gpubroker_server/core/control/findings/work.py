@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.findings.finding import Finding, Severity, note, warning
 from gpubroker_server.core.control.memory_failures import LATELY_SECONDS, MemoryFailures
 from gpubroker_server.core.control.waiting_calls import WaitingCalls
 from gpubroker_server.core.domain.device import Node, NodeSample
@@ -80,14 +80,10 @@ def all_on_one_node(world: World) -> Iterator[Finding]:
     if amount < LONELY_SHARE * total or holders < FEWEST_HOLDERS:
         return
     waiting = sum(map(len, world.queue.groups.values()))
-    yield Finding(
-        "all-on-one-node",
-        fullest,
-        Severity.WARNING,
-        f"{fullest} has all the work and tasks wait, although {len(others)} other nodes take tasks.",
-        {"share": round(amount / total, 3), "nodes": len(held), "waiting": waiting},
-        "gpubroker ps --state pending, then gpubroker explain TASK: what keeps it from the other nodes?",
-    )
+    cause = f"{fullest} has all the work and tasks wait, although {len(others)} other nodes take tasks."
+    remedy = "gpubroker ps --state pending, then gpubroker explain TASK: what keeps it from the other nodes?"
+    evidence = {"share": round(amount / total, 3), "nodes": len(held), "waiting": waiting}
+    yield warning("all-on-one-node", fullest, cause, remedy, evidence)
 
 
 def _leased(world: World, node: NodeName) -> tuple[float, int]:
@@ -105,15 +101,15 @@ def slow_starts(world: World, now: Instant) -> Iterator[Finding]:
         if task.node is not None and seconds >= SLOW_SECONDS:
             slow.setdefault(task.node, []).append(seconds)
     for node, starts in sorted(slow.items()):
-        yield Finding(
-            "slow-starts",
-            node,
-            Severity.WARNING,
+        cause = (
             f"Processes of runs take long to start on {node}: {max(starts):.0f} s and less for "
-            f"{len(starts)} of its runs.",
-            {"runs": len(starts), "longest_seconds": round(max(starts), 1)},
-            "raise ray.spares (processes kept ready), and look at the node's disk and CPU: gpubroker nodes",
+            f"{len(starts)} of its runs."
         )
+        remedy = (
+            "raise ray.spares (processes kept ready), and look at the node's disk and CPU: gpubroker nodes"
+        )
+        evidence = {"runs": len(starts), "longest_seconds": round(max(starts), 1)}
+        yield warning("slow-starts", node, cause, remedy, evidence)
 
 
 def _start_seconds(task: Task, now: Instant) -> float:
@@ -137,14 +133,9 @@ def bottlenecks(world: World, policy: Policy, now: Instant) -> Iterator[Finding]
     for limit in policy.custom_limits:
         used = world.custom_use.get(limit.name, 0.0)
         if limit.name in asked and not limit.per_node and used >= limit.amount:
-            yield Finding(
-                "limit-used-up",
-                limit.name,
-                Severity.NOTE,
-                f"Tasks wait because as many run as the limit {limit.name} allows.",
-                {"used": used, "limit": limit.amount},
-                f"raise {limit.name} in policy, if the licence or machine behind it bears more",
-            )
+            cause = f"Tasks wait because as many run as the limit {limit.name} allows."
+            remedy = f"raise {limit.name} in policy, if the licence or machine behind it bears more"
+            yield note("limit-used-up", limit.name, cause, remedy, {"used": used, "limit": limit.amount})
 
 
 def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator[Finding]:
@@ -155,23 +146,13 @@ def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator
     if world.queue.groups and free_mb > FREE_SHARE * whole_mb:
         evidence: dict[str, str | float] = {"free_mb": free_mb, "runs": use.runs, "cpu": use.cpu}
         if 0 < node.max_runs <= use.runs:
-            yield Finding(
-                "run-slots-used-up",
-                node.name,
-                Severity.WARNING,
-                f"GPU memory is free on {node.name}, but all its {node.max_runs} run slots are taken.",
-                evidence,
-                "raise ray.max_runs (GPUBROKER_RAY_MAX_RUNS), then restart the service",
-            )
+            cause = f"GPU memory is free on {node.name}, but all its {node.max_runs} run slots are taken."
+            remedy = "raise ray.max_runs (GPUBROKER_RAY_MAX_RUNS), then restart the service"
+            yield warning("run-slots-used-up", node.name, cause, remedy, evidence)
         elif use.cpu >= node.cpu > 0:
-            yield Finding(
-                "cpus-used-up",
-                node.name,
-                Severity.WARNING,
-                f"GPU memory is free on {node.name}, but runs were given all its {node.cpu:g} CPUs.",
-                evidence,
-                "gpubroker submit --cpu: ask for fewer, or gpubroker profiles: lower the default",
-            )
+            cause = f"GPU memory is free on {node.name}, but runs were given all its {node.cpu:g} CPUs."
+            remedy = "gpubroker submit --cpu: ask for fewer, or gpubroker profiles: lower the default"
+            yield warning("cpus-used-up", node.name, cause, remedy, evidence)
     seen, period = world.node_samples.get(node.name), policy.sample_period_seconds
     if seen is None or seen.is_stale(now, period):
         return
@@ -185,23 +166,15 @@ def _slowed_down(node: NodeName, seen: NodeSample, gpu_utilization: float) -> It
     """Its leased GPUs wait for something else."""
     used = {"gpu_utilization": round(gpu_utilization, 3)}
     if seen.cpu >= BUSY_CPU:
-        yield Finding(
-            "cpu-bottleneck",
-            node,
-            Severity.WARNING,
-            f"The CPUs of {node} are busy and its GPUs wait for them.",
-            {"cpu": round(seen.cpu, 3), **used},
-            f"gpubroker cordon {node}, or submit with more CPUs each (--cpu): fewer runs share them",
-        )
+        cause = f"The CPUs of {node} are busy and its GPUs wait for them."
+        remedy = f"gpubroker cordon {node}, or submit with more CPUs each (--cpu): fewer runs share them"
+        yield warning("cpu-bottleneck", node, cause, remedy, {"cpu": round(seen.cpu, 3), **used})
     if seen.network is not None and seen.network >= BUSY_NETWORK:
-        yield Finding(
-            "network-bottleneck",
-            node,
-            Severity.WARNING,
-            f"The network of {node} is busy and its GPUs wait for it.",
-            {"network": round(seen.network, 3), **used},
-            f"keep what runs on {node} reads on its own disks; gpubroker cordon {node}: fewer runs share it",
+        cause = f"The network of {node} is busy and its GPUs wait for it."
+        remedy = (
+            f"keep what runs on {node} reads on its own disks; gpubroker cordon {node}: fewer runs share it"
         )
+        yield warning("network-bottleneck", node, cause, remedy, {"network": round(seen.network, 3), **used})
 
 
 def calls_wait(sets: Sequence[WaitingCalls]) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """The current forecasts, recomputed in steps, and how accurate the first forecast of each task was."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -23,14 +23,6 @@ LEAST_WAIT_SECONDS = 1.0
 """Forecasts of a start sooner than this are not checked."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstForecast:
-    said_at: Instant
-    start_at: Instant
-    p90_at: Instant
-    basis: Basis
-
-
 def accuracy_topic(basis: Basis, what: What) -> SketchKey:
     """The sketch of forecast errors of this basis, for all tenants together."""
     return SketchKey("", basis.value, "", what)
@@ -44,7 +36,8 @@ class ForecastRounds:
         self._pace = Interval(EVERY_SECONDS)
         self._nodes: frozenset[NodeName] = frozenset()
         """Usable nodes when the forecasts were made."""
-        self._said: dict[TaskId, FirstForecast] = {}
+        self._said: dict[TaskId, tuple[Instant, Forecast]] = {}
+        """When each task got its first forecast, and that forecast."""
         self._work: Iterator[Sequence[Forecast]] | None = None
         """The round under way, begun at `_as_of` with that `_inventory`."""
         self._so_far: Sequence[Forecast] | None = None
@@ -82,8 +75,7 @@ class ForecastRounds:
         self._nodes = _usable(world)
         for forecast in forecasts:
             if forecast.task not in self._said and forecast.start_at > now + LEAST_WAIT_SECONDS:
-                word = FirstForecast(now, forecast.start_at, forecast.p90_at, forecast.basis)
-                self._said[forecast.task] = word
+                self._said[forecast.task] = now, forecast
         self._said = {task: word for task, word in self._said.items() if task in world.queue}
 
     def compare(self, world: World, decisions: Iterable[Decision], now: Instant) -> list[Decision]:
@@ -98,8 +90,8 @@ class ForecastRounds:
         for write in decision.tasks:
             word = self._said.get(write.task.id)
             if write.what is Move.ADMITTED and word is not None:
-                for what, value in _values(word, now):
-                    topic = accuracy_topic(word.basis, what)
+                for what, value in _values(*word, now):
+                    topic = accuracy_topic(word[1].basis, what)
                     known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
                     lessons.append(Observation(topic, value, known[topic], now))
         return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
@@ -109,10 +101,10 @@ def _usable(world: World) -> frozenset[NodeName]:
     return frozenset(Draft(world).usable_nodes())
 
 
-def _values(word: FirstForecast, now: Instant) -> tuple[tuple[What, float], ...]:
-    waited, at_most = now - word.said_at, word.p90_at - word.said_at
+def _values(said_at: Instant, said: Forecast, now: Instant) -> tuple[tuple[What, float], ...]:
+    waited, at_most = now - said_at, said.p90_at - said_at
     return (
-        (What.START_ERROR, round(abs(now - word.start_at), 3)),
+        (What.START_ERROR, round(abs(now - said.start_at), 3)),
         (What.START_SHARE, round(waited / at_most, 3)),
     )
 
@@ -144,8 +136,7 @@ def expected_ready_at(
     world: World, model: Task, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
     """When a model that waits or loads is expected to be ready; None if unknown."""
-    assert model.model is not None
-    load_seconds = model.model.load_seconds
+    load_seconds = model.terms.load_seconds
     if model.state is TaskState.ADMITTED:
         at = Instant(max(now, (model.admitted_at or now) + load_seconds))
         return ExpectedStart(at, at, 0, Basis.STATED)

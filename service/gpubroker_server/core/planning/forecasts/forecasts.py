@@ -125,9 +125,7 @@ class _Forecasting:
         if best is not None:
             best = replace(best, places=(), first_in=first_in) if first_in else best
             self.made.append(best)
-            late = best.p90_at - best.start_at
-            end = ExpectedEnd(best.end_at, Instant(best.end_at + late), best.n, best.basis is Basis.GUESS)
-            self._ends.append(EndingRun(best.end_at, task, end))
+            self._ends.append(EndingRun(best.end_at, task, _end_of(best)))
             for planned in reservations_of(best, task):
                 self._planned.setdefault(planned.node, []).append(planned)
 
@@ -294,12 +292,14 @@ class _Forecasting:
                 yield self._expected_ends.of_holding(holding)
             for one in self._on(place.node):
                 if key in one.devices:
-                    forecast = one.forecast
-                    late = forecast.p90_at - forecast.start_at
-                    is_guess = forecast.basis is Basis.GUESS
-                    yield ExpectedEnd(forecast.end_at, Instant(forecast.end_at + late), forecast.n, is_guess)
+                    yield _end_of(one.forecast)
         if not place.devices:
             yield from map(self._expected_ends.of, self._draft.active_on(place.node))
+
+
+def _end_of(forecast: Forecast) -> ExpectedEnd:
+    late_at = Instant(forecast.end_at + forecast.p90_at - forecast.start_at)
+    return ExpectedEnd(forecast.end_at, late_at, forecast.n, forecast.basis is Basis.GUESS)
 
 
 def _first(steps: list[tuple[float, int]], need_mb: int) -> float:

@@ -1,6 +1,7 @@
 """When cluster-wide limits and quotas leave enough for a task, as the current runs end."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import InitVar, dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -121,28 +122,24 @@ class FirstWaiting(NamedTuple):
     task: Task
 
 
+@dataclass(eq=False)
 class LimitReservations:
     """Keeps limits and quotas for the first tasks that wait for them, by their forecasts."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        policy: Policy,
-        now: Instant,
-        order: Callable[[Task], OrderKey],
-        forecasts: Iterable[Forecast],
-    ) -> None:
-        """`order`: a task's place in the queue now."""
-        self._draft = draft
-        self._policy = policy
-        self._now = now
-        self._order = order
+    draft: Draft
+    policy: Policy
+    now: Instant
+    order: Callable[[Task], OrderKey]
+    """A task's place in the queue now."""
+    forecasts: InitVar[Iterable[Forecast]]
+
+    def __post_init__(self, forecasts: Iterable[Forecast]) -> None:
         self._first: dict[str, list[FirstWaiting]] = {}
         """By limit or quota."""
         self._longest: dict[tuple[object, ...], Seconds] = {}
         """Key: everything that a run time estimate depends on."""
         for forecast in forecasts:
-            task = draft.world.tasks.get(forecast.task)
+            task = self.draft.world.tasks.get(forecast.task)
             if forecast.first_in and task is not None and task.state is TaskState.PENDING:
                 for name in forecast.first_in:
                     self._first.setdefault(name, []).append(FirstWaiting(forecast, task))
@@ -160,9 +157,9 @@ class LimitReservations:
         if needs_gpus(task.demand):
             names.append(quota_line(task.tenant))
         ahead = [first for name in names for first in self._first.get(name, ())]
-        mine = self._order(task) if ahead else None
-        ahead = [first for first in ahead if mine and reserves_before(self._order(first.task), mine)]
-        ends_at = self._now + (self._longest_seconds(task) if ahead else 0.0)
+        mine = self.order(task) if ahead else None
+        ahead = [first for first in ahead if mine and reserves_before(self.order(first.task), mine)]
+        ends_at = self.now + (self._longest_seconds(task) if ahead else 0.0)
         return [first for first in ahead if ends_at > first.forecast.start_at]
 
     def _longest_seconds(self, task: Task) -> Seconds:
@@ -170,9 +167,7 @@ class LimitReservations:
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
         equivalence = task.tenant, task.subject, needs_gpus(task.demand), *stated
         if equivalence not in self._longest:
-            kinds = {
-                kind for node in self._draft.usable_nodes() for kind in self._draft.kinds_for(node, task)
-            }
-            sketches = self._draft.world.learned.sketches
-            self._longest[equivalence] = whole_run_seconds(task, sketches, self._policy, kinds)[1]
+            kinds = {kind for node in self.draft.usable_nodes() for kind in self.draft.kinds_for(node, task)}
+            sketches = self.draft.world.learned.sketches
+            self._longest[equivalence] = whole_run_seconds(task, sketches, self.policy, kinds)[1]
         return self._longest[equivalence]

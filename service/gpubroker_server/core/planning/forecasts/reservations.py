@@ -139,34 +139,28 @@ class BackfillWindow:
         return replace(gang_node, room=room, free=free)
 
 
+@dataclass(eq=False)
 class Reservations:
     """The reservations in one draft, which bind every task behind them in the queue."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        policy: Policy,
-        now: Instant,
-        guarantees: Guarantees,
-        order: Callable[[Task], OrderKey],
-        forecasts: Iterable[Forecast],
-        refused_by_reservation: int = 0,
-    ) -> None:
-        """`order`: a task's place in the queue now. `refused_by_reservation`: so far in this cycle."""
-        self._draft = draft
-        self._policy = policy
-        self._now = now
-        self._guarantees = guarantees
-        self._order = order
-        self.forecasts = tuple(forecasts)
-        as_of = max((f.as_of for f in self.forecasts if f.as_of is not None), default=now)
-        self._expected_ends = ExpectedEnds(draft, policy, now, as_of)
+    draft: Draft
+    policy: Policy
+    now: Instant
+    guarantees: Guarantees
+    order: Callable[[Task], OrderKey]
+    """A task's place in the queue now."""
+    forecasts: tuple[Forecast, ...]
+    refused_by_reservation: int = 0
+    """So far in this cycle."""
+
+    def __post_init__(self) -> None:
+        as_of = max((f.as_of for f in self.forecasts if f.as_of is not None), default=self.now)
+        self._expected_ends = ExpectedEnds(self.draft, self.policy, self.now, as_of)
         self._capacity = FutureCapacity(
-            self._expected_ends, for_plans=False, protected_tenants=guarantees.protected_tenants
+            self._expected_ends, for_plans=False, protected_tenants=self.guarantees.protected_tenants
         )
         self.on: dict[NodeName, list[Reservation]] = {}
         """In queue order."""
-        self.refused_by_reservation = refused_by_reservation
         self._keys: dict[TaskId, OrderKey] = {}
         """Queue places of the tasks with reservations, valid for `_keys_at`, a revision of the draft."""
         self._keys_at = -1
@@ -174,7 +168,7 @@ class Reservations:
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         """Key: everything that a run time estimate depends on."""
         for forecast in self.forecasts:
-            task = draft.world.tasks.get(forecast.task)
+            task = self.draft.world.tasks.get(forecast.task)
             if forecast.reserves_room and task is not None and task.state is TaskState.PENDING:
                 for planned in reservations_of(forecast, task):
                     self.on.setdefault(planned.node, []).append(planned)
@@ -185,13 +179,13 @@ class Reservations:
             left = [one for one in planned if one.task.id != task]
             if len(left) < len(planned):
                 self.on = {**self.on, node: left} if left else {n: p for n, p in self.on.items() if n != node}
-                self._draft.changes.mark(node)
-                self._draft.growth.mark(node)
+                self.draft.changes.mark(node)
+                self.draft.growth.mark(node)
 
     @property
     def is_depth_reached(self) -> bool:
         """No further task is tried on nodes with reservations in this cycle."""
-        return self.refused_by_reservation >= self._policy.backfill_depth
+        return self.refused_by_reservation >= self.policy.backfill_depth
 
     def refuses(self, task: Task, places: Sequence[Placement], *, all_reservations: bool) -> bool:
         """Whether the task would delay a reservation there: of a task ahead of it, or any at all."""
@@ -220,7 +214,7 @@ class Reservations:
     def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
         """Where no run is preempted for the task: a task ahead of it has a reservation there, and could not
         preempt it (or `like`) in turn."""
-        mine, run = self._order(task), like or task
+        mine, run = self.order(task), like or task
         return frozenset(
             node
             for node, planned in self.on.items()
@@ -233,7 +227,7 @@ class Reservations:
 
     def is_behind_all(self, task: Task) -> bool:
         """Whether all other reservations are ahead of the task."""
-        mine = self._order(task)
+        mine = self.order(task)
         return all(
             self._is_ahead(one, mine) or one.task.id == task.id
             for planned in self.on.values()
@@ -242,14 +236,14 @@ class Reservations:
 
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
         """The tasks with reservations ahead of it."""
-        mine = self._order(task)
+        mine = self.order(task)
         return frozenset(one.task.id for on in self.on.values() for one in on if self._is_ahead(one, mine))
 
     def equivalence_key(self, task: Task) -> tuple[object, ...]:
         """Tasks with equal demands and equal keys are bound alike by reservations."""
-        if self.is_depth_reached and not self._policy.has_quotas:
+        if self.is_depth_reached and not self.policy.has_quotas:
             return (True,)  # no task is tried any more on these nodes
-        is_shielded = task.preemptions >= self._policy.preemption_budget
+        is_shielded = task.preemptions >= self.policy.preemption_budget
         return (
             self.is_depth_reached,
             is_shielded,
@@ -260,7 +254,7 @@ class Reservations:
 
     def _highest_overtaken(self, task: Task) -> int:
         """The highest priority of the reservations that it is ahead of by age; 0 without any."""
-        until = ahead_of_priority(task, self._policy, self._now)
+        until = ahead_of_priority(task, self.policy, self.now)
         if until == task.priority:
             return 0
         planned = {one.task.priority for on in self.on.values() for one in on}
@@ -270,13 +264,13 @@ class Reservations:
         """90th percentile of its run time, by kind of device on the nodes with reservations."""
         if self._kinds is None:
             self._kinds = sorted(
-                {ledger.device.kind for node in self.on for ledger in self._draft.ledgers_on(node)}
+                {ledger.device.kind for node in self.on for ledger in self.draft.ledgers_on(node)}
             )
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
         equivalence = task.tenant, task.subject, needs_gpus(task.demand), *stated
         if equivalence not in self._lengths:
             kinds = self._kinds if needs_gpus(task.demand) else [""]
-            sketches, policy = self._draft.world.learned.sketches, self._policy
+            sketches, policy = self.draft.world.learned.sketches, self.policy
             self._lengths[equivalence] = tuple(
                 whole_run_seconds(task, sketches, policy, (kind,))[1] for kind in kinds
             )
@@ -288,20 +282,20 @@ class Reservations:
 
     def _key_of(self, planned: Reservation) -> OrderKey:
         """Computed once between two decisions."""
-        if self._keys_at != self._draft.changes.revision:
-            self._keys_at = self._draft.changes.revision
+        if self._keys_at != self.draft.changes.revision:
+            self._keys_at = self.draft.changes.revision
             self._keys.clear()
         task = planned.task
         key = self._keys.get(task.id)
         if key is None:
-            key = self._keys[task.id] = self._order(task)
+            key = self._keys[task.id] = self.order(task)
         return key
 
     def backfill_window(self, task: Task, node: NodeName, *, all_reservations: bool) -> BackfillWindow:
         """What the task may use of the node without delaying a reservation: ahead of it, or any at all."""
         constraints: list[_Constraint] = []
         for delayed in self.delayed_by(task, node, all_reservations=all_reservations):
-            at = max(self._now, delayed.forecast.start_at)
+            at = max(self.now, delayed.forecast.start_at)
             ahead = tuple(self._held_at(task, node, at, delayed))
             capacity = self._capacity.capacity_at(node, delayed.task, at)
             constraints.append(_Constraint(capacity, ahead, frozenset(delayed.devices)))
@@ -313,7 +307,7 @@ class Reservations:
 
     def _held_at(self, task: Task, node: NodeName, at: float, delayed: Reservation) -> Iterator[Reservation]:
         """The delayed reservation, and the others ahead of the task that hold room at that time."""
-        mine = self._order(task)
+        mine = self.order(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
             if planned is delayed or (begun and self._is_ahead(planned, mine)):
@@ -321,7 +315,7 @@ class Reservations:
 
     def delayed_by(self, task: Task, node: NodeName, *, all_reservations: bool) -> list[Reservation]:
         """The reservations on the node that the task would outlast, and whose task cannot preempt it."""
-        mine = self._order(task)
+        mine = self.order(task)
         protected = [
             planned
             for planned in self.on[node]
@@ -329,7 +323,7 @@ class Reservations:
         ]
         if not protected:
             return []
-        ends_at = self._now + self._longest_seconds(task, node)
+        ends_at = self.now + self._longest_seconds(task, node)
         return [
             planned
             for planned in protected
@@ -339,12 +333,12 @@ class Reservations:
     def _can_be_preempted_for(self, task: Task, planned: Reservation) -> bool:
         """Whether its run could be preempted by the time the reservation starts."""
         other = planned.task
-        may_stop = preempts(other, self._policy)
-        if not may_stop or self._guarantees.would_be_protected(task, other):
+        may_stop = preempts(other, self.policy)
+        if not may_stop or self.guarantees.would_be_protected(task, other):
             return False
-        return stoppable_at(task, stops_below(other), self._policy, self._now) <= planned.forecast.start_at
+        return stoppable_at(task, stops_below(other), self.policy, self.now) <= planned.forecast.start_at
 
     def _longest_seconds(self, task: Task, node: NodeName) -> float:
         """90th percentile of its run time; infinite if unknown."""
-        sketches, kinds = self._draft.world.learned.sketches, self._draft.kinds_for(node, task)
-        return whole_run_seconds(task, sketches, self._policy, kinds)[1]
+        sketches, kinds = self.draft.world.learned.sketches, self.draft.kinds_for(node, task)
+        return whole_run_seconds(task, sketches, self.policy, kinds)[1]

@@ -1,7 +1,8 @@
-"""Which workers of a set come and which leave, and what clients ask of a set."""
+"""Worker sets: what clients ask of a set, how many workers it shall have, which come and which leave."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import (
@@ -10,16 +11,19 @@ from gpubroker_server.core.domain.decisions import (
     Request,
     TaskWrite,
     WorkerSetWrite,
-    withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.orders import Loaded
-from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
+from gpubroker_server.core.domain.submission import Scaling, WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, orders_to_leave, will_requeue
-from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.core.lifecycle.stopping import (
+    AnyStopOrder,
+    orders_to_leave,
+    will_requeue,
+    withdraw_pledges,
+)
 from gpubroker_server.core.world.world import World
 
 REQUESTS = frozenset({"form", "scale", "signal"})
@@ -66,6 +70,64 @@ def scaled(
     least = min(least, most)
     count = workers.count if count is None else count
     return changed(workers, least=least, most=most, count=min(max(count, least), most))
+
+
+DOWN_SHARE = 0.8
+"""Fewer workers are wanted when they would be at this share of the target: at the target itself, the next
+call would bring the worker back."""
+
+
+class Autoscaler:
+    """In one leader's memory: the next leader waits again before it takes workers away."""
+
+    def __init__(self) -> None:
+        self._low_since: dict[TaskId, Instant] = {}
+        """Since when fewer workers would be enough."""
+
+    def count(
+        self, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded], now: Instant
+    ) -> int:
+        """More at once; fewer only after less was enough for some time."""
+        scaling, count = workers.scaling, _within(workers, workers.count)
+        if scaling is None:
+            return count
+        load, is_complete = _load(scaling, workers, alive, loads)
+        up = _within(workers, ceil(load / scaling.target))
+        down = _within(workers, ceil(load / (scaling.target * DOWN_SHARE)))
+        if up > count or down >= count or not is_complete:
+            self._low_since.pop(workers.id, None)
+            return max(up, count)
+        since = self._low_since.setdefault(workers.id, now)
+        if now - since < scaling.down_after_seconds:
+            return count
+        del self._low_since[workers.id]
+        return down
+
+    def forget(self, workers: TaskId) -> None:
+        self._low_since.pop(workers, None)
+
+
+def _within(workers: WorkerSet, count: int) -> int:
+    return min(max(count, workers.least), workers.most)
+
+
+def _load(
+    scaling: Scaling, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded]
+) -> tuple[float, bool]:
+    """Of all workers together, as far as it is known, and whether that is all: enough to have more come, but
+    not to have one leave."""
+    if scaling.by == "signal":
+        return workers.signal or 0.0, workers.signal is not None
+    total, is_complete = 0.0, True
+    for task in alive:
+        if task.state is not TaskState.RUNNING:
+            continue
+        told = loads.get(task.id)
+        if told is None or told.fence != task.fence:
+            is_complete = False  # it still makes its object
+            continue
+        total += told.cpu_percent if scaling.by == "cpu" else told.running + told.waiting
+    return total, is_complete
 
 
 def due(world: World, loads: Mapping[TaskId, Loaded], autoscaler: Autoscaler, now: Instant) -> list[Decision]:
@@ -139,5 +201,5 @@ def _with_leaving(world: World, decision: Decision, leaving: list[Task], now: In
             orders += orders_to_leave(world, write.task, task.grace_seconds)
         elif task.state is TaskState.PENDING or will_requeue(task):
             writes.append(write_move(task, Move.CHANGED, held=True))
-    pledges = (pledge for task in leaving for pledge in withdraw_pledges(world.pledges.get(task.id, {})))
+    pledges = (pledge for task in leaving for pledge in withdraw_pledges(world, task))
     return replace(decision, tasks=tuple(writes), orders=orders, pledges=tuple(pledges))

@@ -1,1 +1,0 @@
-"""Worker sets: how many workers are wanted, and which come and leave."""
