@@ -10,8 +10,8 @@ from time import process_time
 from typing import Any
 
 import httpx
-from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.adapters.memory.store_parts import MemorySecrets
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy

@@ -10,13 +10,13 @@ from gpubroker.cluster.fleet import IdleTemplate, Node, NodeDisk
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.submission import AnySubmission, body_of
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
-from gpubroker.transport.decoding import Raw, decode
+from gpubroker.transport.decoding import Answered, Raw, decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class Token(Answered):
     """A token as the service lists it. `token` is its secret, only sent when it is created."""
 
     name: str
@@ -26,17 +26,15 @@ class Token:
     created_at: datetime | None = None
     expires_at: datetime | None = None
     token: str | None = field(default=None, repr=False)
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Secret:
+class Secret(Answered):
     name: str
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Detection:
+class Detection(Answered):
     """Whether silent nodes are given up. While it is paused, `nodes` are silent and not given up."""
 
     state: str
@@ -45,21 +43,19 @@ class Detection:
     nodes: tuple[str, ...] = ()
     runs: int = 0
     of_runs: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(Answered):
     """The queue of a tenant or of a work stream: `queue` is `tenant:NAME` or `stream:NAME`. `paused` has
     `since`, `by`, `reason` and how many tasks are `waiting`; None: it is not paused."""
 
     queue: str
     paused: Raw | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class Released(Answered):
     """What was stated to be gone, and what of it is still in quarantine."""
 
     id: str
@@ -67,7 +63,6 @@ class Released:
     devices: tuple[str, ...] = ()
     """UUIDs."""
     quarantine: tuple[Quarantined, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 class AdminApi(Operations):

@@ -32,7 +32,6 @@ class TaskFunction(Protocol[P, R_co]):
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> "Task":
         """Queue a run of it with these arguments, at the service that `Broker()` finds."""
-        ...
 
 
 def task(**options: Unpack[SubmitOptions]) -> Callable[[Callable[P, R_co]], TaskFunction[P, R_co]]:

@@ -112,12 +112,7 @@ def health(
         raise typer.Exit(1)
 
 
-def doctor(
-    context: typer.Context,
-    config: Config = None,
-    data_dir: DataDir = None,
-    output: Output = Format.TABLE,
-) -> None:
+def doctor(config: Config = None, data_dir: DataDir = None, output: Output = Format.TABLE) -> None:
     """Say what is wrong with this machine and the fleet, and what to do; exit code 1 if it is critical.
 
     Works without a running service too: then it looks at this machine alone.
@@ -126,7 +121,7 @@ def doctor(
 
     from gpubroker_server.bootstrap.diagnosis.doctor import findings_for
 
-    report(findings_for(_settings(config, data_dir=data_dir), context), output)
+    report(findings_for(_settings(config, data_dir=data_dir)), output)
 
 
 def migrate(
@@ -142,13 +137,11 @@ def migrate(
 
     Stop the service first if it uses a SQLite file, or to go back.
     """
-    from gpubroker_server.bootstrap.commands import StartRefused, migrate_database
+    from gpubroker_server.bootstrap.commands import migrate_database, refusing
 
     settings = _settings(config, data_dir=data_dir, database_url=database_url)
-    try:
+    with refusing():
         typer.echo(migrate_database(settings, to, drop_everything=drop_everything), err=True)
-    except StartRefused as refused:
-        raise _refused(str(refused)) from None
 
 
 def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
@@ -158,13 +151,11 @@ def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: D
 
     Runs that started after the backup are killed.
     """
-    from gpubroker_server.bootstrap.commands import StartRefused, start_new_lineage
+    from gpubroker_server.bootstrap.commands import refusing, start_new_lineage
 
     settings = _settings(config, data_dir=data_dir, database_url=database_url)
-    try:
+    with refusing():
         typer.echo(start_new_lineage(settings), err=True)
-    except StartRefused as refused:
-        raise _refused(str(refused)) from None
 
 
 def backup(
@@ -178,13 +169,11 @@ def backup(
     Everything is read back and compared. Exit code 1: done, but objects were lost or damaged before.
     """
     from gpubroker_server.bootstrap.backups import back_up
-    from gpubroker_server.bootstrap.commands import StartRefused
+    from gpubroker_server.bootstrap.commands import refusing
 
     settings = _settings(config, data_dir=data_dir, database_url=database_url)
-    try:
+    with refusing():
         is_complete = back_up(settings, folder, lambda line: typer.echo(line, err=True))
-    except StartRefused as refused:
-        raise _refused(str(refused)) from None
     if not is_complete:
         raise typer.Exit(1)
 
@@ -200,13 +189,11 @@ def restore(
     The service is stopped meanwhile; runs go on. Those that started after the backup are ended later.
     """
     from gpubroker_server.bootstrap import backups
-    from gpubroker_server.bootstrap.commands import StartRefused
+    from gpubroker_server.bootstrap.commands import refusing
 
     settings = _settings(config, data_dir=data_dir, database_url=database_url)
-    try:
+    with refusing():
         backups.restore(settings, folder, lambda line: typer.echo(line, err=True))
-    except StartRefused as refused:
-        raise _refused(str(refused)) from None
 
 
 def migrate_data(
@@ -222,13 +209,11 @@ def migrate_data(
     Every table is compared after the copy, and the file is never served again. If the command is interrupted,
     run it again. Runs continue meanwhile.
     """
-    from gpubroker_server.bootstrap.commands import StartRefused, move_database
+    from gpubroker_server.bootstrap.commands import move_database, refusing
 
     settings = _settings(config, data_dir=data_dir, database_url=source)
-    try:
+    with refusing():
         move_database(settings, target, lambda line: typer.echo(line, err=True))
-    except StartRefused as refused:
-        raise _refused(str(refused)) from None
 
 
 def openapi() -> None:
@@ -242,7 +227,8 @@ def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
     gc.disable()  # it takes a tenth of a start and finds nothing; see `make_full_collections_rare`
     import structlog
 
-    from gpubroker_server.bootstrap.commands import StartRefused, run_service
+    from gpubroker_server.bootstrap.commands import run_service
+    from gpubroker_server.bootstrap.start_checks import StartRefused
 
     try:
         raise typer.Exit(run_service(settings, speaks=speaks, leads=leads))

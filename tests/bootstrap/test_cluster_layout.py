@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.ray.cluster.layout import ClusterGpu, ClusterLayout
+from gpubroker_server.adapters.ray.cluster.local_cluster import (
+    ClusterRefused,
+    add_worker,
+    status,
+    stop_cluster,
+)
 from gpubroker_server.adapters.ray.head.head import HeadState, write_state
-from gpubroker_server.bootstrap.clusters import ClusterRefused, add, keep, layout_of, look_at, stop
+from gpubroker_server.bootstrap.clusters import keep, layout_of
 
 REAL = tuple(ClusterGpu(index, f"GPU-{index}") for index in range(4))
 
@@ -76,9 +82,9 @@ def test_a_name_that_is_no_folder_of_a_cluster_is_refused(tmp_path: Path, comman
     write_state(tmp_path, HeadState(2**22 + 1, 0, "", "127.0.0.1:1", str(tmp_path / "ray"), "", ""))
     commands: dict[str, Callable[[], object]] = {
         "start": lambda: keep(tmp_path, asked(name=name), str),
-        "add-worker": lambda: add(tmp_path, name),
-        "status": lambda: look_at(tmp_path, name),
-        "stop": lambda: stop(tmp_path, name),
+        "add-worker": lambda: add_worker(tmp_path, name),
+        "status": lambda: status(tmp_path, name),
+        "stop": lambda: stop_cluster(tmp_path, name),
     }
     with pytest.raises(ClusterRefused, match="use a to z, digits and -"):
         commands[command]()

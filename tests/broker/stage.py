@@ -9,8 +9,8 @@ from typing import Any
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
-from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.adapters.memory.store_parts import MemorySecrets
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.fleet import FleetKeeper, HostUse
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher

@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 import pytest
-from gpubroker.cli.app import _MODULES, commands_of
+from gpubroker.cli.app import _PLACES, command_of
 
 HEAVY = {"ray", "sqlalchemy", "fastapi", "starlette", "pydantic", "gpubroker_server", "sklearn", "numpy"}
 
@@ -33,18 +33,18 @@ def test_the_command_line_imports_httpx_and_cloudpickle_only_when_needed() -> No
 
 def test_a_command_imports_no_other_command_and_no_asyncio() -> None:
     """Each of them costs a person at a terminal some milliseconds; see `bench cli`."""
-    ask = "import gpubroker.cli.app as app; app.commands_of('tasks.view'); import gpubroker.broker"
+    ask = "import gpubroker.cli.app as app; app.command_of('show'); import gpubroker.broker"
     program = f"{ask}\nimport sys; print(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     loaded = set(output.stdout.split())
-    modules = {f"gpubroker.cli.{name}" for name in _MODULES} - {"gpubroker.cli.tasks.view"}
+    modules = {f"gpubroker.cli.{module}" for _, module in _PLACES.values()} - {"gpubroker.cli.tasks.view"}
     assert loaded & modules == {"gpubroker.cli.tasks.events"}, "which `show` needs"
     assert not loaded & {"asyncio", "importlib.metadata"}
 
 
-@pytest.mark.parametrize("module", _MODULES)
-def test_the_table_of_commands_names_those_that_each_module_adds(module: str) -> None:
-    assert list(commands_of(module)) == _MODULES[module].split()
+@pytest.mark.parametrize("name", _PLACES)
+def test_every_command_of_the_table_is_in_its_module(name: str) -> None:
+    assert command_of(name).name == name
 
 
 def test_every_public_name_is_there() -> None:

@@ -8,8 +8,7 @@ import pytest
 from gpubroker.runtime.messages import RunKey
 from gpubroker.runtime.output import Stream
 from gpubroker_server.adapters.ray.agent import run_files
-from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord, UnreadableRecord
-from gpubroker_server.adapters.ray.agent.run_logs import RunLogs
+from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunLogs, RunRecord, UnreadableRecord
 
 RECORD = RunRecord("t", 1, 0, (("GPU-a", 100),), "runner", 42, 4711, "ray-node", 5)
 BOOT = "this-boot"

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from gpubroker_server.adapters.memory.secrets import MemorySecrets
+from gpubroker_server.adapters.memory.store_parts import MemorySecrets
 from gpubroker_server.adapters.secret_files import SecretFiles
 from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import StoreUnavailable

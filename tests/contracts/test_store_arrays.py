@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.sql.arrays.pages import counts_of
+from gpubroker_server.adapters.sql.reads import counts_of
 from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.adapters.sql.system_tables import SCHEMA
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move

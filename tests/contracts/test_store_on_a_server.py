@@ -10,8 +10,7 @@ import psycopg
 import pytest
 from gpubroker_server.adapters.sql import terms
 from gpubroker_server.adapters.sql.postgres import PostgresSession
-from gpubroker_server.adapters.sql.reads import READERS
-from gpubroker_server.adapters.sql.session import CommitUnknown
+from gpubroker_server.adapters.sql.session import READERS, CommitUnknown
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import NodeName, TaskId

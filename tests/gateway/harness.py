@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import httpx
 from gpubroker import __version__
-from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.adapters.memory.store_parts import MemorySecrets
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.explain.routes import ExplainParts
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import OneAtATime, run_in_thread
 
@@ -101,7 +100,7 @@ async def test_a_second_plan_at_the_same_time_is_refused_and_a_later_one_answere
     gateway: Gateway, api: Client
 ) -> None:
     asked = {"components": [{"name": "a", "resources": {"cpu": 1}}]}
-    async with gateway.parts_of(ExplainParts).plans.slot():
+    async with gateway.parts.plans.slot():
         refusal = await api.post("/plan", json=asked)
         assert problem(refusal, 429, "too-many-requests")["retryable"] is True
         assert refusal.headers["retry-after"] == "1"
@@ -137,7 +136,7 @@ async def test_a_task_that_ends_while_its_explanation_is_queued_is_shown_as_ende
     gateway: Gateway, api: Client
 ) -> None:
     task_id = await api.submit()
-    desk = gateway.parts_of(ExplainParts).answers
+    desk = gateway.parts.answers
     async with desk.slot():
         asked = asyncio.ensure_future(api.get(f"/tasks/{task_id}/explain"))
         await until(lambda: desk._waiting == 1)
@@ -151,7 +150,7 @@ async def test_explanations_are_queued_and_refused_beyond_the_queue(gateway: Gat
     def ask() -> list[Any]:
         return [api.get(f"/tasks/{task_id}/explain"), api.post("/tasks/simulate", json={})]
 
-    desk = gateway.parts_of(ExplainParts).answers
+    desk = gateway.parts.answers
     async with desk.slot():
         waiting = [asyncio.ensure_future(one) for _ in range(8) for one in ask()]
         await until(lambda: desk._waiting == len(waiting))

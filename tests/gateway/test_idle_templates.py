@@ -11,7 +11,6 @@ from gpubroker_server.core.domain.units import Instant, Term
 from gpubroker_server.gateway.cluster.idle_templates import (
     MOST_BYTES,
     MOST_TEMPLATES,
-    IdleTemplateParts,
     fill,
 )
 from gpubroker_server.ports.store import TaskFilter
@@ -44,7 +43,7 @@ async def fills(gateway: Gateway, *seen: TemplateSeen, refused: dict[str, str] |
     gateway.fleet, before = FleetSeen(templates=seen), set(gateway.world.tasks)
     leader = gateway.leader()
     assert leader is not None
-    await fill(gateway.parts_of(IdleTemplateParts), leader, {} if refused is None else refused)
+    await fill(gateway.parts, leader, {} if refused is None else refused)
     return [task for id, task in gateway.world.tasks.items() if id not in before]
 
 
@@ -95,7 +94,7 @@ async def test_without_a_look_of_a_leader_nothing_is_submitted(gateway: Gateway,
     await made(api)
     leader = gateway.leader()
     assert leader is not None
-    await fill(gateway.parts_of(IdleTemplateParts), replace(leader, fleet=None), {})
+    await fill(gateway.parts, replace(leader, fleet=None), {})
     assert await fills(gateway, TemplateSeen("sweep", running=1)) == []
     assert await fills(gateway, TemplateSeen("other", missing=1)) == []
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.serving.batching import request_in
-from gpubroker_server.gateway.objects.routes import ObjectParts
+from gpubroker_server.gateway.objects.routes import ObjectStorage
 from gpubroker_server.ports.store import StoreUnavailable
 from starlette.requests import ClientDisconnect
 from structlog.testing import capture_logs
@@ -344,7 +344,7 @@ async def test_an_upload_of_unknown_length_stops_writing_at_the_quota_and_leaves
 
 
 async def test_an_upload_that_breaks_off_leaves_nothing(gateway: Gateway) -> None:
-    storage = gateway.parts_of(ObjectParts).storage
+    storage = gateway.parts_of(ObjectStorage)
 
     async def broken() -> AsyncIterator[bytes]:
         yield LARGE
@@ -358,7 +358,7 @@ async def test_an_upload_that_breaks_off_leaves_nothing(gateway: Gateway) -> Non
 
 async def test_uploads_of_one_tenant_at_once_count_each_other_and_those_of_another_do_not() -> None:
     async with a_gateway(serving=OPEN, tenant_object_bytes=4 * MB) as gateway:
-        storage = gateway.parts_of(ObjectParts).storage
+        storage = gateway.parts_of(ObjectStorage)
         other = await gateway.client("other", tenant="zeta")
 
         async def with_more_meanwhile() -> AsyncIterator[bytes]:

@@ -7,7 +7,6 @@ import pytest
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.tasks.routes import TaskParts
 
 from tests.builders import GIB
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until
@@ -169,6 +168,6 @@ async def test_an_end_between_reading_and_waiting_is_not_missed(
     read_before = await gateway.store.record(TaskId(task_id))
     assert read_before is not None
     await gateway.end(task_id, is_gone=is_gone)
-    records = gateway.parts_of(TaskParts).records
+    records = gateway.parts.records
     ended = await before(2.0, records.at_its_end(read_before, 60))
     assert ended.task.state is TaskState.SUCCEEDED

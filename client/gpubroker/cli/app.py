@@ -13,32 +13,46 @@ from gpubroker import __version__
 from gpubroker.cli import EXIT_USAGE
 from gpubroker.cli.printing import Format, Output, eprint
 
-_MODULES: Final[Mapping[str, str]] = {
-    "tasks.submit": "submit",
-    "tasks.view": "ps show",
-    "tasks.explain": "explain",
-    "tasks.results": "wait result logs",
-    "tasks.arrays": "map array",
-    "tasks.workers": "workers",
-    "tasks.events": "events",
-    "tasks.change": "cancel retry stack hold release priority change",
-    "lease_commands": "lease",
-    "gpu_commands": "gpus",
-    "cluster_commands": "estimates tenants stats policy profiles demand",
-    "fleet_commands": "targets doctor",
-    "node_commands": "nodes cordon drain uncordon disk clean",
-    "infer_command": "infer",
-    "model_commands": "load unload pin models",
-    "object_commands": "upload objects",
-    "tasks.streams": "streams",
-    "quarantine_commands": "pause resume quarantine",
-    "plan_command": "plan",
-    "token_commands": "token",
-    "secret_commands": "secrets",
-    "idle_template_commands": "idle-template",
+_PANELS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Tasks": {
+        "tasks.submit": "submit",
+        "tasks.view": "ps show",
+        "tasks.explain": "explain",
+        "tasks.results": "wait result logs",
+        "tasks.arrays": "map array",
+        "tasks.workers": "workers",
+        "tasks.events": "events",
+        "tasks.change": "cancel retry stack hold release priority change",
+        "lease_commands": "lease",
+        "cluster_commands": "estimates",
+    },
+    "Cluster": {
+        "gpu_commands": "gpus",
+        "cluster_commands": "tenants stats policy profiles demand",
+        "fleet_commands": "targets doctor",
+        "node_commands": "nodes cordon drain uncordon disk clean",
+        "tasks.streams": "streams",
+        "quarantine_commands": "pause resume quarantine",
+        "plan_command": "plan",
+    },
+    "Models": {"infer_command": "infer", "model_commands": "load unload pin models"},
+    "Objects": {"object_commands": "upload objects"},
+    "Administration": {
+        "token_commands": "token",
+        "secret_commands": "secrets",
+        "idle_template_commands": "idle-template",
+    },
 }
-"""The commands of each module. A command loads its module alone (`bench cli`)."""
-_PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}
+"""The panels of the help, and the commands of each module. A command loads its module alone (`bench cli`)."""
+_PLACES = {
+    command: (panel, module)
+    for panel, modules in _PANELS.items()
+    for module, commands in modules.items()
+    for command in commands.split()
+}
+
+_AFTER_DASHES = frozenset({"submit", "map"})
+"""They run the words after `--`, and say themselves what is wrong with others."""
 
 _EXTENDED = frozenset({"doctor"})
 """Where the server is installed, its command of this name does more."""
@@ -78,7 +92,7 @@ class Commands(TyperGroup):
         if cmd_name in _EXTENDED and (added := self._added().get(cmd_name)):
             return added
         if cmd_name in _PLACES:
-            return commands_of(_PLACES[cmd_name])[cmd_name]
+            return command_of(cmd_name)
         if own := super().get_command(ctx, cmd_name):
             return own
         if added := self._added().get(cmd_name):
@@ -115,11 +129,23 @@ class Commands(TyperGroup):
 
 
 @cache
-def commands_of(module: str) -> Mapping[str, Any]:
+def command_of(name: str) -> Any:
+    """The function or the group of this name in its module."""
+    panel, module = _PLACES[name]
+    known, word = vars(import_module(f"gpubroker.cli.{module}")), name.replace("-", "_")
+    found = known.get(word) or known[f"{word}_"]
     part = typer.Typer(add_completion=False)
     part.callback()(lambda: None)
-    import_module(f"gpubroker.cli.{module}").add_to(part)
-    return dict(get_group(part).commands)
+    settings: dict[str, Any] = {"name": name, "rich_help_panel": panel}
+    if name in _AFTER_DASHES:
+        from gpubroker.cli.tasks.submit import CommandAfterDashes
+
+        settings |= {"cls": CommandAfterDashes, "context_settings": {"allow_extra_args": True}}
+    if isinstance(found, typer.Typer):
+        part.add_typer(found, **settings)
+    else:
+        part.command(**settings)(found)
+    return get_group(part).commands[name]
 
 
 app = typer.Typer(
@@ -154,6 +180,9 @@ def options(
     gpubroker ps
     gpubroker explain last
     """
+    from gpubroker.cli.lookup import GLOBAL_OPTIONS
+
+    GLOBAL_OPTIONS.update(url=url, token=token)
 
 
 def version(output: Output = Format.TABLE) -> None:

@@ -19,37 +19,36 @@ if TYPE_CHECKING:
     from gpubroker.tasks.estimates import Estimate, ForecastsKept
 
 
-def tenants(context: typer.Context, output: Output = Format.TABLE) -> None:
+def tenants(output: Output = Format.TABLE) -> None:
     """List tenants: held, guaranteed, borrowed and used memory, and fair share.
 
     USED is in GiB-hours and decays. LEVEL is usage relative to the fair share:
     the lowest goes first.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         listed = broker.tenants()
         emit_all(output, listed.items, lambda items: Group(_tenants(items), *_overdrawn(listed.raw)))
 
 
-def stats(context: typer.Context, output: Output = Format.TABLE) -> None:
+def stats(output: Output = Format.TABLE) -> None:
     """Show totals of tasks and memory, and whether tasks can run."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.stats(), _stats)
 
 
-def policy(context: typer.Context, output: Output = Format.TABLE) -> None:
+def policy(output: Output = Format.TABLE) -> None:
     """Show what the operator has configured: bands, kinds, pools, limits, defaults."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.policy(), lambda found: details(_policy_rows(found)))
 
 
-def profiles(context: typer.Context, output: Output = Format.TABLE) -> None:
+def profiles(output: Output = Format.TABLE) -> None:
     """List the roles that a task may name, and what they give it."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, broker.profiles().items, _profiles)
 
 
 def demand(
-    context: typer.Context,
     pool: Annotated[str | None, typer.Option(help="This pool alone; empty: tasks without one.")] = None,
     kind: Annotated[str | None, typer.Option(help="This kind of GPU, and demands that may use it.")] = None,
     waited: Annotated[
@@ -58,20 +57,19 @@ def demand(
     output: Output = Format.TABLE,
 ) -> None:
     """Show what waiting tasks lack, and idle nodes: for autoscalers."""
-    with connect(context) as broker:
+    with connect() as broker:
         found = broker.autoscaling_demand(pool=pool, kind=kind, waited_seconds=parsed_seconds(waited))
         emit(output, found, lambda found: details(_demand_rows(found)))
 
 
 def estimates(
-    context: typer.Context,
     subject: Annotated[
         str | None, typer.Argument(metavar="SUBJECT", help="Model type, name or entrypoint. Default: all.")
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Show what past runs used: peak GPU memory, and time."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, broker.estimates(subject).items, _estimates)
 
 
@@ -302,9 +300,3 @@ def _estimate(estimate: Estimate) -> tuple[str, ...]:
         duration(time.p50) if time else "",
         duration(time.p90) if time else "",
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Tasks")(estimates)
-    for command in (tenants, stats, policy, profiles, demand):
-        app.command(rich_help_panel="Cluster")(command)

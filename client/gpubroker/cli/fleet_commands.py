@@ -31,13 +31,13 @@ _COLUMNS = (
 )
 
 
-def targets(context: typer.Context, output: Output = Format.TABLE) -> None:
+def targets(output: Output = Format.TABLE) -> None:
     """Show targets, what is measured, and what keeps new work out.
 
     BACKGROUND is what background and idle work may take of that part of the
     fleet, if fleet.controller is on.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         found = broker.targets()
         emit_all(output, found.items, lambda listed: Group(_table(listed), *_pressures(found.raw)))
 
@@ -76,13 +76,13 @@ def _pressures(raw: Raw) -> Iterator[Text]:
         )
 
 
-def doctor(context: typer.Context, output: Output = Format.TABLE) -> None:
+def doctor(output: Output = Format.TABLE) -> None:
     """Say what is wrong with the fleet, and what to do; exit code 1 if it is critical.
 
     Where gpubroker-server is installed it also looks at this machine, with or
     without a service.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         found = broker.diagnostics().items
     report(found, output)
 
@@ -106,8 +106,3 @@ def _paragraph(one: Finding) -> Iterator[RenderableType]:
     if evidence:
         yield Padding(Text(evidence, style="dim"), (0, 0, 0, 4))
     yield Padding(Text(f"> {one.remedy}"), (0, 0, 0, 4))
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (targets, doctor):
-        app.command(rich_help_panel="Cluster")(command)

@@ -29,13 +29,12 @@ _WIDE = 100
 
 
 def gpus(
-    context: typer.Context,
     watching: Watch = False,
     idle: Annotated[bool, typer.Option("--idle", help="Only those that have nothing to do.")] = False,
     output: Output = Format.TABLE,
 ) -> None:
     """Show GPU memory: leased, used, free, and used without a lease."""
-    with connect(context) as broker:
+    with connect() as broker:
 
         def found() -> Sequence[Gpu]:
             return broker.gpus(idle=idle or None).items
@@ -174,7 +173,3 @@ def bar(gpu: Gpu, width: int = 24) -> str:
         longest = max(cells, key=lambda sign: cells[sign])
         cells[longest] -= 1 if surplus > 0 else -1
     return "".join(sign * count for sign, count in cells.items())
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Cluster")(gpus)

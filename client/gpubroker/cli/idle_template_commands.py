@@ -18,7 +18,7 @@ from gpubroker.cli.tables import Column, PlainTable
 if TYPE_CHECKING:
     from gpubroker.cluster.fleet import IdleTemplate
 
-template = typer.Typer(
+idle_template = typer.Typer(
     help="Create, list and delete templates of tasks that fill idle GPUs.", no_args_is_help=True
 )
 
@@ -34,9 +34,8 @@ _COLUMNS = (
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the template.")]
 
 
-@template.command()
+@idle_template.command()
 def create(
-    context: typer.Context,
     name: Name,
     file: Annotated[
         str,
@@ -50,22 +49,22 @@ def create(
     It needs the scope cluster:write, and stops with the token that made it.
     """
     task = _task_in(file)
-    with connect(context) as broker:
+    with connect() as broker:
         broker.create_idle_template(name, task, max_running=max_running, weight=weight)
         eprint(f"idle template {name} is made; its tasks are named idle/{name}")
 
 
-@template.command("list")
-def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+@idle_template.command("list")
+def list_(output: Output = Format.TABLE) -> None:
     """List your tenant's idle templates, and how many of their tasks run."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, broker.idle_templates(), _table)
 
 
-@template.command()
-def delete(context: typer.Context, name: Name) -> None:
+@idle_template.command()
+def delete(name: Name) -> None:
     """Delete an idle template. Its tasks that run go on."""
-    with connect(context) as broker:
+    with connect() as broker:
         broker.delete_idle_template(name)
         eprint(f"idle template {name} is deleted")
 
@@ -98,7 +97,3 @@ def _table(listed: Sequence[IdleTemplate]) -> RenderableType:
         if rows
         else "no idle templates; see: gpubroker idle-template create --help"
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(template, name="idle-template", rich_help_panel="Administration")

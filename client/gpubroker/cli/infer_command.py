@@ -22,7 +22,6 @@ _WORDS: Mapping[type, str] = {
 
 
 def infer(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model on its server.")],
     inputs: Annotated[
         list[str],
@@ -55,7 +54,7 @@ def infer(
     given = {"outputs": outputs, "version": version, "priority": priority}
     options = cast("InferLaterOptions", {name: value for name, value in given.items() if value is not None})
     tensors = dict(_tensor(name, text) for name, text in parsing.pairs(inputs, "--input").items())
-    with connect(context) as broker:
+    with connect() as broker:
         task = broker.infer_later(model, tensors, **options)
         remember_last(broker, task.id)
         if later:
@@ -92,7 +91,3 @@ def _datatype(name: str, values: list[Any]) -> str:
         f"input {name} needs numbers, booleans or texts, all of one kind; found {found}; or name the "
         f"datatype: {name}:FP32=[...]"
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Models")(infer)

@@ -51,7 +51,6 @@ Timeout = Annotated[Any, typer.Option("--timeout", help="Longest time to wait fo
 
 @lease.command()
 def ask(
-    context: typer.Context,
     gpu_mb: GpuMb = None,
     gpus: Gpus = None,
     priority: Priority = None,
@@ -66,7 +65,7 @@ def ask(
 ) -> None:
     """Ask for a lease and print its id. Renew it, also while it is pending."""
     options = _options(locals())
-    with connect(context) as broker:
+    with connect() as broker:
         asked = broker.ask_lease(**options)
         eprint(f"renew it within {asked.ttl_seconds:g} s: gpubroker lease renew {asked.id}")
         emit(output, asked, lambda lease: lease.id)
@@ -109,7 +108,7 @@ def run(
     options.setdefault("holder", " ".join(words)[:200])
     child = ChildProcess()
     code = None
-    with child.signals_passed_on(), connect(context) as broker:
+    with child.signals_passed_on(), connect() as broker:
         held = broker.lease(timeout_seconds=timeout, **options)
         try:
             with held:
@@ -126,7 +125,6 @@ def run(
 
 @lease.command("list")
 def list_(
-    context: typer.Context,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Include ended leases.")] = False,
     sort: Annotated[
         str | None, typer.Option(help="submitted or priority; -priority: the highest first.")
@@ -134,31 +132,29 @@ def list_(
     output: Output = Format.TABLE,
 ) -> None:
     """List leases that have not ended, newest first."""
-    with connect(context) as broker:
+    with connect() as broker:
         found = broker.leases(state=None if everything else UNFINISHED_LEASES, sort=sort)
         emit_all(output, list(found), _leases)
 
 
 @lease.command()
-def show(context: typer.Context, lease: LeaseId, output: Output = Format.TABLE) -> None:
+def show(lease: LeaseId, output: Output = Format.TABLE) -> None:
     """Show one lease: its memory, when to renew it, and whether its holder is asked to leave."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.get_lease(lease_id(broker, lease)), _lease)
 
 
 @lease.command()
-def renew(
-    context: typer.Context, lease: LeaseId, ttl_seconds: Ttl = None, output: Output = Format.TABLE
-) -> None:
+def renew(lease: LeaseId, ttl_seconds: Ttl = None, output: Output = Format.TABLE) -> None:
     """Renew a lease for another TTL."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.renew_lease(lease_id(broker, lease), ttl_seconds), _lease)
 
 
 @lease.command()
-def release(context: typer.Context, lease: LeaseId, output: Output = Format.TABLE) -> None:
+def release(lease: LeaseId, output: Output = Format.TABLE) -> None:
     """Release a lease: its memory is free, or it is no longer wanted."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.release_lease(lease_id(broker, lease)), _lease)
 
 
@@ -256,7 +252,3 @@ def _note(lease: Lease) -> str:
     if lease.error:
         return lease.error.message
     return with_short_ids(lease.pending.message) if lease.pending else ""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(lease, name="lease", rich_help_panel="Tasks")

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,21 +37,25 @@ TaskWords = Annotated[list[str], _TASKS]
 AnyTaskWords = Annotated[list[str] | None, _TASKS]
 
 
+GLOBAL_OPTIONS: dict[str, str | None] = {}
+"""`url` and `token` of this command line."""
+
+
 @contextlib.contextmanager
-def connect(context: typer.Context, retry_seconds: float | None = None) -> Iterator["Broker"]:
+def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
     """The service of the global options, otherwise found as the SDK finds it."""
     from gpubroker.broker import Broker
     from gpubroker.transport.http import check_listening
 
-    options: Mapping[str, str | None] = context.find_root().params
     retry_seconds = _RETRY_SECONDS if retry_seconds is None else retry_seconds
-    with Broker(options.get("url"), options.get("token"), retry_seconds=retry_seconds) as broker:
+    url, token = map(GLOBAL_OPTIONS.get, ("url", "token"))
+    with Broker(url, token, retry_seconds=retry_seconds) as broker:
         try:
             check_listening(broker)  # one that is down is told at once, not retried
             yield broker
         except Refused as refused:
             if refused.code == "unauthenticated":
-                refused.add_note(_token_source(broker.connection.url, options.get("token")))
+                refused.add_note(_token_source(broker.connection.url, token))
             if refused.code == "task-not-finished":
                 refused.add_note("wait for it: gpubroker result TASK --wait")
             raise

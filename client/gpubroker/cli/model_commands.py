@@ -50,13 +50,12 @@ def list_(
 ) -> None:
     """List the models of servers: first those in memory, then those that wait for it, then the others."""
     if context.invoked_subcommand is None:
-        with connect(context) as broker:
+        with connect() as broker:
             emit_all(output, broker.models(state=state, server=server, sort=sort).items, _models)
 
 
 @models.command()
 def measure(
-    context: typer.Context,
     model: Name,
     batch_size: Annotated[
         list[int] | None,
@@ -84,7 +83,7 @@ def measure(
     It is asked with zeros while its GPU is measured. Later loads lease the size
     that was learned. The model must not be in memory.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         measured = broker.measure_model(
             model,
             batch_sizes=batch_size or (),
@@ -97,7 +96,6 @@ def measure(
 
 
 def load(
-    context: typer.Context,
     model: Name,
     priority: Priority = None,
     wait: Annotated[
@@ -107,7 +105,7 @@ def load(
     output: Output = Format.TABLE,
 ) -> None:
     """Load a model into memory, in its turn; it may take the room of lower priorities."""
-    with connect(context) as broker:
+    with connect() as broker:
         loaded = broker.load_model(model, priority=priority, wait_seconds=wait, server=server)
         emit(output, loaded, _requested)
     if wait and loaded.state != "resident":
@@ -115,21 +113,20 @@ def load(
         raise typer.Exit(EXIT_WAIT_TIMEOUT)
 
 
-def unload(context: typer.Context, model: Name, server: Server = None, output: Output = Format.TABLE) -> None:
+def unload(model: Name, server: Server = None, output: Output = Format.TABLE) -> None:
     """Unload a model after its current requests; the next request loads it again."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.unload_model(model, server=server), _model)
 
 
 def pin(
-    context: typer.Context,
     model: Name,
     off: Annotated[bool, typer.Option("--off", help="End the pin.")] = False,
     server: Server = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Keep a model in memory, even if others need the room."""
-    with connect(context) as broker:
+    with connect() as broker:
         pinned = broker.pin_model(model, pinned=not off, server=server)
         emit(output, pinned, _model if off else _requested)
 
@@ -184,9 +181,3 @@ def _requested(shown: ServedModel) -> RenderableType:
     commands = ["gpubroker models"] + ([f"gpubroker explain {shown.task}"] if shown.task else [])
     hint = f"\nrequested, not in memory yet; to follow it: {', '.join(commands)}"
     return Text.assemble(_model(shown), hint, f"\n{shown.reason}" if shown.reason else "")
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(models, name="models", rich_help_panel="Models")
-    for command in (load, unload, pin):
-        app.command(rich_help_panel="Models")(command)

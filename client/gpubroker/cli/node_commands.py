@@ -25,7 +25,6 @@ Because = Annotated[
 
 
 def nodes(
-    context: typer.Context,
     sort: Annotated[
         str | None,
         typer.Option(
@@ -39,18 +38,17 @@ def nodes(
 
     USED is host memory and DISK the fullest of the watched disks, by all programs.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, broker.nodes(sort=sort).items, _nodes)
 
 
-def cordon(context: typer.Context, node: Name, because: Because = "", output: Output = Format.TABLE) -> None:
+def cordon(node: Name, because: Because = "", output: Output = Format.TABLE) -> None:
     """Start nothing new on a node. What runs there goes on."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.cordon(node, because), _node)
 
 
 def drain(
-    context: typer.Context,
     node: Name,
     deadline: Annotated[
         float | None,
@@ -69,26 +67,23 @@ def drain(
     Critical tasks, and runs that are protected from preemption, stay until the deadline.
     `gpubroker nodes` shows what is left.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.drain(node, because, deadline_seconds=deadline), _node)
 
 
-def uncordon(
-    context: typer.Context, node: Name, because: Because = "", output: Output = Format.TABLE
-) -> None:
+def uncordon(node: Name, because: Because = "", output: Output = Format.TABLE) -> None:
     """Let tasks start on a node again."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.uncordon(node, because), _node)
 
 
-def disk(context: typer.Context, node: Name, output: Output = Format.TABLE) -> None:
+def disk(node: Name, output: Output = Format.TABLE) -> None:
     """Show how full a node's disks are, and what its disk guard would delete."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.disk(node), _disk)
 
 
 def clean(
-    context: typer.Context,
     node: Name,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Delete; otherwise only show what would go.")
@@ -99,7 +94,7 @@ def clean(
 
     Runs the operator's sync commands first. Stops when the disk is no fuller than `warn_percent`.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.clean(node, dry_run=not yes), _disk)
 
 
@@ -227,8 +222,3 @@ def _state(node: Node) -> Text:
     else:
         state = "ready" if node.silent_since is None else "silent"
     return Text(state, style="green" if state == "ready" else "yellow")
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (nodes, cordon, drain, uncordon, disk, clean):
-        app.command(rich_help_panel="Cluster")(command)

@@ -38,7 +38,7 @@ def list_(
     """List the objects that your tenant has uploaded, newest first, and their total size."""
     if context.invoked_subcommand is not None:
         return
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, list(broker.objects(sort=sort)), _objects)
         if output is Format.TABLE:
             usage = broker.object_usage()
@@ -48,7 +48,6 @@ def list_(
 
 @objects.command()
 def delete(
-    context: typer.Context,
     ids: Annotated[
         list[str],
         typer.Argument(
@@ -58,7 +57,7 @@ def delete(
     ],
 ) -> None:
     """Delete objects. Inferences that are queued keep their values; tasks that wait for one fail."""
-    with connect(context) as broker:
+    with connect() as broker:
 
         def delete_one(id: str) -> None:
             broker.delete_object(id)
@@ -74,7 +73,6 @@ def delete(
 
 @objects.command()
 def download(
-    context: typer.Context,
     id: Annotated[
         str,
         typer.Argument(
@@ -86,7 +84,7 @@ def download(
     ],
 ) -> None:
     """Write the bytes of an object to a file, which is there once they are complete."""
-    with connect(context) as broker:
+    with connect() as broker:
         [whole_id] = _found(broker, [id])
         parts = broker.download(whole_id)
         if str(file) == "-":
@@ -103,14 +101,13 @@ def download(
 
 
 def upload(
-    context: typer.Context,
     file: Annotated[
         typer.FileBinaryRead, typer.Argument(metavar="FILE", help="File to upload; `-` is standard input.")
     ],
     output: Output = Format.TABLE,
 ) -> None:
     """Upload a file as an object for tasks and queued inferences, and print its id."""
-    with connect(context) as broker, TemporaryFile() as copy:
+    with connect() as broker, TemporaryFile() as copy:
         if not file.seekable():  # a pipe, which a retry could not read again
             copyfileobj(file, copy)
         stored = broker.upload(file if file.seekable() else copy)
@@ -143,8 +140,3 @@ def _objects(listed: Sequence[StoredObject]) -> RenderableType:
         for stored in listed
     ]
     return PlainTable(_COLUMNS, rows) if rows else Text("no objects")
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Objects")(upload)
-    app.add_typer(objects, name="objects", rich_help_panel="Objects")

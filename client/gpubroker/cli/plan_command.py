@@ -27,7 +27,6 @@ _RETRY_SECONDS = 30.0
 
 
 def plan(
-    context: typer.Context,
     file: Annotated[
         Path,
         typer.Option("--file", "-f", exists=True, dir_okay=False, help="YAML or JSON file to check."),
@@ -42,7 +41,7 @@ def plan(
     gpubroker plan -f fleet.yaml
     """
     wanted = _read(file)
-    with connect(context, _RETRY_SECONDS) as broker:
+    with connect(_RETRY_SECONDS) as broker:
         found = broker.plan(**wanted)
         emit(output, found, _plan)
     if not found.fits:
@@ -114,7 +113,3 @@ def _total(sums: Mapping[str, Any]) -> str:
     if sums.get("memory_mb"):
         parts.append(f"{gib(sums['memory_mb'])} GiB of host memory")
     return ", ".join(parts)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Cluster")(plan)

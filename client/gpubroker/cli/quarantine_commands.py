@@ -30,13 +30,12 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
     """List memory that counts as used because its holder is not confirmed gone, and what it waits for."""
     if context.invoked_subcommand is None:
-        with connect(context) as broker:
+        with connect() as broker:
             emit_all(output, broker.quarantine().items, _quarantined)
 
 
 @quarantine.command()
 def release(
-    context: typer.Context,
     holder: Annotated[
         str, typer.Argument(metavar="TASK", help="Id, end of an id as listed, or unique name.")
     ],
@@ -52,7 +51,7 @@ def release(
     Use it if no agent can prove that, as for a machine that does not come back.
     The service does not check the statement.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         found = _found(broker, holder)
         if not yes:
             _confirm(found, because)
@@ -73,7 +72,6 @@ Why = Annotated[
 
 
 def pause(
-    context: typer.Context,
     tenant: Tenant = None,
     stream: Stream = None,
     because: Why = None,
@@ -82,12 +80,11 @@ def pause(
     """Let nothing of a tenant, or of a work stream, start. What runs goes on."""
     if (tenant is None) is (stream is None):
         raise typer.BadParameter("give either --tenant or --stream")
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.pause_queue(tenant=tenant, stream=stream, reason=because or ""), _queue)
 
 
 def resume(
-    context: typer.Context,
     tenant: Tenant = None,
     stream: Stream = None,
     because: Why = None,
@@ -103,7 +100,7 @@ def resume(
         raise typer.BadParameter("give either --tenant or --stream")
     if tenant is None and stream is None and because is None:
         raise typer.BadParameter("give --tenant or --stream; or, for silent nodes, --because")
-    with connect(context) as broker:
+    with connect() as broker:
         if tenant is not None or stream is not None:
             emit(output, broker.resume_queue(tenant=tenant, stream=stream, reason=because or ""), _queue)
             return
@@ -174,9 +171,3 @@ def _released(released: Released) -> RenderableType:
     text = f"released {size(released.gpu_mb)} of {released.id}; it is free after the next measurement"
     left = sum(one.gpu_mb for one in released.quarantine)
     return Text(f"{text}; still in quarantine: {size(left)}" if released.quarantine else text)
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (pause, resume):
-        app.command(rich_help_panel="Cluster")(command)
-    app.add_typer(quarantine, name="quarantine", rich_help_panel="Cluster")

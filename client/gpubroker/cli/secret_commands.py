@@ -25,28 +25,28 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the secret.")
 
 
 @secrets.command("set")
-def set_(context: typer.Context, name: Name) -> None:
+def set_(name: Name) -> None:
     """Set a secret of your tenant, from standard input, or as you type it without an echo.
 
     Its text is never an argument: others could read it in the list of processes.
     """
     text = _typed(name) if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
-    with connect(context) as broker:
+    with connect() as broker:
         broker.set_secret(name, text)
         eprint(f"secret {name} is set; a task gets it with: gpubroker submit --env {name}=secret:{name} ...")
 
 
 @secrets.command("list")
-def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+def list_(output: Output = Format.TABLE) -> None:
     """List the names of your tenant's secrets."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, broker.secrets(), _names)
 
 
 @secrets.command()
-def delete(context: typer.Context, name: Name) -> None:
+def delete(name: Name) -> None:
     """Delete a secret. Tasks that name it and have not started fail at their start."""
-    with connect(context) as broker:
+    with connect() as broker:
         broker.delete_secret(name)
         eprint(f"secret {name} is deleted")
 
@@ -58,7 +58,3 @@ def _typed(name: str) -> str:
 
 def _names(listed: Sequence[Secret]) -> RenderableType:
     return PlainTable((Column("NAME"),), [(secret.name,) for secret in listed])
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(secrets, name="secrets", rich_help_panel="Administration")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 @token.command()
 def create(
-    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name to list and revoke it by.")],
     scope: Annotated[
         list[str],
@@ -59,7 +58,7 @@ def create(
     output: Output = Format.TABLE,
 ) -> None:
     """Create a token and print its secret, which is shown only once."""
-    with connect(context) as broker:
+    with connect() as broker:
         created = broker.create_token(
             name,
             scopes=scope,
@@ -73,19 +72,18 @@ def create(
 
 
 @token.command("list")
-def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+def list_(output: Output = Format.TABLE) -> None:
     """List all tokens, without their secrets."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, broker.tokens(), _tokens)
 
 
 @token.command()
 def revoke(
-    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the token.")],
 ) -> None:
     """Make a token invalid at once."""
-    with connect(context) as broker:
+    with connect() as broker:
         broker.revoke_token(name)
         eprint(f"token {name} is revoked")
 
@@ -102,7 +100,3 @@ def _tokens(listed: Sequence[Token]) -> RenderableType:
         for token in listed
     ]
     return PlainTable(_COLUMNS, rows)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(token, name="token", rich_help_panel="Administration")

@@ -6,11 +6,11 @@ from datetime import datetime
 from typing import Any
 
 from gpubroker.tasks.estimates import ForecastsKept
-from gpubroker.transport.decoding import Raw
+from gpubroker.transport.decoding import Answered
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Answered):
     """A holder of memory on a device: what it leased and what was last measured."""
 
     kind: str
@@ -28,11 +28,10 @@ class Holder:
     stopping: bool = False
     quarantine: Mapping[str, Any] | None = None
     """If it is not confirmed gone: `quarantined_at`, the proofs it `awaits`, and a `message`."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Pledge:
+class Pledge(Answered):
     """Memory that is being freed for one waiting task; `arrived_mb` of it is already free."""
 
     task: str
@@ -40,11 +39,10 @@ class Pledge:
     arrived_mb: int = 0
     priority: int = 0
     deadline_at: datetime | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(Answered):
     """One device. All sizes in MiB. `free_mb` is what a new task could lease now."""
 
     key: str
@@ -90,11 +88,10 @@ class Gpu:
     pledges: tuple[Pledge, ...] = ()
     history: Mapping[str, Any] = field(default_factory=dict)
     """`values` by measure, one each `step_seconds` from `since` on; None where nothing was measured."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class NodeDisk:
+class NodeDisk(Answered):
     """How full a node's disks are, and what of the operator's roots may go. Each of `disks` has `path`,
     `total_bytes`, `free_bytes` and `level`; each of `files` has `path`, `class`, `size_bytes` and
     `modified_at`."""
@@ -112,11 +109,10 @@ class NodeDisk:
     kept: Mapping[str, int] = field(default_factory=dict)
     """Why other files stay, and how many for each reason."""
     message: str = ""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Node(Answered):
     """One machine. `cpu`, `memory_mb`, `gpu_mb` and `runs` say what is held of the total. `agent` has the
     agent's `release`, whether it is `outdated`, a `message` if something has to be done, and `gpu_faults`:
     GPUs that it cannot use, and why."""
@@ -148,11 +144,10 @@ class Node:
     """Of one node that was asked for by its name."""
     labels: Mapping[str, str] = field(default_factory=dict)
     agent: Mapping[str, Any] | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(Answered):
     """The most frequent waiting demand, if it is free in total but nowhere in one piece."""
 
     gpus: int
@@ -160,11 +155,10 @@ class Scattered:
     waiting: int = 0
     free_mb: int = 0
     largest_mb: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Fragmentation:
+class Fragmentation(Answered):
     """Of the GPUs that take tasks now: what is free, and which part the usual demands cannot use."""
 
     free_mb: int = 0
@@ -173,11 +167,10 @@ class Fragmentation:
     """0 to 1; None if nothing is free."""
     kinds: tuple[Mapping[str, Any], ...] = ()
     scattered: Scattered | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class Tenant(Answered):
     """A tenant. Sizes are MiB of GPU memory; without a quota, `guaranteed_mb` is None."""
 
     name: str
@@ -199,11 +192,10 @@ class Tenant:
     active: int = 0
     paused: Mapping[str, Any] | None = None
     """While its queue starts nothing: `since`, `by`, `reason` and how many tasks are `waiting`."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Answered):
     """What a task of this role gets for what it leaves out; None: the default of all tasks."""
 
     name: str
@@ -216,11 +208,10 @@ class Profile:
     priority: int | None = None
     timeout_seconds: float | None = None
     max_retries: int | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(Answered):
     """Counts over the whole cluster: `tasks` by state."""
 
     gpu: Mapping[str, Any] = field(default_factory=dict)
@@ -244,11 +235,10 @@ class Stats:
     as_of: datetime | None = None
     age_seconds: float | None = None
     position: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Target(Answered):
     """Where a measure of a part of the fleet shall be. Shares are from 0 to 1."""
 
     scope: str
@@ -263,11 +253,10 @@ class Target:
     background_share: float | None = None
     """What background work may take of it; None if nothing holds it back."""
     background_left_mb: int | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Answered):
     """Something that is wrong with the fleet, or with a machine of it."""
 
     kind: str
@@ -282,11 +271,10 @@ class Finding:
     remedy: str = ""
     """A command, or what to do where none helps."""
     first_seen_at: datetime | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class IdleTemplate:
+class IdleTemplate(Answered):
     """A task that is submitted again and again as long as devices are idle."""
 
     name: str
@@ -300,11 +288,10 @@ class IdleTemplate:
     waiting: int = 0
     stopped: str | None = None
     """Why nothing of it is submitted any more; None: it goes on."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class AutoscalingDemand:
+class AutoscalingDemand(Answered):
     """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and idle nodes
     (`spare`): each with `gpus`, `gpu_mb`, `cpu` and `memory_mb`."""
 
@@ -320,14 +307,13 @@ class AutoscalingDemand:
     """Also its `nodes`."""
     as_of: datetime | None = None
     age_seconds: float | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 Rows = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(Answered):
     """What the operator has configured. Rows are mappings with the names of the HTTP API. `tenants` only has
     those that the token may see."""
 
@@ -351,4 +337,3 @@ class Policy:
     streams: Mapping[str, float] = field(default_factory=dict)
     body_bytes: int = 0
     batch_body_bytes: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)

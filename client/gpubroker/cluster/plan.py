@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpubroker.tasks.explanation import Run
-from gpubroker.transport.decoding import Raw
+from gpubroker.transport.decoding import Answered, Raw
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedComponent:
+class PlannedComponent(Answered):
     name: str
     count: int = 0
     placed: int = 0
@@ -18,27 +18,24 @@ class PlannedComponent:
     reason: str = ""
     """Why the first of those has no place; a stable token."""
     message: str = ""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class MissingGpus:
+class MissingGpus(Answered):
     kinds: tuple[str, ...] = ()
     """Any of these kinds; empty: any kind."""
     whole_gpus: int = 0
     gpu_mb: int = 0
     """For parts of GPUs."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(Answered):
     """The least that would have to be added."""
 
     gpus: tuple[MissingGpus, ...] = ()
     cpu: float = 0.0
     memory_mb: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Displaced(Run):
 
 
 @dataclass(frozen=True, slots=True)
-class FleetPlan:
+class FleetPlan(Answered):
     """Where each component goes, what is missing, and which runs it would displace."""
 
     fits: bool
@@ -64,4 +61,3 @@ class FleetPlan:
     totals: Mapping[str, Any] = field(default_factory=dict)
     totals_without_colocation: Mapping[str, Any] = field(default_factory=dict)
     """If each role ran alone instead of taking turns with others."""
-    raw: Raw = field(default_factory=dict, repr=False)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from gpubroker.tasks.submission import plain
-from gpubroker.transport.decoding import Page, Raw, decode, page_of
+from gpubroker.transport.decoding import Answered, Page, decode, page_of
 from gpubroker.transport.exchange import Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
 
 
 @dataclass(frozen=True, slots=True)
-class WorkStream:
+class WorkStream(Answered):
     """A work stream, and what it counts now: `weight` is the product of its `factors`."""
 
     name: str
@@ -26,15 +26,13 @@ class WorkStream:
     velocity_per_hour: float = 0.0
     data_age_seconds: float | None = None
     quality: float = 1.0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnStream:
+class DrawnStream(Answered):
     stream: WorkStream
     seed: int = 0
     """Draws the same stream again while weights are equal."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 class StreamApi(Operations):

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from gpubroker.errors import BrokerError
 from gpubroker.tasks.task import Failure, Pending, TaskDevice
-from gpubroker.transport.decoding import Raw
+from gpubroker.transport.decoding import Answered
 
 _LONGEST_INTERVAL_SECONDS = 30.0
 
@@ -31,18 +31,17 @@ class LeaseState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(Answered):
     """Free the memory and then release the lease, before the deadline."""
 
     reason: str
     """preempt, deadline (it was not renewed), cancel or overuse; `ended` if the lease has ended, `refused` if
     the service does not let this program renew it (see `HeldLease.fault`)."""
     deadline_at: datetime | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Answered):
     """A lease as the service answers it."""
 
     id: str
@@ -67,7 +66,6 @@ class Lease:
     notice: Notice | None = None
     pending: Pending | None = None
     error: Failure | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
     @property
     def device_uuids(self) -> tuple[str, ...]:

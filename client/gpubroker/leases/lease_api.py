@@ -5,13 +5,12 @@ import os
 import socket
 import sys
 import time
-import uuid
 from pathlib import Path
 from typing import Any, Unpack
 
 from gpubroker.errors import BrokerError, Refused
 from gpubroker.leases.lease import AnyLease, Lease, LeaseEnded, LeaseOptions, LeaseState, LeaseStatus
-from gpubroker.transport.decoding import Page, decode, page_of
+from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, json_body, listing, operation, path_part
 
@@ -25,10 +24,8 @@ class LeaseSteps(Operations):
 
     def _new_lease(self, options: LeaseOptions) -> Steps[Lease]:
         body: dict[str, Any] = {"holder": _this_program(), **options}
-        key = body.pop("idempotency_key", None) or uuid.uuid4().hex
-        headers = {"Idempotency-Key": f'"{key}"'}
-        call = Call("POST", "/leases", body=json_body(body), headers=headers)
-        return decode(Lease, (yield from self._send(call)).json())
+        key = body.pop("idempotency_key", None)
+        return decode(Lease, (yield from self._make("/leases", key, json_body(body))))
 
     def _renewed(self, lease: AnyLease, ttl_seconds: float | None = None) -> Steps[Lease]:
         body = {} if ttl_seconds is None else {"ttl_seconds": ttl_seconds}
@@ -112,12 +109,7 @@ class LeaseApi(LeaseSteps):
     ) -> Pages[Lease]:
         """All leases that match, newest first; `state` may be several, separated by commas. `sort`: submitted
         or priority; with a `-` the latest, or the highest, first."""
-
-        def fetch(cursor: str | None) -> Steps[Page[Lease]]:
-            raw = yield from self._ask("GET", "/leases", state=state, holder=holder, sort=sort, cursor=cursor)
-            return page_of(Lease, raw)
-
-        return Pages(fetch)
+        return self._pages(Lease, "/leases", state=state, holder=holder, sort=sort)
 
     @operation
     def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Steps[Lease]:

@@ -1,15 +1,15 @@
 """Models of servers, and uploaded objects, as the service answers them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from gpubroker.errors import WrongArgument
-from gpubroker.transport.decoding import Raw
+from gpubroker.transport.decoding import Answered
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServedModel(Answered):
     """A model of a server whose memory the service manages."""
 
     name: str
@@ -27,11 +27,10 @@ class ServedModel:
     wanted_until_at: datetime | None = None
     reason: str = ""
     """Why its last load failed, in the server's words."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredModel:
+class MeasuredModel(Answered):
     """How much memory of a GPU a model took, loaded and asked at these batch sizes."""
 
     name: str
@@ -47,11 +46,10 @@ class MeasuredModel:
     """What its next load leases."""
     configured: bool = False
     """`next_mb` is the `gpu_mb` of the service's settings."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(Answered):
     """An uploaded object. An array can be an input of `infer_later` as it is; for bytes the input says what
     they are: `{"datatype": "UINT8", "shape": [2, 3], "object": stored.id}`."""
 
@@ -63,7 +61,6 @@ class StoredObject:
     datatype: str = ""
     """Of an array, in Triton's words; empty for bytes."""
     shape: tuple[int, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
 
     def as_input(self, name: str) -> dict[str, Any]:
         """Raises WrongArgument for bytes."""
@@ -76,10 +73,9 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectUsage:
+class ObjectUsage(Answered):
     """Bytes of all objects of the tenant, and the limit."""
 
     counted_bytes: int = 0
     """Each object counts at least 4 KiB."""
     most_bytes: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)

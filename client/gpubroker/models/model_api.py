@@ -1,6 +1,5 @@
 """Operations on models and uploaded objects: ask, queue, load, unload, pin, upload."""
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, Unpack
 
@@ -89,10 +88,9 @@ class ModelApi(Operations):
         object. `result` is the JSON of Triton's protocol. The options are those of `InferLaterOptions`.
         Raises Refused.
         """
-        key = options.get("idempotency_key") or uuid.uuid4().hex
         body, headers = inference_body(model, inputs, options)
-        call = Call("POST", "/inferences", body=body, headers={**headers, "Idempotency-Key": f'"{key}"'})
-        return decode(Task, (yield from self._send(call)).json())
+        made = yield from self._make("/inferences", options.get("idempotency_key"), body, headers)
+        return decode(Task, made)
 
     @operation
     def outputs(
@@ -224,12 +222,7 @@ class ModelApi(Operations):
 
         Datatype and shape of an array are only in the answer of `upload`.
         """
-
-        def fetch(cursor: str | None) -> Steps[Page[StoredObject]]:
-            raw = yield from self._ask("GET", "/objects", limit=_OBJECTS_PER_PAGE, sort=sort, cursor=cursor)
-            return page_of(StoredObject, raw)
-
-        return Pages(fetch)
+        return self._pages(StoredObject, "/objects", limit=_OBJECTS_PER_PAGE, sort=sort)
 
     @operation
     def object_usage(self) -> Steps[ObjectUsage]:

@@ -23,7 +23,7 @@ class Mailbox:
     ) -> list[tuple[int, Report]]:
         """Wait for reports. Empty if a later read replaces this one, if the time is up, or if no more reports
         may come."""
-        self._dismiss()
+        self.close()
         self._ripe |= acknowledged == START_OVER
         while True:
             coming = may_come()
@@ -34,10 +34,6 @@ class Mailbox:
                     return taken
             if not await self._woken(timeout_seconds):
                 return []
-
-    def close(self) -> None:
-        """End a read that waits."""
-        self._dismiss()
 
     async def _woken(self, timeout_seconds: float | None) -> bool:
         reader = self._reader = self._loop.create_future()
@@ -64,7 +60,8 @@ class Mailbox:
         if self._reader is not None:
             _resolve(self._reader, True)
 
-    def _dismiss(self) -> None:
+    def close(self) -> None:
+        """End a read that waits."""
         if self._reader is not None:
             _resolve(self._reader, False)
             self._reader = None

@@ -22,7 +22,6 @@ UNSENT_BYTES = 2**20
 class Output(Protocol):
     def tail(self) -> bytes:
         """The newest bytes printed, at most TAIL_BYTES."""
-        ...
 
 
 class FileOutput:

@@ -3,21 +3,27 @@
 import base64
 import json
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack
 
 import cloudpickle
 
 from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
 from gpubroker.tasks.object_api import upload_call
-from gpubroker.tasks.submission import SubmitOptions, Target, as_json, objects_named, submission_body
+from gpubroker.tasks.submission import (
+    SubmitOptions,
+    Target,
+    as_json,
+    objects_named,
+    parted_options,
+    submission_body,
+)
 from gpubroker.tasks.task import Failure
-from gpubroker.transport.decoding import Page, Raw, decode
-from gpubroker.transport.exchange import Call, Pause, Steps
+from gpubroker.transport.decoding import Answered, Page, Raw, decode
+from gpubroker.transport.exchange import Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 
 _INLINE_BYTES = 4 * 2**20
@@ -27,7 +33,6 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
 _SUBMIT_SECONDS = 60.0
 _BAR_WIDTH = 30
-_ARRAY_OPTIONS = ("chunk", "max_parallel", "item_timeout_seconds", "item_retries")
 
 
 class ArrayOptions(SubmitOptions, total=False):
@@ -72,16 +77,15 @@ class ArrayState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayWorker:
+class ArrayWorker(Answered):
     """A task that works on items of an array."""
 
     id: str
     state: str = ""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class Array(Answered):
     id: str
     name: str
     tenant: str
@@ -102,7 +106,6 @@ class Array:
     last_item_at: datetime | None = None
     retry_of: str | None = None
     """The array of which it does the failed items again."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
     @property
     def is_finished(self) -> bool:
@@ -114,7 +117,7 @@ AnyArray = Array | str
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayItem:
+class ArrayItem(Answered):
     """How one item ended. `result` is the JSON result; a pickled one stays bytes in `data`."""
 
     number: int
@@ -128,7 +131,6 @@ class ArrayItem:
     error: Failure | None = None
     array: str = ""
     """The id of its array."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Raw, array: str = "") -> "ArrayItem":
@@ -191,7 +193,7 @@ class ArrayApi(Operations):
             while True:
                 seen = decode(Array, (yield from self._ask("GET", _path(array))))
                 if seen.is_finished or cursor != str(seen.done):
-                    return Page((seen,), None if seen.is_finished else str(seen.done), seen.raw)
+                    return Page((seen,), None if seen.is_finished else str(seen.done), raw=seen.raw)
                 yield Pause(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -206,9 +208,7 @@ class ArrayApi(Operations):
     def retry_array(self, array: AnyArray, *, idempotency_key: str | None = None) -> Steps[Array]:
         """Do the items of an ended array again that failed or were left, as a new array in which they keep
         their numbers. Raises Refused if there are none."""
-        key = idempotency_key or uuid.uuid4().hex
-        call = Call("POST", f"{_path(array)}/retry", headers={"Idempotency-Key": f'"{key}"'})
-        return decode(Array, (yield from self._send(call)).json())
+        return decode(Array, (yield from self._make(f"{_path(array)}/retry", idempotency_key)))
 
     @listing
     def map(
@@ -259,10 +259,8 @@ class ArrayApi(Operations):
     def _submit_array(
         self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
     ) -> Steps[Array]:
-        key = options.get("idempotency_key") or uuid.uuid4().hex
-        given = {name: options[name] for name in _ARRAY_OPTIONS if options.get(name) is not None}  # type: ignore[literal-required]  # they are
-        of_task = {name: value for name, value in options.items() if name not in _ARRAY_OPTIONS}
-        body = submission_body(target, args, cast("SubmitOptions", of_task))
+        of_task, given = parted_options(options, ArrayOptions)
+        body = submission_body(target, args, of_task)
         listed = list(items)
         packed, count = _packed(target, listed), len(listed)
         if callable(target):
@@ -277,15 +275,15 @@ class ArrayApi(Operations):
         text = packed if given_as is None else json.dumps(given_as).encode()
         rest = json.dumps(given).encode()[1:]
         body = body[:-1] + b',"items":' + text + (b"," if given else b"") + rest
-        headers = {"Idempotency-Key": f'"{key}"'}
-        call = Call("POST", "/arrays", body=body, headers=headers, patience_seconds=_SUBMIT_SECONDS)
-        return decode(Array, (yield from self._send(call)).json())
+        key = options.get("idempotency_key")
+        made = yield from self._make("/arrays", key, body, patience_seconds=_SUBMIT_SECONDS)
+        return decode(Array, made)
 
     def _items_after(self, array: AnyArray, cursor: str | None, wanted: ItemFilter) -> Steps[Page[ArrayItem]]:
         params: dict[str, Any] = {**wanted, "after": cursor, "limit": _ITEMS_PER_PAGE}
         raw = yield from self._ask("GET", f"{_path(array)}/items", **params)
         found = tuple(ArrayItem.of(item, _id_of(array)) for item in raw["items"])
-        return Page(found, str(raw["next_after"]) if raw["has_more"] else None, raw)
+        return Page(found, str(raw["next_after"]) if raw["has_more"] else None, raw=raw)
 
 
 class _Mapped:

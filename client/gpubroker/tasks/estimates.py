@@ -1,24 +1,23 @@
 """What the service learned from past runs, and what it expects from that."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
-from gpubroker.transport.decoding import Raw
+from gpubroker.transport.decoding import Answered
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles:
+class Quantiles(Answered):
     """Of `n` runs: the values that 50, 90 and 95 % of them did not exceed."""
 
     n: int = 0
     p50: float = 0.0
     p90: float = 0.0
     p95: float = 0.0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Answered):
     """What the runs of one subject used on one kind of device; None if nothing was measured."""
 
     subject: str
@@ -30,11 +29,10 @@ class Estimate:
     seconds: Quantiles | None = None
     needed_runs: int = 0
     """So many must be measured before a size is learned."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizing:
+class Sizing(Answered):
     """How `gpu_mb: learned` was settled at submit. `gpu_mb` is None for whole devices; for ranks that differ
     it is the largest, and the message describes each."""
 
@@ -43,11 +41,10 @@ class Sizing:
     n: int = 0
     kind: str | None = None
     message: str = ""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(Answered):
     """When something is likely to happen: 50 % by the first time, 90 % by the second."""
 
     p50_at: datetime | None = None
@@ -59,11 +56,10 @@ class Expected:
     """How many past runs it is based on."""
     basis: str = ""
     """`stated`, `learned` or `guess`."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class ForecastsKept:
+class ForecastsKept(Answered):
     """How accurate past start forecasts were that had the same basis: stated, learned or guess."""
 
     basis: str
@@ -71,4 +67,3 @@ class ForecastsKept:
     median_error_seconds: float = 0.0
     within_p90: float = 0.0
     """The share that started by the p90; 0.9 is ideal."""
-    raw: Raw = field(default_factory=dict, repr=False)

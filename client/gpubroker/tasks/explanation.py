@@ -7,11 +7,11 @@ from typing import Any
 
 from gpubroker.tasks.estimates import Expected, ForecastsKept
 from gpubroker.tasks.task import Inherited, TaskState
-from gpubroker.transport.decoding import Raw
+from gpubroker.transport.decoding import Answered, Raw
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(Answered):
     """A run as the submitter of another task sees it. `id` and `name` are empty for another tenant's run."""
 
     id: str = ""
@@ -29,21 +29,19 @@ class Run:
     """If it is not confirmed gone: which proof that waits for."""
     ends: Expected | None = None
     """None if its end cannot be estimated."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocker:
+class Blocker(Answered):
     """One thing that keeps a task waiting. `reason` is a stable token; a lower `tier` is more structural."""
 
     reason: str
     message: str
     tier: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceVerdict:
+class DeviceVerdict(Answered):
     """Why a waiting task cannot use a device. `need_mb` is None if even the empty device is too small."""
 
     key: str
@@ -58,11 +56,10 @@ class DeviceVerdict:
     free_in: Expected | None = None
     """When it has enough free memory, if no other task takes it."""
     holders: tuple[Run, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class RankVerdict:
+class RankVerdict(Answered):
     """Whether there is room for one rank of a waiting gang.
 
     Ranks are placed in order, each beside those before it; after the first that does not fit, each is judged
@@ -75,11 +72,10 @@ class RankVerdict:
     """`node` and `devices`, if there is room."""
     reason: str | None = None
     """Why there is no room; None also for ranks that the gang can start without."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(Answered):
     """How a task stands against its tenant's quota, in MiB."""
 
     tenant: str
@@ -95,11 +91,10 @@ class Quota:
     """What the tenant may still take."""
     counts_mb: int = 0
     """What the task would count."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class Remedy(Answered):
     """One change that would let the task start, found by planning it again with that change."""
 
     message: str
@@ -113,11 +108,10 @@ class Remedy:
     after: Run | None = None
     """The run that must end first."""
     within: Expected | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Preemption:
+class Preemption(Answered):
     """Which runs would be preempted for a task, or why none is. `why` is a stable token."""
 
     why: str
@@ -125,11 +119,10 @@ class Preemption:
     counts: Mapping[str, int] = field(default_factory=dict)
     """Number of runs on usable nodes, by what protects them."""
     runs: tuple[Run, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Answered):
     """Why a task waits, or what it is doing. `reason` is the first blocker's; None if it does not wait."""
 
     id: str
@@ -156,11 +149,10 @@ class Explanation:
     """For a gang that waits."""
     devices: tuple[DeviceVerdict, ...] = ()
     """For a gang: for its first rank without room."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(Answered):
     """What would become of a task if it were submitted now. Fields not described here: see `Explanation`."""
 
     verdict: str
@@ -190,7 +182,6 @@ class Simulation:
     devices: tuple[DeviceVerdict, ...] = ()
     as_of: datetime | None = None
     age_seconds: float | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
     @property
     def starts(self) -> bool:

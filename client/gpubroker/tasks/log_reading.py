@@ -72,7 +72,8 @@ class LogReading(Reading[str]):
             if self._only is not None or (task.is_finished and task.attempt <= self._attempt):
                 return None
             self._attempt, self._offset = self._attempt + 1, 0
-        self._was_over = task.is_finished or task.attempt > self._attempt or _waits_again(task, self._attempt)
+        waits_again = task.state == "pending" and task.attempt == self._attempt
+        self._was_over = task.is_finished or task.attempt > self._attempt or waits_again
         return self._call(self._attempt)
 
     def _pause(self) -> Steps[None]:
@@ -98,8 +99,9 @@ class LogReading(Reading[str]):
             yield self._counted(found[0])
         self._begun = text[end:]
 
-    def end(self, *, broken: bool) -> Iterable[str]:
+    def end(self, fault: Unreachable | None) -> Iterable[str]:
         """A line that was broken off is read again."""
+        broken = fault is not None
         self._ended_well = not broken
         self._note_break(broken)
         line, self._begun = self._begun, b""
@@ -125,7 +127,3 @@ class LogReading(Reading[str]):
         else:
             self._offset += len(line)
         return line.decode(errors="replace")
-
-
-def _waits_again(task: Task, attempt: int) -> bool:
-    return task.state == "pending" and task.attempt == attempt

@@ -180,6 +180,14 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
         ) from None
 
 
+def parted_options(options: Mapping[str, Any], kind: Any) -> tuple[SubmitOptions, dict[str, Any]]:
+    """The options of a submit, and those that only this kind of options has."""
+    own = kind.__annotations__.keys() - SubmitOptions.__annotations__.keys()
+    of_kind = {name: value for name, value in options.items() if name in own and value is not None}
+    rest = {name: value for name, value in options.items() if name not in own}
+    return cast("SubmitOptions", rest), of_kind
+
+
 def check_options(options: SubmitOptions) -> None:
     """Raises WrongArgument for an unknown option."""
     for name in options:

@@ -13,7 +13,7 @@ from weakref import ref
 
 from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed, WrongArgument
 from gpubroker.tasks.estimates import Expected, Sizing
-from gpubroker.transport.decoding import Raw, decode
+from gpubroker.transport.decoding import Answered, Raw, decode
 
 
 class TaskState(StrEnum):
@@ -40,26 +40,24 @@ class TaskState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Answered):
     """Why a task, or its last attempt, failed. `kind` is a stable token, `traceback` the task's own text."""
 
     kind: str
     message: str
     traceback: str | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Inherited:
+class Inherited(Answered):
     """The priority that a task inherits in the queue, from a task that waits for it, directly or not."""
 
     priority: int
     task: str
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(Answered):
     """Why a task waits. `position` counts from 1 at the head of the queue."""
 
     reason: str
@@ -67,11 +65,10 @@ class Pending:
     position: int | None = None
     inherits: Inherited | None = None
     start: Expected | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Answered):
     """What a run last reported; `fraction` from 0 to 1."""
 
     fraction: float | None = None
@@ -81,11 +78,10 @@ class Progress:
     """Of the fraction, on average since the run first reported one."""
     eta_at: datetime | None = None
     """When the fraction reaches 1 at this rate."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Phases:
+class Phases(Answered):
     """How long a task has been in each phase, over all its attempts; the present one counts until now."""
 
     queued_seconds: float = 0.0
@@ -96,11 +92,10 @@ class Phases:
     running_seconds: float = 0.0
     stopping_seconds: float = 0.0
     """From a notice to stop until it was gone."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class TaskDevice:
+class TaskDevice(Answered):
     """A device that a task holds memory on."""
 
     uuid: str
@@ -110,11 +105,10 @@ class TaskDevice:
     state: str = ""
     overused_mb: int | None = None
     """What the run used when it first exceeded its lease."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class TaskRank:
+class TaskRank(Answered):
     """One rank of a gang."""
 
     rank: int
@@ -122,21 +116,19 @@ class TaskRank:
     state: str = ""
     """placed, ready, running, leaving, left, succeeded or ended."""
     devices: tuple[TaskDevice, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class QuarantinedDevice:
+class QuarantinedDevice(Answered):
     uuid: str
     index: int = 0
     gpu_mb: int = 0
     measured_mb: int = 0
     """Used by its processes at the last measurement."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(Answered):
     """A run of a task, or an external lease, that counts as using memory because it is not confirmed gone.
 
     `id` and `name` are empty if the token may not see that tenant.
@@ -158,11 +150,10 @@ class Quarantined:
     """Any of these proofs ends the quarantine; the most likely first."""
     message: str = ""
     """The same in words."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(Answered):
     id: str
     name: str
     tenant: str
@@ -220,7 +211,6 @@ class Task:
     error: Failure | None = None
     quarantine: tuple[Quarantined, ...] = ()
     """Its runs, of any attempt, that are not confirmed gone."""
-    raw: Raw = field(default_factory=dict, repr=False)
     told_by: "ref[Any] | None" = field(default=None, repr=False, compare=False)
     """The broker that it came from."""
 
@@ -259,7 +249,7 @@ def id_of(task: AnyTask) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Answered):
     """How a task ended. `value` is the JSON result; a pickled one stays bytes in `data`. With the format
     `object`, `value["object"]` is the id of what a large result has become."""
 
@@ -270,7 +260,6 @@ class Outcome:
     data: bytes | None = None
     error: Failure | None = None
     log_tail: str = ""
-    raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Raw) -> "Outcome":
@@ -295,7 +284,7 @@ def check_success(outcome: Outcome) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Answered):
     """Where the process of a running task was: `stack` has all its Python threads as text, each with its most
     recent call last; None if there are none, and then `message` says why."""
 
@@ -306,11 +295,10 @@ class Stack:
     taken_at: datetime | None = None
     stack: str | None = None
     message: str = ""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(Answered):
     """What became of the tasks that a cancel of many has selected, in numbers."""
 
     matched: int = 0
@@ -324,7 +312,6 @@ class Cancelled:
     stored: int = 0
     """The service's leader has yet to carry out their cancel."""
     has_more: bool = False
-    raw: Raw = field(default_factory=dict, repr=False)
 
     def plus(self, more: "Cancelled") -> "Cancelled":
         names = ("matched", "waiting", "started", "cancelled", "stopping", "already_ended", "stored")
@@ -334,7 +321,7 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Event(Answered):
     """One event of the log; positions have no gaps and follow the order of commits."""
 
     position: int = 0
@@ -343,4 +330,3 @@ class Event:
     key: str = ""
     version: int = 0
     fields: Raw = field(default_factory=dict)
-    raw: Raw = field(default_factory=dict, repr=False)

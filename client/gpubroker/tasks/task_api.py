@@ -126,10 +126,8 @@ class TaskApi(ObjectApi):
         deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
         idempotency_key.
         """
-        key = options.get("idempotency_key") or uuid.uuid4().hex
         body = submission_body(target, args, options)
-        call = Call("POST", "/tasks", body=body, headers={"Idempotency-Key": f'"{key}"'})
-        return self._task((yield from self._send(call)).json())
+        return self._task((yield from self._make("/tasks", options.get("idempotency_key"), body)))
 
     @operation
     def submit_many(
@@ -154,20 +152,14 @@ class TaskApi(ObjectApi):
         key = idempotency_key or uuid.uuid4().hex
         answers: list[TaskOrError] = []
         for number, part in enumerate(parts):
-            call = Call(
-                "POST",
-                "/tasks/batch",
-                body=batch_body(part, all_or_nothing),
-                headers={"Idempotency-Key": f'"{key if len(parts) == 1 else f"{key}-{number}"}"'},
-                patience_seconds=_BATCH_SECONDS,
-            )
+            own_key, body = key if len(parts) == 1 else f"{key}-{number}", batch_body(part, all_or_nothing)
             try:
-                answer = yield from self._send(call)
+                made = yield from self._make("/tasks/batch", own_key, body, patience_seconds=_BATCH_SECONDS)
             except BrokerError as error:
                 if not answers:
                     raise
                 return answers + [error] * (len(bodies) - len(answers))
-            answers += [_id_or_error(item) for item in answer.json()["items"]]
+            answers += [_id_or_error(item) for item in made["items"]]
         return answers
 
     @operation
@@ -227,9 +219,7 @@ class TaskApi(ObjectApi):
     def retry(self, task: AnyTask, *, idempotency_key: str | None = None) -> Steps[Task]:
         """Run an ended task again, as a new task: the same run, resources, priority, labels and limits,
         without its dependencies, hold, start time and deadline. Raises Refused as `submit` does."""
-        key = idempotency_key or uuid.uuid4().hex
-        call = Call("POST", f"{_path(task)}/retry", headers={"Idempotency-Key": f'"{key}"'})
-        return self._task((yield from self._send(call)).json())
+        return self._task((yield from self._make(f"{_path(task)}/retry", idempotency_key)))
 
     @operation
     def stack(self, task: AnyTask, *, rank: int = 0) -> Steps[Stack]:
@@ -274,13 +264,7 @@ class TaskApi(ObjectApi):
         """All tasks that match, fetched page by page as they are used; newest first, if not sorted."""
         params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
-
-        def fetch(cursor: str | None) -> Steps[Page[Task]]:
-            return page_of(
-                Task, (yield from self._ask("GET", "/tasks", **params, cursor=cursor)), told_by=ref(self)
-            )
-
-        return Pages(fetch)
+        return self._pages(Task, "/tasks", told={"told_by": ref(self)}, **params)
 
     @operation
     def explain(self, task: AnyTask) -> Steps[Explanation]:
@@ -303,7 +287,7 @@ class TaskApi(ObjectApi):
             items = tuple(decode(Event, item) for item in raw["items"])
             if follow and not items:
                 yield Pause(_FOLLOW_PAUSE_SECONDS)
-            return Page(items, str(raw["next_after"]) if follow or items else None, raw)
+            return Page(items, str(raw["next_after"]) if follow or items else None, raw=raw)
 
         return Pages(fetch)
 

@@ -2,9 +2,8 @@
 
 import base64
 import json
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any, Unpack, cast
@@ -12,15 +11,10 @@ from typing import Any, Unpack, cast
 import cloudpickle
 
 from gpubroker.errors import WrongArgument
-from gpubroker.tasks.submission import SubmitOptions, Target, submission_body
-from gpubroker.transport.decoding import Page, Raw, decode, page_of
+from gpubroker.tasks.submission import SubmitOptions, Target, parted_options, submission_body
+from gpubroker.transport.decoding import Answered, decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
-
-_SET_OPTIONS = (
-    "count", "min_count", "max_count", "scale", "health", "start_timeout_seconds", "max_restarts",
-    "colocate_with",
-)  # fmt: skip
 
 
 class WorkerSetOptions(SubmitOptions, total=False):
@@ -46,7 +40,7 @@ class WorkerSetOptions(SubmitOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class SetWorker:
+class SetWorker(Answered):
     """A task that is a worker of a set."""
 
     id: str
@@ -55,11 +49,10 @@ class SetWorker:
     node: str | None = None
     attempt: int = 0
     failures: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSet:
+class WorkerSet(Answered):
     id: str
     name: str
     tenant: str
@@ -74,7 +67,6 @@ class WorkerSet:
     signal: float | None = None
     workers: tuple[SetWorker, ...] = ()
     created_at: datetime | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
     @property
     def states(self) -> Mapping[str, int]:
@@ -104,14 +96,12 @@ class WorkerSetApi(Operations):
         When this returns, the set is on the service's disk. The other options are those of `submit`, for each
         worker. Raises Refused.
         """
-        given = {name: options[name] for name in _SET_OPTIONS if options.get(name) is not None}  # type: ignore[literal-required]  # they are
-        of_task = {name: value for name, value in options.items() if name not in _SET_OPTIONS}
-        body = submission_body(target, args, cast("SubmitOptions", of_task))
+        of_task, given = parted_options(options, WorkerSetOptions)
+        body = submission_body(target, args, of_task)
         if given:
             body = body[:-1] + b"," + json.dumps(given).encode()[1:]
-        key = options.get("idempotency_key") or uuid.uuid4().hex
-        call = Call("POST", "/worker-sets", body=body, headers={"Idempotency-Key": f'"{key}"'})
-        return decode(WorkerSet, (yield from self._send(call)).json())
+        made = yield from self._make("/worker-sets", options.get("idempotency_key"), body)
+        return decode(WorkerSet, made)
 
     @operation
     def worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
@@ -122,11 +112,7 @@ class WorkerSetApi(Operations):
     def worker_sets(self, *, sort: str | None = None) -> Pages[WorkerSet]:
         """Those that are not over, oldest first, fetched page by page as they are used. `sort`: created (the
         default) or count; with a `-` before it, the latest or those that want most workers first."""
-
-        def fetch(cursor: str | None) -> Steps[Page[WorkerSet]]:
-            return page_of(WorkerSet, (yield from self._ask("GET", "/worker-sets", sort=sort, cursor=cursor)))
-
-        return Pages(fetch)
+        return self._pages(WorkerSet, "/worker-sets", sort=sort)
 
     @operation
     def scale_worker_set(

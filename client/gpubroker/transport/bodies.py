@@ -14,7 +14,6 @@ class Body(Protocol):
 
     def parts(self) -> Iterator[bytes]:
         """All of it, anew at each call: a request may be sent again."""
-        ...
 
 
 class FileBody:

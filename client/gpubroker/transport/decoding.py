@@ -14,13 +14,19 @@ _TIMES = frozenset({"at", "as_of", "not_before"})
 """Fields that are times although their names do not end in `_at`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """What the service answered; `raw` is all of it."""
+
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
 @dataclass(frozen=True, slots=True)
-class Page(Generic[T]):
+class Page(Answered, Generic[T]):
     """Some items of a list, and the cursor of the next page; None after the last page."""
 
     items: tuple[T, ...]
     next_cursor: str | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.items)
@@ -32,7 +38,7 @@ class Page(Generic[T]):
 def page_of(model: type[T], raw: Raw, **given: Any) -> Page[T]:
     """As `decode` of each item."""
     items = tuple(decode(model, item, **given) for item in raw["items"])
-    return Page(items, raw.get("next_cursor"), raw)
+    return Page(items, raw.get("next_cursor"), raw=raw)
 
 
 def decode(model: type[T], raw: Raw, **given: Any) -> T:

@@ -12,7 +12,7 @@ import httpx
 from gpubroker.errors import BrokerError, Unreachable
 from gpubroker.transport.connection import Connection, find_service
 from gpubroker.transport.exchange import Answer, Call, Pause, Steps, error_of
-from gpubroker.transport.operations import AsyncCaller, Lines, Listed, Reading, SyncCaller
+from gpubroker.transport.operations import AsyncCaller, Listed, Reading, SyncCaller
 
 T = TypeVar("T")
 
@@ -77,9 +77,6 @@ class SyncHttp(SyncCaller):
             raise _unreachable(self.connection, error) from error
 
     def _items(self, of: Listed[T]) -> Iterator[T]:
-        if isinstance(of, Lines):
-            yield from self._read(of)
-            return
         if isinstance(of, Reading):
             while (call := self._carry_out(of.next_call())) is not None:
                 yield from self._read_on(of, call)
@@ -92,33 +89,19 @@ class SyncHttp(SyncCaller):
             if cursor is None:
                 return
 
-    def _read(self, lines: Lines[T]) -> Iterator[T]:
-        _check_open(self._http)
-        try:
-            with self._http.stream(**_request_of(lines.call, self._timeout_seconds)) as response:
-                if response.is_error:
-                    response.read()
-                    raise error_of(_answer_of(response, _EVENT))
-                for line in response.iter_lines():
-                    if (item := lines.read(line)) is not None:
-                        yield item
-        except httpx.TransportError as error:
-            raise _unreachable(self.connection, error) from error
-
     def _read_on(self, reading: Reading[T], call: Call) -> Iterator[T]:
         _check_open(self._http)
-        broken = True
+        fault: Unreachable | None = None
         try:
             with self._http.stream(**_request_of(call, self._timeout_seconds)) as response:
                 if response.is_error:
                     response.read()
-                    raise error_of(_answer_of(response))
+                    raise error_of(_answer_of(response, _EVENT))
                 for data in response.iter_bytes():
                     yield from reading.take(data)
-            broken = False
-        except httpx.TransportError:
-            pass  # the next call reads on, or says why it cannot
-        yield from reading.end(broken=broken)
+        except httpx.TransportError as error:
+            fault = _unreachable(self.connection, error)
+        yield from reading.end(fault)
 
 
 class AsyncHttp(AsyncCaller):
@@ -179,10 +162,6 @@ class AsyncHttp(AsyncCaller):
             raise _unreachable(self.connection, error) from error
 
     async def _items(self, of: Listed[T]) -> AsyncIterator[T]:
-        if isinstance(of, Lines):
-            async for each in self._read(of):
-                yield each
-            return
         if isinstance(of, Reading):
             while (call := await self._carry_out(of.next_call())) is not None:
                 async for each in self._read_on(of, call):
@@ -197,34 +176,20 @@ class AsyncHttp(AsyncCaller):
             if cursor is None:
                 return
 
-    async def _read(self, lines: Lines[T]) -> AsyncIterator[T]:
-        _check_open(self._http)
-        try:
-            async with self._http.stream(**_request_of(lines.call, self._timeout_seconds)) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise error_of(_answer_of(response, _EVENT))
-                async for line in response.aiter_lines():
-                    if (item := lines.read(line)) is not None:
-                        yield item
-        except httpx.TransportError as error:
-            raise _unreachable(self.connection, error) from error
-
     async def _read_on(self, reading: Reading[T], call: Call) -> AsyncIterator[T]:
         _check_open(self._http)
-        broken = True
+        fault: Unreachable | None = None
         try:
             async with self._http.stream(**_request_of(call, self._timeout_seconds)) as response:
                 if response.is_error:
                     await response.aread()
-                    raise error_of(_answer_of(response))
+                    raise error_of(_answer_of(response, _EVENT))
                 async for data in response.aiter_bytes():
                     for each in reading.take(data):
                         yield each
-            broken = False
-        except httpx.TransportError:
-            pass  # the next call reads on, or says why it cannot
-        for each in reading.end(broken=broken):
+        except httpx.TransportError as error:
+            fault = _unreachable(self.connection, error)
+        for each in reading.end(fault):
             yield each
 
 

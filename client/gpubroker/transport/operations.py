@@ -9,6 +9,7 @@
 
 import inspect
 import json
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from types import NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
 from urllib.parse import quote
 
-from gpubroker.transport.decoding import Page
+from gpubroker.errors import Unreachable
+from gpubroker.transport.decoding import Page, page_of
 from gpubroker.transport.exchange import Answer, Call, Steps, exchange
 
 P = ParamSpec("P")
@@ -29,14 +31,6 @@ class Pages(Generic[T]):
     """A list of the service; `fetch` gets the page at a cursor, None for the first."""
 
     fetch: Callable[[str | None], Steps[Page[T]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Lines(Generic[T]):
-    """An answer that comes line by line; `read` makes an item of one, or None."""
-
-    call: Call
-    read: Callable[[str], T | None]
 
 
 class Reading(ABC, Generic[T]):
@@ -51,11 +45,36 @@ class Reading(ABC, Generic[T]):
         """The items that these bytes complete."""
 
     @abstractmethod
-    def end(self, *, broken: bool) -> Iterable[T]:
-        """The answer has ended, or was `broken` off: the items that are left."""
+    def end(self, fault: Unreachable | None) -> Iterable[T]:
+        """The answer has ended, or was broken off by this fault: the items that are left."""
 
 
-Listed = Pages[T] | Lines[T] | Reading[T]
+class Lines(Reading[T]):
+    """An answer that comes line by line, and is asked for once; `read` makes an item of a line, or None."""
+
+    def __init__(self, call: Call, read: Callable[[str], T | None]) -> None:
+        self._call: Call | None = call
+        self._read = read
+        self._begun = b""
+
+    def next_call(self) -> Steps[Call | None]:
+        call, self._call = self._call, None
+        yield from ()
+        return call
+
+    def take(self, data: bytes) -> Iterator[T]:
+        *whole, self._begun = (self._begun + data).split(b"\n")
+        for line in whole:
+            if (item := self._read(line.decode(errors="replace").removesuffix("\r"))) is not None:
+                yield item
+
+    def end(self, fault: Unreachable | None) -> Iterator[T]:
+        if fault is not None:
+            raise fault
+        yield from self.take(b"\n")
+
+
+Listed = Pages[T] | Reading[T]
 
 
 class Operations:
@@ -72,6 +91,31 @@ class Operations:
         """Send a call and return the JSON of its answer. Parameters that are None are left out."""
         answer = yield from self._send(Call(method, path, params=without_none(params), body=json_body(body)))
         return answer.json()
+
+    def _make(
+        self,
+        path: str,
+        key: str | None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        patience_seconds: float = 0.0,
+    ) -> Steps[Any]:
+        """Have something made; with one key (default: a new one) it is made once, however often it is asked
+        for. Returns the JSON of the answer."""
+        headers = {**(headers or {}), "Idempotency-Key": f'"{key or uuid.uuid4().hex}"'}
+        call = Call("POST", path, body=body, headers=headers, patience_seconds=patience_seconds)
+        return (yield from self._send(call)).json()
+
+    def _pages(
+        self, model: type[T], path: str, *, told: Mapping[str, Any] | None = None, **params: Any
+    ) -> Pages[T]:
+        """A list of the service that has a cursor. `told`: as in `page_of`."""
+
+        def fetch(cursor: str | None) -> Steps[Page[T]]:
+            raw = yield from self._ask("GET", path, **params, cursor=cursor)
+            return page_of(model, raw, **(told or {}))
+
+        return Pages(fetch)
 
     def _ask_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Steps[Answer]:
         """Send a call that must not be carried out twice."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
+from gpubroker_server.adapters.blobs.directory import sync_folder
 from gpubroker_server.ports.store import StoreUnavailable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -58,7 +59,7 @@ class SecretFiles:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync_folder(path.parent)
 
     def _text(self, tenant: str, name: str) -> str:
         path = self._path(tenant, name)
@@ -81,7 +82,7 @@ class SecretFiles:
             return False
         path = self._path(tenant, name)
         path.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync_folder(path.parent)
         return True
 
     def _path(self, tenant: str, name: str) -> Path:
@@ -89,11 +90,3 @@ class SecretFiles:
             if _NAME.fullmatch(part) is None:  # a mistake: names are checked where they come in
                 raise ValueError(f"{part!r} is no name of a secret's file, or leads out of its directory")
         return self._root / tenant / name
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -55,23 +55,25 @@ def start(
 
 
 @cluster.command("add-worker")
-def add_worker(name: Name = "local", data_dir: DataDir = None) -> None:
+def add(name: Name = "local", data_dir: DataDir = None) -> None:
     """Add a worker with the next GPUs. Returns when the node runs."""
-    from gpubroker_server.bootstrap import clusters
+    from gpubroker_server.adapters.ray.cluster.local_cluster import add_worker
+    from gpubroker_server.bootstrap.clusters import in_words
 
     with _refusals():
-        typer.echo(clusters.add(data_dir or default_data_dir(), name))
+        typer.echo(in_words(add_worker(data_dir or default_data_dir(), name)))
 
 
 @cluster.command("status")
 def show(name: Name = "local", data_dir: DataDir = None, output: Output = Format.TABLE) -> None:
     """Show the nodes of a cluster, and how to join it."""
-    from gpubroker_server.bootstrap import clusters
+    from gpubroker_server.adapters.ray.cluster.local_cluster import status
+    from gpubroker_server.bootstrap.clusters import lines_of
 
     with _refusals():
-        found = clusters.look_at(data_dir or default_data_dir(), name)
+        found = status(data_dir or default_data_dir(), name)
     if output is Format.TABLE:
-        typer.echo("\n".join(clusters.lines_of(found)))
+        typer.echo("\n".join(lines_of(found)))
     else:
         typer.echo(json.dumps(found, indent=2 if output is Format.JSON else None))
 
@@ -79,16 +81,17 @@ def show(name: Name = "local", data_dir: DataDir = None, output: Output = Format
 @cluster.command()
 def stop(name: Name = "local", data_dir: DataDir = None) -> None:
     """End a cluster with everything that runs there."""
-    from gpubroker_server.bootstrap import clusters
+    from gpubroker_server.adapters.ray.cluster.local_cluster import stop_cluster
 
     with _refusals():
-        clusters.stop(data_dir or default_data_dir(), name)
+        stop_cluster(data_dir or default_data_dir(), name)
     typer.echo(f"cluster {name} ended", err=True)
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    from gpubroker_server.bootstrap.clusters import ClusterRefused, StartRefused
+    from gpubroker_server.adapters.ray.cluster.local_cluster import ClusterRefused
+    from gpubroker_server.bootstrap.start_checks import StartRefused
 
     try:
         yield

@@ -15,9 +15,7 @@ from gpubroker_server.adapters.ray.cluster.layout import ClusterGpu, ClusterLayo
 from gpubroker_server.adapters.ray.cluster.local_cluster import ClusterRefused
 from gpubroker_server.adapters.ray.head.head import ON_LOOPBACK
 from gpubroker_server.adapters.ray.head.node_to_start import LOCALHOST
-from gpubroker_server.bootstrap.start_checks import StartRefused, listening_socket, prepare_data_dir
-
-__all__ = ["ClusterRefused", "StartRefused", "add", "keep", "layout_of", "lines_of", "look_at", "stop"]
+from gpubroker_server.bootstrap.start_checks import listening_socket, prepare_data_dir
 
 MIB_BYTES = 2**20
 
@@ -54,7 +52,7 @@ def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> s
         nonlocal address
         if "node" in said:
             address = said["address"]
-            say(_in_words(said))
+            say(in_words(said))
         else:
             say(f"{_how_to_join(address, token_file)}\nCtrl-C ends the cluster")
 
@@ -62,21 +60,6 @@ def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> s
     if not fault:
         say(f"cluster {layout.name} ended")
     return fault
-
-
-def add(data_dir: Path, name: str) -> str:
-    """The worker that was added, in words. Raises ClusterRefused."""
-    return _in_words(local_cluster.add_worker(data_dir, name))
-
-
-def look_at(data_dir: Path, name: str) -> Mapping[str, Any]:
-    """Raises ClusterRefused."""
-    return local_cluster.status(data_dir, name)
-
-
-def stop(data_dir: Path, name: str) -> None:
-    """Raises ClusterRefused."""
-    local_cluster.stop_cluster(data_dir, name)
 
 
 def lines_of(seen: Mapping[str, Any]) -> Iterator[str]:
@@ -108,7 +91,7 @@ def _real() -> tuple[ClusterGpu, ...]:
         raise ClusterRefused(str(fault)) from None
 
 
-def _in_words(node: Mapping[str, Any]) -> str:
+def in_words(node: Mapping[str, Any]) -> str:
     gpus = f"GPU {_listed(node['gpus'])}" if node["gpus"] else "no GPU"
     about = f"{gpus}, {node['cpus']} CPU, {node['worker_units']:g} worker_unit"
     return f"{node['node']} runs: {about}" + (f", at {node['address']}" if node["node"] == "head" else "")

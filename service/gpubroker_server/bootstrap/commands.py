@@ -5,10 +5,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import structlog
+import typer
 import uvloop
 
 from gpubroker_server.adapters.sql.database import connections_kept
@@ -34,14 +35,15 @@ from gpubroker_server.telemetry.logs import configure_logs
 
 log = structlog.get_logger("gpubroker")
 
-__all__ = [
-    "StartRefused",
-    "migrate_database",
-    "move_database",
-    "openapi_yaml",
-    "run_service",
-    "start_new_lineage",
-]
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Tell a person why, and exit with 2."""
+    try:
+        yield
+    except (DatabaseRefused, StartRefused) as refused:
+        typer.echo(f"gpubroker: {refused}", err=True)
+        raise typer.Exit(2) from None
 
 
 class ExitDeadline:
@@ -120,31 +122,23 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
 
 
 def migrate_database(settings: Settings, revision: str, *, drop_everything: bool) -> str:
-    """Bring the schema to a revision, up or down. Raises StartRefused; the database is unchanged."""
+    """Bring the schema to a revision, up or down. Raises StartRefused and DatabaseRefused; the database is
+    unchanged then."""
     prepare_data_dir(settings.data_dir)
-    try:
-        reached = migrate(settings.database, revision, drop_everything=drop_everything)
-        return f"the database is now at {reached}"
-    except DatabaseRefused as refused:
-        raise StartRefused(str(refused)) from None
+    reached = migrate(settings.database, revision, drop_everything=drop_everything)
+    return f"the database is now at {reached}"
 
 
 def start_new_lineage(settings: Settings) -> str:
-    """Raises StartRefused; the database is unchanged."""
-    try:
-        return f"the database is now in lineage {begin_lineage(settings.database)}"
-    except DatabaseRefused as refused:
-        raise StartRefused(str(refused)) from None
+    """Raises DatabaseRefused; the database is unchanged."""
+    return f"the database is now in lineage {begin_lineage(settings.database)}"
 
 
 def move_database(settings: Settings, target: str, report: Callable[[str], None]) -> None:
-    """From the file of these settings to PostgreSQL. Raises StartRefused; no data is lost."""
+    """From the file of these settings to PostgreSQL. Raises DatabaseRefused; no data is lost."""
     from gpubroker_server.adapters.sql.copying.move_data import move_data
 
-    try:
-        move_data(settings.database, target, report)
-    except DatabaseRefused as refused:
-        raise StartRefused(str(refused)) from None
+    move_data(settings.database, target, report)
     report(
         "moved; start the service with the new database_url (or --database-url), and with the data directory "
         f"{settings.data_dir}"

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -55,6 +56,7 @@ from gpubroker_server.settings.triton import TritonSettings
 MIB_BYTES = 2**20
 
 Number = TypeVar("Number", int, float)
+T = TypeVar("T")
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -125,37 +127,30 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
 
 
 def ray_options_of(settings: Settings) -> RayOptions:
-    ray = settings.ray
-    return RayOptions(
-        data_dir=settings.data_dir,
+    ray, limits = settings.ray, settings.limits
+    return _named_alike(
+        RayOptions,
+        ray,
+        settings.policy,
+        settings,
         address=ray.address or None,
-        token_file=ray.token_file,
         tls=None if ray.tls is None else RayTls(**ray.tls.model_dump()),
-        node_name=ray.node_name,
-        cluster=ray.cluster,
         devices=simulated_devices(settings) or None,
-        spares=ray.spares,
-        warm_runners=ray.warm_runners,
-        cpu=ray.cpu,
-        memory_mb=ray.memory_mb,
-        max_runs=ray.max_runs,
-        process_memory_mb=ray.process_memory_mb,
         task_path=tuple(str(path) for path in settings.task_path),
-        task_user=settings.task_user,
         object_store_bytes=ray.object_store_mb * MIB_BYTES,
-        result_limit_bytes=settings.limits.result_bytes,
-        checkpoint_limit_bytes=settings.limits.checkpoint_bytes,
-        log_limit_bytes=settings.limits.log_bytes,
-        sample_period_seconds=settings.policy.sample_period_seconds,
-        beat_seconds=settings.policy.beat_seconds,
-        idle_stop_seconds=ray.idle_stop_seconds,
-        dashboard=ray.dashboard,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
+        result_limit_bytes=limits.result_bytes,
+        checkpoint_limit_bytes=limits.checkpoint_bytes,
+        log_limit_bytes=limits.log_bytes,
         inherit_env=tuple(ray.inherit_env),
-        task_env=settings.task_env,
         watched_directories=_watched(settings.fleet),
     )
+
+
+def _named_alike(kind: type[T], *sections: object, **others: Any) -> T:
+    """Its fields are the settings of the same names, besides the `others`."""
+    names = {field.name for field in fields(kind)} - others.keys()  # type: ignore[arg-type]  # a dataclass
+    alike = {name: getattr(one, name) for one in sections for name in names if hasattr(one, name)}
+    return kind(**alike, **others)
 
 
 def _watched(given: FleetSettings) -> tuple[str, ...]:
@@ -221,38 +216,16 @@ def inventory_rules_of(settings: Settings) -> InventoryRules:
 
 
 def limits_of(settings: Settings) -> RequestLimits:
-    given = settings.limits
-    return RequestLimits(
-        body_bytes=given.body_bytes,
-        batch_body_bytes=given.batch_body_bytes,
-        object_bytes=given.object_bytes,
-        copied_object_bytes=given.copied_object_bytes,
-        tenant_object_bytes=given.tenant_object_bytes,
-        tenant_objects=given.tenant_objects,
-        tenant_pending_tasks=given.tenant_pending_tasks,
-        tenant_pending_bytes=given.tenant_pending_bytes,
-        tenant_waits=given.tenant_waits,
-        object_seconds=Seconds(settings.retention.object_seconds),
-        inline_bytes=given.inline_bytes,
-        stale_seconds=Seconds(given.stale_seconds),
-    )
+    object_seconds = Seconds(settings.retention.object_seconds)
+    return _named_alike(RequestLimits, settings.limits, object_seconds=object_seconds)
 
 
 def connection_limits_of(settings: Settings) -> ConnectionLimits:
-    given = settings.limits
-    return ConnectionLimits(
-        head_bytes=given.head_bytes,
-        head_seconds=Seconds(given.head_seconds),
-        connections=given.connections,
-        unauthenticated_connections=given.unauthenticated_connections,
-    )
+    return _named_alike(ConnectionLimits, settings.limits)
 
 
 def retention_of(settings: Settings) -> Retention:
-    given = settings.retention
-    return Retention(
-        Seconds(given.finished_seconds), Seconds(given.idempotency_seconds), Seconds(given.audit_seconds)
-    )
+    return _named_alike(Retention, settings.retention)
 
 
 def defaults_of(settings: Settings) -> Defaults:

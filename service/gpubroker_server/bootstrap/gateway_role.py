@@ -32,7 +32,7 @@ from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of,
 from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of, url_of
 from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
 from gpubroker_server.gateway.app import create_app
-from gpubroker_server.gateway.cluster.idle_templates import IdleTemplateParts, keep_filling
+from gpubroker_server.gateway.cluster.idle_templates import keep_filling
 from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
 from gpubroker_server.gateway.http.identity import (
     EVERY_SCOPE,
@@ -116,7 +116,6 @@ class GatewayRole:
             served=served_of(settings, hosts_of(settings)),
         )
         app = create_app(parts)
-        self._templates: IdleTemplateParts = app.state.parts[IdleTemplateParts]
         callers = Callers(parts.tokens, parts.rules.allowed_hosts)
         allow_open_files(settings.limits.connections * (1 if settings.triton.grpc_port is None else 2))
         connection_limits = connection_limits_of(settings)
@@ -146,7 +145,7 @@ class GatewayRole:
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
-        jobs.append(("idle templates", keep_filling(self._templates)))
+        jobs.append(("idle templates", keep_filling(self._parts)))
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
         jobs.append(("history of samples", self._keep_history()))
         if self._parts.residencies is not None:

@@ -1,26 +1,36 @@
-"""What the composition root hands to the app, which gives each resource only its own part of it."""
+"""What the composition root hands to the app, and every route may ask for."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated
 
 from gpubroker_server.core.control.history import FleetHistory
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.explain.survey import SurveyCache
+from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.identity import Tokens
 from gpubroker_server.gateway.http.ids import Ids
-from gpubroker_server.gateway.http.times import Follower
-from gpubroker_server.gateway.http.waiters import Leadership, Waiters
+from gpubroker_server.gateway.http.leader_release import LeaderRelease
+from gpubroker_server.gateway.http.routing import PARTS
+from gpubroker_server.gateway.http.times import Follower, Freshness
+from gpubroker_server.gateway.http.waiters import LeaderRequests, Leadership, OneAtATime, Waiters
 from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.status.log_readers import LogReaders
+from gpubroker_server.gateway.status.pending import PendingReasons
+from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults
+from gpubroker_server.gateway.submission.submissions import Submissions
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.secrets import SecretStore
-from gpubroker_server.ports.store import BlobStore, TaskStore
+from gpubroker_server.ports.store import BlobStore, Clock, TaskStore
 from gpubroker_server.ports.worker_calls import WorkerCalls
 
 
@@ -41,7 +51,7 @@ class OperatorRules:
         return self.permissions.policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AppParts:
     store: TaskStore
     blobs: BlobStore
@@ -70,18 +80,104 @@ class AppParts:
     """The way to workers of sets; None if this process has no Ray driver."""
     name: str = "gateway"
     """Of this process, unlike all others."""
-    log_readers: LogReaders = field(init=False)
-    capacity: Capacity = field(init=False)
-    residencies: Residencies | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        world, policy = self.follower.world, self.rules.policy
-        capacity = Capacity(world, policy)
-        readers = LogReaders(self.name, self.store, self.follower.clock)
-        object.__setattr__(self, "log_readers", readers)
-        residency = ResidencyParts(
-            world, policy, self.follower.clock, self.store, self.ids, self.waiters, capacity,
-            self.leadership.forecasts, self.rules.limits.settle_seconds,
+    surveys: SurveyCache = field(init=False, default_factory=SurveyCache)
+    """What one explanation keeps of the World for the next."""
+    findings_seen: dict[tuple[str, str], Instant] = field(init=False, default_factory=dict)
+    """Since when, of the findings of the last diagnosis that this process made."""
+
+    @property
+    def world(self) -> World:
+        return self.follower.world
+
+    @property
+    def clock(self) -> Clock:
+        return self.follower.clock
+
+    @property
+    def policy(self) -> Policy:
+        return self.rules.policy
+
+    @property
+    def limits(self) -> RequestLimits:
+        return self.rules.limits
+
+    @property
+    def outside(self) -> list[Server]:
+        """The model servers outside the ledger."""
+        return [server for server in self.servers if not server.is_managed]
+
+    @cached_property
+    def freshness(self) -> Freshness:
+        return Freshness(self.follower, self.store, self.waiters, self.limits)
+
+    @cached_property
+    def log_readers(self) -> LogReaders:
+        return LogReaders(self.name, self.store, self.clock)
+
+    @cached_property
+    def capacity(self) -> Capacity:
+        return Capacity(self.world, self.policy)
+
+    @cached_property
+    def records(self) -> TaskRecords:
+        pending = PendingReasons(self.world, self.policy, self.leadership)
+        return TaskRecords(
+            self.store, self.blobs, self.follower, self.freshness, self.waiters, pending,
+            self.limits.page_items,
         )  # fmt: skip
-        object.__setattr__(self, "capacity", capacity)
-        object.__setattr__(self, "residencies", Residencies(residency, self.served) if self.served else None)
+
+    @cached_property
+    def submissions(self) -> Submissions:
+        limits = self.limits
+        return Submissions(
+            self.store, self.blobs, self.secrets, self.world, self.ids, self.clock, self.rules.defaults,
+            self.capacity, self.rules.permissions, self.records, limits.inline_bytes,
+            limits.tenant_pending_tasks, limits.tenant_pending_bytes, self._release, limits.object_seconds,
+            self.leadership.last_fleet,
+        )  # fmt: skip
+
+    @cached_property
+    def requests(self) -> LeaderRequests:
+        seconds = self.limits.settle_seconds
+        return LeaderRequests(self.store, self.ids, self.clock, self.waiters, seconds, self._release)
+
+    @property
+    def _release(self) -> LeaderRelease:
+        return LeaderRelease(self.leadership.leader)
+
+    @cached_property
+    def residencies(self) -> Residencies | None:
+        """None if no model server is in the ledger."""
+        parts = ResidencyParts(
+            self.world, self.policy, self.clock, self.store, self.ids, self.waiters, self.capacity,
+            self.leadership.forecasts, self.limits.settle_seconds,
+        )  # fmt: skip
+        return Residencies(parts, self.served) if self.served else None
+
+    @cached_property
+    def batches(self) -> OneAtATime:
+        """One batch is made into tasks at a time, in small steps, while the one before it is being stored."""
+        return OneAtATime("batches", max_waiting=32)
+
+    @cached_property
+    def reads(self) -> OneAtATime:
+        """One inference has its objects in memory at a time."""
+        return OneAtATime("inferences on objects", max_waiting=64)
+
+    @cached_property
+    def plans(self) -> OneAtATime:
+        return OneAtATime("plans", max_waiting=0)
+
+    @cached_property
+    def answers(self) -> OneAtATime:
+        """The leader may share the event loop; between two answers it gets the loop for as long as one
+        took."""
+        return OneAtATime("explanations and simulations", max_waiting=16, on_the_loop=True)
+
+    @cached_property
+    def diagnoses(self) -> OneAtATime:
+        return OneAtATime("diagnoses", max_waiting=4, on_the_loop=True)
+
+
+Parts = Annotated[AppParts, PARTS]

@@ -46,7 +46,6 @@ class ResponseHandler(Protocol):
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
         """The headers as they came, without those that only concern the connection. `body_bytes` is None if
         the length is not known before the end."""
-        ...
 
     def on_body(self, data: bytes) -> None: ...
 
@@ -54,7 +53,6 @@ class ResponseHandler(Protocol):
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         """Nothing more comes."""
-        ...
 
     def on_pause(self) -> None:
         """This was all that has come for now; the client should have it."""
@@ -74,16 +72,13 @@ class UpstreamRequest(Protocol):
     def write(self, data: bytes) -> None:
         """The next bytes of the body; `flush` or `end` sends them, with the head or as one chunk. They are
         taken, and kept, also while the body is paused."""
-        ...
 
     def end(self) -> None:
         """The body is complete."""
-        ...
 
     def cancel(self) -> None:
         """The answer is no longer wanted: the connection is closed, which tells the server. Nothing more is
         told. Without effect after the end."""
-        ...
 
     def flush(self) -> None:
         return
@@ -114,11 +109,9 @@ class ModelBackend(Protocol):
 
     def ask(self, head: RequestHead, handler: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
         """`is_check`: it waits for no connection behind other requests."""
-        ...
 
     async def close(self) -> None:
         """All connections; requests on them end in trouble."""
-        ...
 
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -155,23 +148,19 @@ class CallStream(Protocol):
 
     async def write(self, message: bytes) -> None:
         """Returns when the server can take it."""
-        ...
 
     async def end(self) -> None:
         """Nothing more is written; the server may still answer."""
-        ...
 
     async def first(self) -> Metadata: ...
 
     async def read(self) -> bytes | None:
         """None after the last one. Raises CallFailed."""
-        ...
 
     async def last(self) -> Metadata: ...
 
     def cancel(self) -> None:
         """The rest is not wanted. Without effect after the end."""
-        ...
 
 
 class CallBackend(Protocol):
@@ -182,7 +171,6 @@ class CallBackend(Protocol):
 
     async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallReply:
         """One message, one answer, before so many seconds are over. Raises CallFailed."""
-        ...
 
     def open(self, method: str, metadata: Metadata, seconds: float | None) -> CallStream: ...
 

@@ -24,7 +24,6 @@ class DeviceProbe(Protocol):
 
         Raises DeviceLost, and whatever the driver raises if it cannot say which devices there are.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

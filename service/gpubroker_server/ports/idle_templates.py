@@ -30,12 +30,9 @@ class IdleTemplates(Protocol):
 
     async def put_idle_template(self, template: IdleTemplate) -> bool:
         """Add one; False if the name exists."""
-        ...
 
     async def idle_templates(self, now: Instant | None = None) -> Sequence[IdleTemplate]:
         """By name. With `now` only those with a token that exists and has not expired then."""
-        ...
 
     async def drop_idle_template(self, name: str, *, by: str) -> bool:
         """False if there is none."""
-        ...

@@ -73,15 +73,12 @@ class PresenceStore(Protocol):
 
     async def present(self, presence: Presence) -> None:
         """Replaces the last one of this gateway. Raises StoreUnavailable."""
-        ...
 
     async def absent(self, gateway: str) -> None:
         """Remove the presence of a gateway that ends. Raises StoreUnavailable."""
-        ...
 
     async def presences(self) -> Sequence[Presence]:
         """The last one of each gateway, however old. Raises StoreUnavailable."""
-        ...
 
 
 class SlotStore(Protocol):
@@ -89,15 +86,12 @@ class SlotStore(Protocol):
 
     async def claim_slots(self, claim: Claim) -> None:
         """Replaces the last claim of this gateway. Raises StoreUnavailable."""
-        ...
 
     async def slot_claims(self) -> Sequence[Claim]:
         """The last claim of each gateway, however old. Raises StoreUnavailable."""
-        ...
 
     async def drop_slots(self, gateway: str) -> None:
         """Remove the claim of a gateway. Raises StoreUnavailable."""
-        ...
 
 
 class LastValueStore(Protocol):
@@ -106,9 +100,7 @@ class LastValueStore(Protocol):
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
         """`number` counts the publications of a term, from 1. The first deletes those of older terms. Raises
         StoreUnavailable."""
-        ...
 
     async def published(self, after: int) -> tuple[int, LastValues]:
         """What was published since, and the `after` of the next call; 0 reads all. Raises
         StoreUnavailable."""
-        ...

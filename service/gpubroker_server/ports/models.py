@@ -75,17 +75,14 @@ class ModelHost(Protocol):
     @property
     def address(self) -> str:
         """By which the server is known under whatever name."""
-        ...
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
         """Returns when the model is ready; at once if it is already. `devices`: where its lease is, which has
         to be all GPUs that the server sees."""
-        ...
 
     async def unload(self, model: str, within_seconds: Seconds) -> None:
         """Returns when the server has accepted it, for an ensemble with its steps; also for a model that is
         not there. Its requests and its memory may take longer: the index says when it is gone."""
-        ...
 
     async def index(self, within_seconds: Seconds) -> Index: ...
 
@@ -96,11 +93,9 @@ class ModelHost(Protocol):
         changes nothing; the cure is unload, wait until it is gone, load. After a request to the dead process
         it may stay UNLOADING for ever (Triton 24.10); a load works all the same. This sends a request to the
         model: call it only where other requests have failed."""
-        ...
 
     async def most_rows(self, model: str, within_seconds: Seconds) -> int:
         """Of a request to a loaded model; 0 if its requests have no dimension for rows."""
-        ...
 
     async def try_out(
         self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
@@ -108,6 +103,5 @@ class ModelHost(Protocol):
         """Send a loaded model a request with zeros. `rows` is 0 where requests have no dimension for them.
         `shapes`: of single inputs, without rows; elsewhere the model's own, and 1 where any length will do.
         HostRefused FAILED has the model's words."""
-        ...
 
     async def close(self) -> None: ...

@@ -100,27 +100,22 @@ class ObjectRows(Protocol):
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         """The stored row: an existing one keeps its `created_at` and the later `expires_at`. None if the
         quota has no room; then nothing was written."""
-        ...
 
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
         """Expired ones too, until they are pruned."""
-        ...
 
     async def stored_objects(
         self, tenant: str, now: Instant, order: ObjectOrder, *, after: SortKey = (), limit: int
     ) -> Sequence[StoredObject]:
         """Not expired; `after`: the key of the last object of the page before."""
-        ...
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted: ...
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
         """Expire no earlier than `until`, if it exists."""
-        ...
 
     async def drop_object(self, tenant: str, digest: str) -> bool:
         """False if it does not exist."""
-        ...
 
 
 async def find_object(rows: ObjectRows, tenant: str, digest: str, now: Instant) -> StoredObject | None:

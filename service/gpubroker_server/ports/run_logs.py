@@ -45,20 +45,15 @@ class LogRows(Protocol):
 
     async def follow_logs(self, followed: FollowedLogs) -> None:
         """Replaces what this gateway followed before."""
-        ...
 
     async def followed_logs(self) -> Sequence[FollowedLogs]:
         """Of each gateway, however old."""
-        ...
 
     async def keep_logs(self, term: Term, changes: LogChanges) -> None:
         """Raises StaleTerm."""
-        ...
 
     async def log_parts(self, log: LogName, after_byte: int, limit: int) -> Sequence[LogPart]:
         """The next parts with anything behind this byte, in order; they may begin before it."""
-        ...
 
     async def log_end(self, log: LogName) -> tuple[int, Instant | None]:
         """Where the kept parts end, and when the newest was read: 0 and None if there are none."""
-        ...

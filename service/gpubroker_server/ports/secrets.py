@@ -10,16 +10,12 @@ class SecretStore(Protocol):
 
     async def put(self, tenant: str, name: str, text: str) -> None:
         """Durable when this returns."""
-        ...
 
     async def names(self, tenant: str) -> Sequence[str]:
         """Sorted."""
-        ...
 
     async def read(self, tenant: str, names: Iterable[str]) -> Mapping[str, str]:
         """By name, without those that the tenant does not have."""
-        ...
 
     async def drop(self, tenant: str, name: str) -> bool:
         """False if there is none."""
-        ...

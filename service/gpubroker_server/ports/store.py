@@ -38,7 +38,6 @@ from gpubroker_server.ports.run_logs import LogRows
 class Clock(Protocol):
     def now(self) -> Instant:
         """The database's time, interpolated between readings. Never goes back."""
-        ...
 
 
 class CommitVerdict(StrEnum):
@@ -232,27 +231,21 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
         If a listener raises, that call and every later write raise the same: a World that has lost events
         must not be used.
         """
-        ...
 
     async def submit(self, submission: Submission) -> SubmitOutcome:
         """Raises Unstorable."""
-        ...
 
     async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
         """Raises Unstorable; then nothing was stored."""
-        ...
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
         """What was submitted with this key, until it expires."""
-        ...
 
     async def batch_answer(self, first: TaskId) -> str:
         """The stored answer to the batch that begins with this task, or its terms; empty if there is none."""
-        ...
 
     async def request(self, *requests: Request) -> None:
         """Store requests of clients in one commit; the leader reads them from the log. Raises Unstorable."""
-        ...
 
     async def leader(self) -> LeaderRow: ...
 
@@ -264,22 +257,18 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
         `has_lost_commits`: the database is known to have gone back, so the term begins a new lineage. None if
         the row is no longer `instead_of`: its leader has renewed it, or another process was quicker.
         """
-        ...
 
     async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
         """Extend the lease to so long from now. Raises StaleTerm, StoreUnavailable."""
-        ...
 
     async def resign(self, term: Term) -> None:
         """End the lease, so that others can take the next term at once. Does nothing for an old term."""
-        ...
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         """One verdict per decision, in order. Each decision is written whole or not at all.
 
         Raises StaleTerm, and StoreUnavailable after `close`; then nothing was written.
         """
-        ...
 
     async def snapshot(self) -> Snapshot: ...
 
@@ -287,18 +276,15 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
 
     async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
         """The events that changed the states of these tasks, in order."""
-        ...
 
     async def head(self) -> Position: ...
 
     async def oldest(self) -> Position:
         """Position of the first event in the log, or of the next one if the log is empty."""
-        ...
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
         """Remove some of what has expired: tasks with all their rows, the beginning of the log, audit notes
         and rows of uploaded objects. False if nothing was left. Raises StaleTerm."""
-        ...
 
     async def record(self, task: TaskId) -> TaskRecord | None: ...
 
@@ -306,11 +292,9 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
 
     async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
         """The ids of `records`, without those of holders of models, which no request for tasks ends."""
-        ...
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "StoredState"]:
         """Without those that have no record."""
-        ...
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]: ...
 
@@ -320,30 +304,25 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         """Newest first."""
-        ...
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         """Those of these blobs that a row names."""
 
     async def put_token(self, token: "TokenRow", *, by: str) -> bool:
         """Add a token; False if the name exists. `by` is for the audit log."""
-        ...
 
     async def tokens(self) -> Sequence["TokenRow"]: ...
 
     async def drop_token(self, name: str, *, by: str) -> bool:
         """False if there is none."""
-        ...
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
         """Add a note about an action without a row of its own, such as `service.shutdown`."""
-        ...
 
     async def database_time(self) -> Instant: ...
 
     async def held_back(self) -> HeldBack | None:
         """None on SQLite."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -366,15 +345,12 @@ class BlobStore(Protocol):
 
     async def put(self, data: bytes, *, owner: str) -> str:
         """Returns the digest; durable then. `owner` is a task id, for messages. Raises BlobTooLarge."""
-        ...
 
     async def get(self, digest: str) -> bytes:
         """Raises BlobMissing, BlobCorrupt."""
-        ...
 
     async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
         """A part of it, which is not compared with the digest. Raises BlobMissing."""
-        ...
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
         """The next part of a new object; one at 0 begins anew. How many bytes there are by now."""

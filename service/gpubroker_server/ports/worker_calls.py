@@ -63,4 +63,3 @@ class WorkerCalls(Protocol):
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
         """If the method does not begin within `seconds`, it never does. If it does, the answer comes when it
         ends."""
-        ...

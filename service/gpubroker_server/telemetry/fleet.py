@@ -1,4 +1,4 @@
-"""Metrics of what fleet control finds, as the leader published it last."""
+"""Metrics of what fleet control finds, as the leader published it last, and for autoscalers."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,9 +6,10 @@ from gpubroker_server.core.control.findings.gpus import unused_holdings
 from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
 from gpubroker_server.core.control.node_watch import Overload
 from gpubroker_server.core.domain.units import DeviceKey, Instant
+from gpubroker_server.core.explain.autoscaling import AutoscalingDemand
 from gpubroker_server.core.world.world import World
+from gpubroker_server.telemetry.nodes import GPU, Read
 
-_GPU = ("gpu", "UUID", "hostname")
 _TARGET = ("scope", "measure")
 MOST_TENANTS = 100
 """With backpressure of their own."""
@@ -21,24 +22,25 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_background_share_ratio": ("Share of GPU memory that background work may take.", ("scope",)),
     "gpubroker_backpressure_active": ("1 if new work is refused for it, else 0.", ("measure",)),
     "gpubroker_backpressure_value": ("What is measured of it, in its own unit.", ("measure",)),
-    "gpubroker_gpu_idle_seconds": ("How long the device has been idle; 0 if it is not.", _GPU),
-    "gpubroker_gpu_held_idle_seconds": ("How long a holder has kept it idle; 0 if none has.", _GPU),
+    "gpubroker_gpu_idle_seconds": ("How long the device has been idle; 0 if it is not.", GPU),
+    "gpubroker_gpu_held_idle_seconds": ("How long a holder has kept it idle; 0 if none has.", GPU),
     "gpubroker_node_idle_seconds": ("How long the node's CPUs have been idle; 0 if not.", ("hostname",)),
     "gpubroker_node_overloaded": ("1 if the node has too much to do, else 0.", ("hostname", "measure")),
     "gpubroker_node_disk_level": (
         "Of a watched disk: 0, or 1 from `warn`, 2 from `clean`, 3 from `block` on.",
         ("hostname", "path"),
     ),
+    "gpubroker_unmet_gpus": ("GPUs that waiting tasks lack.", ("pool",)),
+    "gpubroker_needed_gpus": ("GPUs that are held, and those that waiting tasks lack.", ()),
+    "gpubroker_spare_gpus": ("GPUs of nodes of which nothing is held or waited for.", ()),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_items": ("What each component got done in this leader's term.", ("component",)),
     "gpubroker_fleet_events": ("Events about its health, in this leader's term.", ("kind",)),
 }
 
-Samples = list[tuple[tuple[str, ...], float]]
 
-
-def fleet_samples(world: World, seen: FleetSeen | None, now: Instant) -> Iterator[tuple[str, Samples]]:
+def fleet_samples(world: World, seen: FleetSeen | None, now: Instant) -> Iterator[Read]:
     """Nothing before a leader has looked."""
     if seen is None:
         return
@@ -50,7 +52,7 @@ def fleet_samples(world: World, seen: FleetSeen | None, now: Instant) -> Iterato
     yield "gpubroker_fleet_events", [((kind,), count) for kind, count in seen.events.items()]
 
 
-def _targets(seen: FleetSeen, now: Instant) -> Iterator[tuple[str, Samples]]:
+def _targets(seen: FleetSeen, now: Instant) -> Iterator[Read]:
     targets: list[tuple[tuple[str, ...], TargetSeen]] = [((it.scope, it.measure), it) for it in seen.targets]
     yield "gpubroker_target_ratio", [(at, it.value) for at, it in targets if it.value is not None]
     yield "gpubroker_target_min_ratio", [(at, it.least) for at, it in targets]
@@ -61,7 +63,7 @@ def _targets(seen: FleetSeen, now: Instant) -> Iterator[tuple[str, Samples]]:
     yield "gpubroker_background_share_ratio", shares
 
 
-def _backpressure(seen: FleetSeen) -> Iterator[tuple[str, Samples]]:
+def _backpressure(seen: FleetSeen) -> Iterator[Read]:
     active = {it.name for it in seen.pressures}
     values = seen.pressure_values
     known = sorted(active | values.keys())
@@ -71,7 +73,7 @@ def _backpressure(seen: FleetSeen) -> Iterator[tuple[str, Samples]]:
     yield "gpubroker_backpressure_value", [((name,), values[name]) for name in shown if name in values]
 
 
-def _idle(world: World, seen: FleetSeen, now: Instant) -> Iterator[tuple[str, Samples]]:
+def _idle(world: World, seen: FleetSeen, now: Instant) -> Iterator[Read]:
     idle = {it.name: max(0.0, now - it.since) for it in seen.idle}
     held: dict[DeviceKey, float] = {}
     for one in unused_holdings(world, seen, now):
@@ -84,7 +86,7 @@ def _idle(world: World, seen: FleetSeen, now: Instant) -> Iterator[tuple[str, Sa
     yield "gpubroker_node_idle_seconds", [((name,), idle.get(name, 0.0)) for name in sorted(world.nodes)]
 
 
-def _nodes(world: World, seen: FleetSeen) -> Iterator[tuple[str, Samples]]:
+def _nodes(world: World, seen: FleetSeen) -> Iterator[Read]:
     overloaded = set(seen.overloaded)
     watched = [Overload(node, it) for node in sorted(world.node_samples) for it in ("cpu", "host_memory")]
     yield "gpubroker_node_overloaded", [(it, it in overloaded) for it in watched]
@@ -92,3 +94,12 @@ def _nodes(world: World, seen: FleetSeen) -> Iterator[tuple[str, Samples]]:
     levels = {(it.node, disk.path): 0.0 for it in world.node_samples.values() for disk in it.disks}
     levels |= {(it.node, it.path): float(it.level) for it in seen.low_disks}
     yield "gpubroker_node_disk_level", sorted(levels.items())
+
+
+def autoscaling_samples(demand: AutoscalingDemand) -> Iterator[Read]:
+    unmet = dict.fromkeys((group.pool for group in demand.unmet), 0) or {"": 0}
+    for group in demand.unmet:
+        unmet[group.pool] += group.amounts.gpus
+    yield "gpubroker_unmet_gpus", [((pool,), float(gpus)) for pool, gpus in unmet.items()]
+    yield "gpubroker_needed_gpus", [((), float(demand.used.gpus + demand.lacking.gpus))]
+    yield "gpubroker_spare_gpus", [((), float(sum(node.amounts.gpus for node in demand.spare)))]

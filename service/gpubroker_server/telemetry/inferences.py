@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.core.world.model_index import WAIT_BOUNDS
 from gpubroker_server.core.world.world import World
+from gpubroker_server.telemetry.nodes import Read
 
 _WAITING, _RUNNING = "gpubroker_inferences_waiting", "gpubroker_inferences_running"
 _FINISHED = "gpubroker_inferences_finished"
@@ -23,21 +24,19 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def inference_metrics(world: World) -> Iterator[Metric]:
-    answered = world.models.answered
+def inference_samples(world: World) -> Iterator[Read]:
     queued = sum(len(group) for groups in waiting(world).values() for group in groups)
-    asked = sum(len(world.models.asking(model)) for model in world.models.asked())
-    for name, value in ((_WAITING, queued), (_RUNNING, asked)):
-        yield GaugeMetricFamily(name, GAUGES[name][0], value=value)
-    about, labels = COUNTERS[_FINISHED]
-    finished = CounterMetricFamily(_FINISHED, about, labels=labels)
-    for state in sorted(TERMINAL):
-        finished.add_metric((state.value,), answered.ended[state])
-    yield finished
-    buckets = list(zip([*map(str, WAIT_BOUNDS), "+Inf"], answered.waits(), strict=True))
-    yield HistogramMetricFamily(
+    yield _WAITING, [((), queued)]
+    yield _RUNNING, [((), sum(len(world.models.asking(model)) for model in world.models.asked()))]
+    ended = world.models.answered.ended
+    yield _FINISHED, [((state.value,), ended[state]) for state in sorted(TERMINAL)]
+
+
+def wait_metric(world: World) -> Metric:
+    answered = world.models.answered
+    return HistogramMetricFamily(
         WAIT_SECONDS,
         "Time until queued inferences were first sent to a model.",
-        buckets=buckets,
+        buckets=list(zip([*map(str, WAIT_BOUNDS), "+Inf"], answered.waits(), strict=True)),
         sum_value=answered.waited_seconds,
     )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from importlib.metadata import version
-from itertools import chain
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -27,15 +26,13 @@ from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
-from gpubroker_server.telemetry import autoscaling, fleet, inferences, nodes
+from gpubroker_server.telemetry import fleet, inferences, nodes
 from gpubroker_server.telemetry.durations import DurationCollector
+from gpubroker_server.telemetry.nodes import GPU, Read
 
 _RELEASE = version("gpubroker-server")
 
 _MIB = 1024 * 1024
-_GPU = ("gpu", "UUID", "hostname")
-"""As dcgm-exporter spells them, so that both join on UUID without relabelling."""
-
 _TENANT = ("tenant",)
 MOST_TENANTS = 100
 """Metrics show the tenants that hold most; GET /tenants shows all."""
@@ -52,20 +49,20 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **nodes.GAUGES,
     **fleet.GAUGES,
     "gpubroker_silent_nodes": ("Silent nodes that are not given up; absent without a known leader.", ()),
-    "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
-    "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
-    "gpubroker_gpu_memory_leased_bytes": ("Memory that is leased.", _GPU),
-    "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", _GPU),
-    "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", _GPU),
-    "gpubroker_gpu_memory_overused_bytes": ("Memory that runs use beyond their leases.", _GPU),
-    "gpubroker_gpu_memory_foreign_bytes": ("Memory in use that no lease explains.", _GPU),
-    "gpubroker_gpu_memory_free_bytes": ("Memory that a task without a pledge could take now.", _GPU),
-    "gpubroker_gpu_memory_stranded_bytes": ("Free memory that the usual demands cannot use.", _GPU),
+    "gpubroker_gpu_info": ("Always 1; what each device is.", (*GPU, "modelName")),
+    "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", GPU),
+    "gpubroker_gpu_memory_leased_bytes": ("Memory that is leased.", GPU),
+    "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", GPU),
+    "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", GPU),
+    "gpubroker_gpu_memory_overused_bytes": ("Memory that runs use beyond their leases.", GPU),
+    "gpubroker_gpu_memory_foreign_bytes": ("Memory in use that no lease explains.", GPU),
+    "gpubroker_gpu_memory_free_bytes": ("Memory that a task without a pledge could take now.", GPU),
+    "gpubroker_gpu_memory_stranded_bytes": ("Free memory that the usual demands cannot use.", GPU),
     "gpubroker_gpu_memory_scattered": (
         "Waiting tasks of the most frequent demand, if their memory is free in sum but not in one piece.",
         (),
     ),
-    "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
+    "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", GPU),
     "gpubroker_tenant_held_bytes": ("GPU memory that the tenant holds, until it is confirmed free.", _TENANT),
     "gpubroker_tenant_guaranteed_bytes": ("GPU memory that the tenant is guaranteed.", _TENANT),
     "gpubroker_tenant_usage_byte_seconds": ("Memory held times seconds, with a half-life.", _TENANT),
@@ -98,7 +95,6 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_model_requests_in_flight": ("Requests that have a slot.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for a slot.", ("model",)),
     **inferences.GAUGES,
-    **autoscaling.GAUGES,
     "gpubroker_disk_full": ("1 if a disk that this process writes to is full, else 0.", ()),
     "gpubroker_leader_known": ("1 if this process leads or hears of the process that does, else 0.", ()),
     "gpubroker_leader_term": ("Term of the known leader.", ()),
@@ -183,38 +179,21 @@ class Telemetry:
         self._note_wait((), seconds)
 
     def show_lanes(self, read: Callable[[], Iterable[LaneRow]]) -> None:
-        self.registry.register(LaneCollector(read))
+        """Only models that are asked have metrics: their names come from clients."""
+        self.registry.register(SamplesCollector(lambda: _lane_samples(read())))
 
     def show_servers(self, read: Callable[[], Iterable[ServerRow]]) -> None:
-        self.registry.register(ServerCollector(read))
+        self.registry.register(SamplesCollector(lambda: _server_samples(read())))
 
 
-class LaneCollector(Collector):
-    """Only models that are asked have metrics: their names come from clients."""
+class SamplesCollector(Collector):
+    """Of metrics that `read` names with their samples, at each scrape."""
 
-    def __init__(self, read: Callable[[], Iterable[LaneRow]]) -> None:
+    def __init__(self, read: Callable[[], Iterable[Read]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        rows = list(self._read())
-        for index, name in enumerate(("slots", "requests_in_flight", "requests_waiting"), 1):
-            yield _gauge(f"gpubroker_model_{name}", [((row[0],), float(row[index])) for row in rows])
-
-
-class ServerCollector(Collector):
-    def __init__(self, read: Callable[[], Iterable[ServerRow]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        rows = list(self._read())
-        ways = [(row.name, *way) for row in rows for way in row.ways]
-        yield _gauge("gpubroker_model_server_up", [((name, way), up) for name, way, up, _ in ways])
-        in_flight = [((row.name,), float(row.in_flight)) for row in rows]
-        yield _gauge("gpubroker_model_server_requests_in_flight", in_flight)
-        faults = [((name, way), float(faults)) for name, way, _, faults in ways]
-        yield _counter("gpubroker_model_server_faults", faults)
-        passed_on = [((row.name,), float(row.passed_on)) for row in rows]
-        yield _counter("gpubroker_model_server_requests_passed_on", passed_on)
+        return _families(self._read())
 
 
 class WorldCollector(Collector):
@@ -226,73 +205,78 @@ class WorldCollector(Collector):
         self.held_back: HeldBack | None = None
 
     def collect(self) -> Iterable[Metric]:
-        sources, now = self._sources, self._sources.now()
-        world, leader = sources.world, sources.leader()
-        yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
-        yield from _task_metrics(world, now)
-        yield from _device_metrics(world)
-        read = chain(
-            nodes.node_samples(world, now, sources.policy.sample_period_seconds),
-            fleet.fleet_samples(world, None if leader is None else leader.fleet, now),
-            autoscaling.autoscaling_samples(autoscaling_demand(world, sources.policy, now)),
-        )
-        for name, samples in read:
-            yield (_counter if name in COUNTERS else _gauge)(name, samples)
-        yield from _fragmentation_metrics(world, *sources.fragmentation())
-        yield from _tenant_metrics(sources)
-        yield from _forecast_metrics(world)
-        yield from inferences.inference_metrics(world)
-        sizes = size_accuracies(world)
-        yield _gauge("gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes])
-        yield _gauge("gpubroker_model_size_enough_ratio", [((of.server,), of.enough) for of in sizes])
-        yield _gauge("gpubroker_event_log_position", [((), world.position)])
-        yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
-        known = [] if self.held_back is None else [self.held_back]
-        yield _gauge(
-            "gpubroker_database_oldest_transaction_seconds", [((), it.transaction_seconds) for it in known]
-        )
-        yield _gauge(
-            "gpubroker_database_oldest_slot_transactions", [((), it.slot_transactions) for it in known]
-        )
-        yield _gauge("gpubroker_disk_full", [((), bool(sources.disk_full()))])
-        yield from _leader_metrics(world, leader)
+        yield from _families(_world_samples(self._sources, self.held_back))
+        yield inferences.wait_metric(self._sources.world)
 
 
-def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    about, labels = GAUGES[name]
-    family = GaugeMetricFamily(name, about, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+def _world_samples(sources: Sources, held_back: HeldBack | None) -> Iterator[Read]:
+    world, now, leader = sources.world, sources.now(), sources.leader()
+    yield "gpubroker_build_info", [((_RELEASE,), 1)]
+    yield from _task_metrics(world, now)
+    yield from _device_metrics(world)
+    yield from nodes.node_samples(world, now, sources.policy.sample_period_seconds)
+    yield from fleet.fleet_samples(world, None if leader is None else leader.fleet, now)
+    yield from fleet.autoscaling_samples(autoscaling_demand(world, sources.policy, now))
+    yield from _fragmentation_metrics(world, *sources.fragmentation())
+    yield from _tenant_metrics(sources)
+    yield from _forecast_metrics(world)
+    yield from inferences.inference_samples(world)
+    sizes = size_accuracies(world)
+    yield "gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes]
+    yield "gpubroker_model_size_enough_ratio", [((of.server,), of.enough) for of in sizes]
+    yield "gpubroker_event_log_position", [((), world.position)]
+    yield "gpubroker_world_age_seconds", [((), sources.age_seconds())]
+    known = [] if held_back is None else [held_back]
+    yield "gpubroker_database_oldest_transaction_seconds", [((), it.transaction_seconds) for it in known]
+    yield "gpubroker_database_oldest_slot_transactions", [((), it.slot_transactions) for it in known]
+    yield "gpubroker_disk_full", [((), bool(sources.disk_full()))]
+    yield from _leader_metrics(world, leader)
 
 
-def _counter(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    about, labels = COUNTERS[name]
-    family = CounterMetricFamily(name, about, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+def _lane_samples(rows: Iterable[LaneRow]) -> Iterator[Read]:
+    known = list(rows)
+    for index, name in enumerate(("slots", "requests_in_flight", "requests_waiting"), 1):
+        yield f"gpubroker_model_{name}", [((row[0],), float(row[index])) for row in known]
 
 
-def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Metric]:
+def _server_samples(rows: Iterable[ServerRow]) -> Iterator[Read]:
+    known = list(rows)
+    ways = [(row.name, *way) for row in known for way in row.ways]
+    yield "gpubroker_model_server_up", [((name, way), up) for name, way, up, _ in ways]
+    yield "gpubroker_model_server_requests_in_flight", [((row.name,), float(row.in_flight)) for row in known]
+    yield "gpubroker_model_server_faults", [((name, way), float(faults)) for name, way, _, faults in ways]
+    yield "gpubroker_model_server_requests_passed_on", [((row.name,), float(row.passed_on)) for row in known]
+
+
+def _families(read: Iterable[Read]) -> Iterator[Metric]:
+    for name, samples in read:
+        is_counter = name in COUNTERS
+        about, labels = COUNTERS[name] if is_counter else GAUGES[name]
+        family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(name, about, labels=labels)
+        for values, value in samples:
+            family.add_metric(values, value)
+        yield family
+
+
+def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Read]:
     """The leader alone hears the nodes: without one nothing is claimed about them."""
-    yield _gauge("gpubroker_leader_known", [((), leader is not None)])
+    yield "gpubroker_leader_known", [((), leader is not None)]
     if leader is None:
         return
-    yield _gauge("gpubroker_leader_term", [((), leader.term)])
-    yield _gauge("gpubroker_leader_lease_seconds", [((), leader.lease_seconds)])
+    yield "gpubroker_leader_term", [((), leader.term)]
+    yield "gpubroker_leader_lease_seconds", [((), leader.lease_seconds)]
     held_back = () if leader.paused is None else leader.paused.nodes
-    yield _gauge("gpubroker_silent_nodes", [((), len(held_back))])
+    yield "gpubroker_silent_nodes", [((), len(held_back))]
     silent = {*leader.silent, *held_back}
     expected = [node for node in world.nodes.values() if node.ready or node.draining_since is None]
     ready = {node.name: node.ready and node.name not in silent for node in expected}
-    yield _gauge("gpubroker_node_ready", [((name,), is_ready) for name, is_ready in ready.items()])
+    yield "gpubroker_node_ready", [((name,), is_ready) for name, is_ready in ready.items()]
     agents = leader.executor.get("agents", {})
     faults = {node: len(agent.get("gpu_faults", ())) for node, agent in agents.items()}
-    yield _gauge("gpubroker_node_gpu_faults", [((node,), count) for node, count in faults.items()])
+    yield "gpubroker_node_gpu_faults", [((node,), count) for node, count in faults.items()]
 
 
-def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
+def _task_metrics(world: World, now: Instant) -> Iterator[Read]:
     queue = world.queue
     waiting: Counter[int] = Counter()
     oldest: dict[str, float] = {}
@@ -307,7 +291,7 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
     for task in (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused, *world.active):
         row = world.tasks[task]
         live[row.state.value, band_of(row.priority)[0]] += 1
-    yield _gauge("gpubroker_tasks", live.items())
+    yield "gpubroker_tasks", live.items()
     reasons = {
         "Held": len(queue.held),
         "DependencyPending": len(queue.awaiting),
@@ -315,59 +299,55 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
         "QueuePaused": len(queue.paused),
         "Queued": waiting.total(),
     }
-    yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
+    yield "gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()]
     sets = world.worker_sets
     workers = {"wanted": sum(it.count for it in sets.values()), "running": sets.running(world.tasks)}
-    yield _gauge("gpubroker_workers", [((state,), count) for state, count in workers.items()])
+    yield "gpubroker_workers", [((state,), count) for state, count in workers.items()]
     ages = [((band,), max(0.0, now - since)) for band, since in oldest.items()]
-    yield _gauge("gpubroker_pending_oldest_seconds", ages)
+    yield "gpubroker_pending_oldest_seconds", ages
     preempted = [((holder,), world.preempted[holder]) for holder in ("task", "model")]
-    yield _counter("gpubroker_preemptions", preempted)
+    yield "gpubroker_preemptions", preempted
     finished: Counter[str] = Counter()
     for (_tenant, state), count in world.finished.items():
         finished[state.value] += count
-    yield _counter(
-        "gpubroker_tasks_finished", [((state.value,), finished[state.value]) for state in sorted(TERMINAL)]
-    )
+    yield "gpubroker_tasks_finished", [((state.value,), finished[state.value]) for state in sorted(TERMINAL)]
 
 
-def _forecast_metrics(world: World) -> Iterator[Metric]:
+def _forecast_metrics(world: World) -> Iterator[Read]:
     """Of each basis with known errors."""
     errors = ((basis, world.learned.sketch(accuracy_topic(basis, What.START_ERROR))) for basis in Basis)
     medians = [((basis.value,), median) for basis, e in errors if (median := e.quantile(0.5)) is not None]
     shares = ((basis, world.learned.sketch(accuracy_topic(basis, What.START_SHARE))) for basis in Basis)
     held = [((basis.value,), share) for basis, s in shares if (share := s.share_until(1.0)) is not None]
-    yield _gauge("gpubroker_forecast_error_seconds", medians)
-    yield _gauge("gpubroker_forecast_within_p90_ratio", held)
+    yield "gpubroker_forecast_error_seconds", medians
+    yield "gpubroker_forecast_within_p90_ratio", held
 
 
-def _tenant_metrics(sources: Sources) -> Iterator[Metric]:
+def _tenant_metrics(sources: Sources) -> Iterator[Read]:
     accounts, policy = sources.world.accounts, sources.policy
     held = nlargest(MOST_TENANTS, ((accounts.held_mb(tenant), tenant) for tenant in accounts))
-    yield _gauge("gpubroker_tenant_held_bytes", [((tenant,), mb * _MIB) for mb, tenant in held])
+    yield "gpubroker_tenant_held_bytes", [((tenant,), mb * _MIB) for mb, tenant in held]
     # Configured tenants come first, to show unused guarantees.
     named = [tenant.name for tenant in policy.tenants if tenant.name != "*"]
     known = list(dict.fromkeys([*named, *(tenant for _, tenant in held)]))[:MOST_TENANTS]
     guaranteed = [(tenant, policy.tenant(tenant).guaranteed_mb) for tenant in known]
-    yield _gauge(
-        "gpubroker_tenant_guaranteed_bytes", [((t,), mb * _MIB) for t, mb in guaranteed if mb is not None]
-    )
+    yield "gpubroker_tenant_guaranteed_bytes", [((t,), mb * _MIB) for t, mb in guaranteed if mb is not None]
     now = sources.now()
     used = [((tenant,), accounts.used(tenant, now) * _MIB) for _, tenant in held]
-    yield _gauge("gpubroker_tenant_usage_byte_seconds", used)
+    yield "gpubroker_tenant_usage_byte_seconds", used
 
 
-def _device_metrics(world: World) -> Iterator[Metric]:
+def _device_metrics(world: World) -> Iterator[Read]:
     ledgers = [world.ledgers[key] for key in sorted(world.ledgers)]
     labels = {
         ledger.device.key: (str(ledger.device.index), ledger.device.uuid, ledger.device.node)
         for ledger in ledgers
     }
-    yield _gauge("gpubroker_gpu_info", [((*labels[b.device.key], b.device.kind), 1) for b in ledgers])
+    yield "gpubroker_gpu_info", [((*labels[b.device.key], b.device.kind), 1) for b in ledgers]
 
-    def per_device(name: str, read: Callable[[DeviceLedger], float | None]) -> Metric:
+    def per_device(name: str, read: Callable[[DeviceLedger], float | None]) -> Read:
         values = ((labels[ledger.device.key], read(ledger)) for ledger in ledgers)
-        return _gauge(name, [(at, value) for at, value in values if value is not None])
+        return name, [(at, value) for at, value in values if value is not None]
 
     yield per_device("gpubroker_gpu_memory_capacity_bytes", lambda b: b.device.physical_mb * _MIB)
     yield per_device("gpubroker_gpu_memory_leased_bytes", lambda b: b.leased_mb() * _MIB)
@@ -385,13 +365,13 @@ def _device_metrics(world: World) -> Iterator[Metric]:
 
 def _fragmentation_metrics(
     world: World, found: Fragmentation, scattered: ScatteredDemand | None
-) -> Iterator[Metric]:
+) -> Iterator[Read]:
     devices = [(world.ledgers[key].device, of) for key, of in sorted(found.devices.items())]
-    yield _gauge(
+    yield (
         "gpubroker_gpu_memory_stranded_bytes",
         [((str(d.index), d.uuid, d.node), of.stranded_mb * _MIB) for d, of in devices],
     )
-    yield _gauge("gpubroker_gpu_memory_scattered", [((), scattered.waiting if scattered else 0)])
+    yield "gpubroker_gpu_memory_scattered", [((), scattered.waiting if scattered else 0)]
 
 
 def _quarantined_mb(ledger: DeviceLedger) -> int:

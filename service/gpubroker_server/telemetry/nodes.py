@@ -1,6 +1,6 @@
 """Metrics of nodes and of the health of their GPUs, as last measured."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpubroker_server.core.domain.device import GpuHealth, NodeSample
 from gpubroker_server.core.domain.units import Instant
@@ -9,7 +9,8 @@ from gpubroker_server.core.world.world import World
 _MIB = 1024 * 1024
 _NODE = ("hostname",)
 _DISK = ("hostname", "path")
-_GPU = ("gpu", "UUID", "hostname")
+GPU = ("gpu", "UUID", "hostname")
+"""As dcgm-exporter spells them, so that both join on UUID without relabelling."""
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_node_ready": (
@@ -25,19 +26,20 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_node_disk_free_bytes": ("What may still be written there.", _DISK),
     "gpubroker_node_object_store_capacity_bytes": ("Ray's object store on the node.", _NODE),
     "gpubroker_node_object_store_spilled_bytes": ("What Ray keeps on disk for lack of room there.", _NODE),
-    "gpubroker_gpu_power_watts": ("Power that the device draws.", _GPU),
-    "gpubroker_gpu_temperature_celsius": ("Temperature of the device.", _GPU),
-    "gpubroker_gpu_sm_clock_hertz": ("Clock of the streaming multiprocessors.", _GPU),
-    "gpubroker_gpu_memory_clock_hertz": ("Clock of the device's memory.", _GPU),
-    "gpubroker_gpu_xid": ("Number of the last critical error; absent without one.", _GPU),
+    "gpubroker_gpu_power_watts": ("Power that the device draws.", GPU),
+    "gpubroker_gpu_temperature_celsius": ("Temperature of the device.", GPU),
+    "gpubroker_gpu_sm_clock_hertz": ("Clock of the streaming multiprocessors.", GPU),
+    "gpubroker_gpu_memory_clock_hertz": ("Clock of the device's memory.", GPU),
+    "gpubroker_gpu_xid": ("Number of the last critical error; absent without one.", GPU),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_node_network_received_bytes": ("By all interfaces but loopback, since it booted.", _NODE),
     "gpubroker_node_network_sent_bytes": ("By all interfaces but loopback, since it booted.", _NODE),
-    "gpubroker_gpu_ecc_errors": ("Uncorrected memory errors since the driver was loaded.", _GPU),
+    "gpubroker_gpu_ecc_errors": ("Uncorrected memory errors since the driver was loaded.", GPU),
 }
 
-Samples = list[tuple[tuple[str, ...], float]]
+Read = tuple[str, Iterable[tuple[tuple[str, ...], float]]]
+"""Name of a metric, and its samples: values of labels, and the value."""
 
 _OF_NODES: Mapping[str, Callable[[NodeSample], float | None]] = {
     "gpubroker_node_cpu_utilization_ratio": lambda it: it.cpu,
@@ -59,7 +61,7 @@ _OF_GPUS: Mapping[str, Callable[[GpuHealth], float | None]] = {
 }
 
 
-def node_samples(world: World, now: Instant, period_seconds: float) -> Iterator[tuple[str, Samples]]:
+def node_samples(world: World, now: Instant, period_seconds: float) -> Iterator[Read]:
     """Of the nodes that were measured lately."""
     fresh = [it for _, it in sorted(world.node_samples.items()) if not it.is_stale(now, period_seconds)]
     for name, read in _OF_NODES.items():

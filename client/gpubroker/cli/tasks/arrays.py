@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,52 +13,9 @@ import typer
 from gpubroker.cli import EXIT_CANCELLED, EXIT_TASK_FAILED, parsing
 from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
-from gpubroker.cli.tasks.submit import (
-    After,
-    AfterEnd,
-    Args,
-    CommandAfterDashes,
-    Concurrency,
-    Cpu,
-    Custom,
-    Deadline,
-    Directory,
-    Env,
-    Exclusive,
-    Expected,
-    Fraction,
-    GpuMb,
-    Gpus,
-    Grace,
-    Hold,
-    Key,
-    Kinds,
-    Kwargs,
-    Labels,
-    Memory,
-    MinDevice,
-    MinPower,
-    ModelType,
-    Name,
-    Nodes,
-    NotBefore,
-    Placement,
-    Pool,
-    PreferKinds,
-    PreferNodes,
-    Priority,
-    Profile,
-    QueueTtl,
-    ResultFormat,
-    Roles,
-    Stream,
-    Target,
-    Timeout,
-    dependencies,
-    named_target,
-    read_options,
-)
+from gpubroker.cli.tasks.submit import Target, dependencies, named_target, options_of_submit, read_options
 from gpubroker.tasks.array_api import ArrayState, bar_line, progress_bar
+from gpubroker.transport.operations import without_none
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -90,54 +47,20 @@ ArrayWord = Annotated[
 ]
 
 
+@options_of_submit(
+    but="bundles strategy min_ranks max_retries wait follow wait_timeout dry_run batch all_or_nothing"
+)
 def map_(
     context: typer.Context,
     target: Target = None,
     items: Items = "-",
-    args: Args = None,
-    kwargs: Kwargs = None,
     max_parallel: Parallel = None,
     chunk: Chunk = None,
     item_timeout_seconds: ItemTimeout = None,
     item_retries: ItemRetries = None,
-    priority: Priority = None,
-    gpu_mb: GpuMb = None,
-    gpus: Gpus = None,
-    gpu_fraction: Fraction = None,
-    exclusive: Exclusive = False,
-    cpu: Cpu = None,
-    memory_mb: Memory = None,
-    custom: Custom = None,
-    kinds: Kinds = None,
-    prefer_kinds: PreferKinds = None,
-    min_power: MinPower = None,
-    min_device_mb: MinDevice = None,
-    nodes: Nodes = None,
-    prefer_nodes: PreferNodes = None,
-    pool: Pool = None,
-    roles: Roles = None,
-    placement: Placement = None,
-    model_type: ModelType = None,
-    profile: Profile = None,
-    max_concurrency: Concurrency = None,
-    stream: Stream = None,
-    name: Name = None,
-    labels: Labels = None,
-    env: Env = None,
-    timeout_seconds: Timeout = None,
-    grace_seconds: Grace = None,
-    after: After = None,
-    after_end: AfterEnd = None,
-    not_before: NotBefore = None,
-    queue_ttl_seconds: QueueTtl = None,
-    deadline: Deadline = None,
-    expected_seconds: Expected = None,
-    result_format: ResultFormat = None,
-    working_directory: Directory = None,
-    idempotency_key: Key = None,
-    held: Hold = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the id; do not wait.")] = False,
     output: Output = Format.TABLE,
+    **given: Any,
 ) -> None:
     """Run a function, or a command after --, for each line of a file. A function gets the item as its first
     argument; in a command each {} is replaced by it, also inside a word.
@@ -149,19 +72,19 @@ def map_(
     Results go to standard output, in order, one a line; items that failed to standard error. Options that
     submit has too are for each worker.
     """
-    _map(context, locals())
-
-
-def _map(context: typer.Context, given: Mapping[str, Any]) -> None:
-    output = given["output"]
-    with connect(context) as broker:
-        found = named_target(context, given["target"])
-        options = cast("Any", read_options(given) | dependencies(broker, given)) | _own_options(given)
-        values = list(_items_of(given["items"], parsing.json_or_text if isinstance(found, str) else str))
-        args = map(parsing.json_or_text, given["args"] or [])
-        array = broker.submit_array(found, values, *args, **options)
+    of_array = {
+        "max_parallel": max_parallel,
+        "chunk": chunk,
+        "item_timeout_seconds": item_timeout_seconds,
+        "item_retries": item_retries,
+    }
+    with connect() as broker:
+        found = named_target(context, target)
+        options = cast("Any", read_options(given) | dependencies(broker, given)) | without_none(of_array)
+        values = list(_items_of(items, parsing.json_or_text if isinstance(found, str) else str))
+        array = broker.submit_array(found, values, *map(parsing.json_or_text, given["args"] or []), **options)
         remember_last(broker, array.id)
-        if given["detach"]:
+        if detach:
             eprint("to follow it: gpubroker array " + array.id)
             emit(output, array, lambda array: array.id)
             return
@@ -170,7 +93,6 @@ def _map(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 
 def array(
-    context: typer.Context,
     array: ArrayWord,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for it, and print its results.")] = False,
     items: Annotated[bool, typer.Option("--items", help="Print the items that are done.")] = False,
@@ -182,7 +104,7 @@ def array(
     """Show how far an array is; its results, with --items; do its failed items again, or cancel the rest."""
     if sum((wait, items, cancel)) > 1 or (failed and not items) or (retry and (items or cancel)):
         raise typer.BadParameter("give one of --wait, --items, --cancel and --retry (--retry --wait works)")
-    with connect(context) as broker:
+    with connect() as broker:
         array = task_id(broker, array, to_change=retry or cancel)
         if items:
             for item in broker.array_items(array, **({"state": "failed"} if failed else {})):
@@ -242,15 +164,3 @@ def _items_of(path: str, read: Callable[[str], Any]) -> Iterator[Any]:
             f"{path} is not UTF-8: byte {error.start} is {data[error.start]:#x}"
         ) from None
     yield from (read(line.removesuffix("\r")) for line in lines if line.strip())
-
-
-def _own_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    names: Sequence[str] = ("max_parallel", "chunk", "item_timeout_seconds", "item_retries")
-    return {name: given[name] for name in names if given[name] is not None}
-
-
-def add_to(app: typer.Typer) -> None:
-    settings = {"allow_extra_args": True}
-    panel = "Tasks"
-    app.command("map", cls=CommandAfterDashes, context_settings=settings, rich_help_panel=panel)(map_)
-    app.command(rich_help_panel=panel)(array)

@@ -29,7 +29,6 @@ _PRIORITY_HELP = "0 to 100, or the name of a band."
 
 
 def cancel(
-    context: typer.Context,
     tasks: AnyTaskWords = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="All pending and running tasks.")] = False,
     state: Annotated[
@@ -73,9 +72,9 @@ def cancel(
         return broker.cancel(task, grace_seconds=grace, reason=reason)
 
     if tasks:
-        _change(context, tasks, output, end)
+        _change(tasks, output, end)
         return
-    with connect(context) as broker:
+    with connect() as broker:
         wanted = cast("Filters", {} if everything else given)
         if not yes:
             found = broker.cancel_selected(everything=everything, dry_run=True, **wanted)
@@ -96,44 +95,42 @@ def _cancelled(done: "Cancelled") -> Text:
     return Text(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no task matches")
 
 
-def retry(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+def retry(task: TaskWord, output: Output = Format.TABLE) -> None:
     """Run an ended task again, as a new task. It needs what submitting that task needs."""
-    with connect(context) as broker:
+    with connect() as broker:
         again = broker.retry(task_id(broker, task, to_change=True))
         remember_last(broker, again.id)
         emit_all(output, [again], task_table)
 
 
 def stack(
-    context: typer.Context,
     task: TaskWord,
     rank: Annotated[int, typer.Option(help="Of a gang: the process of this rank.")] = 0,
     output: Output = Format.TABLE,
 ) -> None:
     """Show where a running task is: all its Python threads. It goes on meanwhile."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.stack(task_id(broker, task), rank=rank), lambda seen: seen.stack or seen.message)
 
 
-def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
+def hold(tasks: TaskWords, output: Output = Format.TABLE) -> None:
     """Keep tasks in the queue until they are released."""
-    _change(context, tasks, output, lambda broker, task: broker.change(task, held=True))
+    _change(tasks, output, lambda broker, task: broker.change(task, held=True))
 
 
-def release(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
+def release(tasks: TaskWords, output: Output = Format.TABLE) -> None:
     """Release held tasks, so that they can start."""
-    _change(context, tasks, output, lambda broker, task: broker.change(task, held=False))
+    _change(tasks, output, lambda broker, task: broker.change(task, held=False))
 
 
 def priority(
-    context: typer.Context,
     task: TaskWord,
     value: Annotated[str, typer.Argument(metavar="PRIORITY", help=_PRIORITY_HELP)],
     output: Output = Format.TABLE,
 ) -> None:
     """Change the priority of a task."""
     wanted = parsing.priority(value)
-    _change(context, [task], output, lambda broker, found: broker.change(found, priority=wanted))
+    _change([task], output, lambda broker, found: broker.change(found, priority=wanted))
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -142,7 +139,6 @@ def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def change(
-    context: typer.Context,
     tasks: TaskWords,
     priority: Annotated[
         Any, typer.Option(parser=parsing.priority, metavar="PRIORITY", help=_PRIORITY_HELP)
@@ -184,14 +180,12 @@ def change(
     if not wanted:
         raise typer.BadParameter("give at least one of --priority, --not-before, --queue-ttl, --deadline")
     options = cast("ChangeOptions", wanted)
-    _change(context, tasks, output, lambda broker, found: broker.change(found, **options))
+    _change(tasks, output, lambda broker, found: broker.change(found, **options))
 
 
-def _change(
-    context: typer.Context, words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
-) -> None:
+def _change(words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]) -> None:
     """Find all tasks before changing any, so that a mistyped word changes nothing."""
-    with connect(context) as broker:
+    with connect() as broker:
         try:
             found = [task_id(broker, word, to_change=True) for word in words]
         except typer.Exit:
@@ -214,8 +208,3 @@ def _change_all(
     for task in changed:
         if task.pending and task.pending.reason == "BackendUnavailable":
             eprint(f"{task.id}: {task.pending.message}")
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (cancel, retry, stack, hold, release, priority, change):
-        app.command(rich_help_panel="Tasks")(command)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from gpubroker.cli.lookup import connect, task_id
@@ -37,7 +37,6 @@ _ENDS = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
 def events(
-    context: typer.Context,
     task: Annotated[str | None, typer.Argument(metavar="TASK", help="Only events of this task.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events as they happen.")] = False,
     after: Annotated[int | None, typer.Option(help="Start after this position of the log.")] = None,
@@ -57,22 +56,19 @@ def events(
 
     A token sees the events of its tenant, and with the scope cluster:read those of nodes and devices.
     """
-    with connect(context) as broker:
+    with connect() as broker:
         wanted = None if task is None else task_id(broker, task)
         last = 50 if last is None and wanted is None else last
         start: EventStart = {"last": last} if after is None and last else {"after": after or 0}
         if output is Format.JSON and not follow:
-            emit_all(output, list(broker.events(wanted, **start)), _event_lines)
+            listed = list(broker.events(wanted, **start))
+            emit_all(output, listed, lambda events: Group(*map(_event_line, events)))
             return
         try:
             for event in broker.events(wanted, **start, follow=follow):
                 emit(Format.NDJSON if output is Format.JSON else output, event, _event_line)
         except KeyboardInterrupt:
             return
-
-
-def _event_lines(listed: Sequence[Event]) -> RenderableType:
-    return Group(*map(_event_line, listed))
 
 
 def _event_line(event: Event) -> Text:
@@ -246,7 +242,3 @@ def _name(broker: Broker, task: str) -> str:
         return broker.get(task).name or "a task"
     except Refused:
         return "a task that is no longer kept"
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Tasks")(events)

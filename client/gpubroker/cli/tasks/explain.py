@@ -59,9 +59,9 @@ _WOULD = {
 _EXIT_CODES = {"starts": EXIT_OK, "preempts": EXIT_OK, "refused": EXIT_REFUSED}
 
 
-def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+def explain(task: TaskWord, output: Output = Format.TABLE) -> None:
     """Explain why a task waits and what would help, or where it runs, or how it ended."""
-    with connect(context) as broker:
+    with connect() as broker:
         found = broker.explain(task_id(broker, task))
         emit(output, found, lambda found: _explanation(found, _background(broker, found)))
 
@@ -295,7 +295,3 @@ def _holder(holder: Run) -> str:
     leaving = ", stopping" if holder.stopping else ", in quarantine" if holder.quarantine else ""
     name = holder.name or short_id(holder.id)
     return f"{name} {size(holder.gpu_mb)} (priority {holder.priority}{leaving}{ends})"
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Tasks")(explain)

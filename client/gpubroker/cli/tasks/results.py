@@ -36,11 +36,9 @@ Timeout = Annotated[
 ]
 
 
-def wait(
-    context: typer.Context, task: TaskWord, timeout: Timeout = None, output: Output = Format.TABLE
-) -> None:
+def wait(task: TaskWord, timeout: Timeout = None, output: Output = Format.TABLE) -> None:
     """Wait until a task is finished. The exit code says how it ended."""
-    with connect(context) as broker:
+    with connect() as broker:
         wanted = task_id(broker, task)
         _wait(broker, wanted, timeout)
         emit(output, broker.get(wanted), task_details)
@@ -48,7 +46,6 @@ def wait(
 
 
 def result(
-    context: typer.Context,
     task: TaskWord,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the task is finished.")] = False,
     timeout: Timeout = None,
@@ -56,7 +53,7 @@ def result(
     output: Output = Format.TABLE,
 ) -> None:
     """Print the result of a finished task, and its log to standard error."""
-    with connect(context) as broker:
+    with connect() as broker:
         wanted = task_id(broker, task)
         if wait:
             _wait(broker, wanted, timeout)
@@ -64,7 +61,6 @@ def result(
 
 
 def logs(
-    context: typer.Context,
     task: TaskWord,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the task has ended; wait for it to start.")
@@ -78,7 +74,7 @@ def logs(
         raise typer.BadParameter(f"--stream is stdout or stderr, not {stream!r}")
     given = {"follow": follow or None, "attempt": attempt, "rank": rank}
     wanted = cast("LogOptions", {name: value for name, value in given.items() if value is not None})
-    with connect(context) as broker:
+    with connect() as broker:
         found = task_id(broker, task)
         if stream is None:
             show_logs(broker, found, wanted)
@@ -206,8 +202,3 @@ def _log_of(outcome: Outcome) -> str:
     _, newline, rest = printed.partition("\n")
     whole = rest if newline else printed
     return f"[only the last {TAIL_BYTES // 1024} KiB were kept]\n{whole}"
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (wait, result, logs):
-        app.command(rich_help_panel="Tasks")(command)

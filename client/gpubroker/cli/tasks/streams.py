@@ -26,13 +26,12 @@ Name = Annotated[str, typer.Argument(metavar="STREAM", help="Name of the work st
 def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
     """List work streams: their factors, weights and chances to be drawn."""
     if context.invoked_subcommand is None:
-        with connect(context) as broker:
+        with connect() as broker:
             emit_all(output, broker.streams().items, _streams)
 
 
 @streams.command()
 def put(
-    context: typer.Context,
     name: Name,
     curriculum: Annotated[float, typer.Argument(metavar="WEIGHT", help="Its curriculum weight, above 0.")],
     because: Annotated[
@@ -41,13 +40,12 @@ def put(
     output: Output = Format.TABLE,
 ) -> None:
     """Give a work stream its curriculum weight. One that does not exist begins to."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.put_stream(name, curriculum, reason=because), _stream)
 
 
 @streams.command()
 def signal(
-    context: typer.Context,
     name: Name,
     progress: Annotated[
         float | None, typer.Option(help="How good it is by now, such as its Elo: more is better.")
@@ -62,26 +60,25 @@ def signal(
     """Tell of a work stream's progress, of the age of its data, of their quality."""
     if progress is None and data_age is None and quality is None:
         raise typer.BadParameter("give at least one of --progress, --data-age and --quality")
-    with connect(context) as broker:
+    with connect() as broker:
         told = broker.signal_stream(name, progress=progress, data_age_seconds=data_age, quality=quality)
         emit(output, told, _stream)
 
 
 @streams.command("next")
 def next_(
-    context: typer.Context,
     seed: Annotated[int | None, typer.Option(help="Draws the same stream while weights are equal.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Draw the work stream to go on with, and print its name."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.next_stream(seed=seed), _drawn)
 
 
 @streams.command()
-def delete(context: typer.Context, name: Name) -> None:
+def delete(name: Name) -> None:
     """Forget what was told of a work stream. One of the settings stays, with the weight it has there."""
-    with connect(context) as broker:
+    with connect() as broker:
         broker.delete_stream(name)
         eprint(f"what was told of {name} is forgotten")
 
@@ -119,7 +116,3 @@ def _stream(stream: WorkStream) -> RenderableType:
 
 def _drawn(drawn: DrawnStream) -> str:
     return drawn.stream.name
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(streams, name="streams", rich_help_panel="Cluster")

@@ -1,9 +1,10 @@
 """`gpubroker submit`: queue an entrypoint, a command, or the tasks of a file."""
 
+import inspect
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
@@ -261,11 +262,27 @@ def submit(
     (_submit_one if batch is None else _submit_batch)(context, locals())
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def options_of_submit(*, but: str) -> Callable[[F], F]:
+    """A command with `**given` gets there the options of `submit` that it lacks itself, without the named."""
+
+    def decorate(command: F) -> F:
+        *own, output, _given = inspect.signature(command, eval_str=True).parameters.values()
+        there = {parameter.name for parameter in own} | {output.name, *but.split()}
+        added = [one for one in inspect.signature(submit).parameters.values() if one.name not in there]
+        setattr(command, "__signature__", inspect.Signature([*own, *added, output]))  # noqa: B010
+        return command
+
+    return decorate
+
+
 def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
     options, output = read_options(given), given["output"]
     target = _target(context, given["target"], is_required=not given["dry_run"])
     args = map(parsing.json_or_text, given["args"] or [])
-    with connect(context) as broker:
+    with connect() as broker:
         options |= dependencies(broker, given)
         if given["dry_run"] or target is None:
             show_simulation(broker.simulate(target, *args, **options), output)
@@ -293,7 +310,7 @@ def _submit_batch(context: typer.Context, given: Mapping[str, Any]) -> None:
             "--batch only goes with --idempotency-key, --all-or-nothing and --output; write the rest of each "
             "task into the file"
         )
-    with connect(context) as broker:
+    with connect() as broker:
         submit_file(
             broker, given["batch"], given["idempotency_key"], given["all_or_nothing"], given["output"]
         )
@@ -354,8 +371,3 @@ def read_options(given: Mapping[str, Any]) -> "SubmitOptions":
     if (by := given.get("deadline")) is not None:
         options["deadline_seconds" if isinstance(by, float) else "deadline_at"] = by
     return cast("SubmitOptions", options)
-
-
-def add_to(app: typer.Typer) -> None:
-    settings = {"allow_extra_args": True}  # `_target` explains them
-    app.command(cls=CommandAfterDashes, context_settings=settings, rich_help_panel="Tasks")(submit)

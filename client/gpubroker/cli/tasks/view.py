@@ -69,7 +69,6 @@ SortWord = Annotated[
 
 
 def ps(
-    context: typer.Context,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Include finished tasks.")] = False,
     state: Annotated[
         list[str] | None, typer.Option("--state", "-s", help="Only tasks in this state; repeatable.")
@@ -123,7 +122,7 @@ def ps(
     if_none = "no matching tasks"
     if filters.get("state") == UNFINISHED:
         if_none = _none_unfinished(is_filtered=len(filters) > 1 or bool(after))
-    with connect(context) as broker:
+    with connect() as broker:
         if after:
             filters["after"] = task_id(broker, after)
         _list(broker, filters, limit, watching, output, if_none)
@@ -164,9 +163,9 @@ def _with_reasons(broker: Broker, listed: list[Task]) -> list[Task]:
     return [broker.get(task.id) if task.id in asked else task for task in listed]
 
 
-def show(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+def show(task: TaskWord, output: Output = Format.TABLE) -> None:
     """Show one task in full."""
-    with connect(context) as broker:
+    with connect() as broker:
         found = broker.get(task_id(broker, task))
         emit(output, found, lambda found: task_details(found, past_of(broker, found)))
 
@@ -348,8 +347,3 @@ def _expected_start(start: Expected | None) -> str:
     return (
         f"; starts in about {duration(start.p50_seconds)}, 90% within {duration(start.p90_seconds)} ({basis})"
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (ps, show):
-        app.command(rich_help_panel="Tasks")(command)

@@ -44,7 +44,6 @@ _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
 
 @workers.command()
 def create(
-    context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="What each worker makes.")],
     args: Args = None,
     kwargs: Kwargs = None,
@@ -85,7 +84,7 @@ def create(
         options["scale"] = _scaling(scale)
     if health is not None:
         options["health"] = {"method": health}
-    with connect(context) as broker:
+    with connect() as broker:
         seen = broker.create_worker_set(
             target, *map(parsing.json_or_text, args or []), **cast("Any", options)
         )
@@ -94,27 +93,25 @@ def create(
 
 @workers.command("list")
 def list_(
-    context: typer.Context,
     sort: Annotated[
         str | None, typer.Option(help="created or count; -count: those that want most workers first.")
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """List the worker sets that are not over."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit_all(output, list(broker.worker_sets(sort=sort)), _table)
 
 
 @workers.command("show")
-def show_(context: typer.Context, workers: SetWord, output: Output = Format.TABLE) -> None:
+def show_(workers: SetWord, output: Output = Format.TABLE) -> None:
     """Show a set and its workers."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.worker_set(workers), _drawn)
 
 
 @workers.command()
 def scale(
-    context: typer.Context,
     workers: SetWord,
     count: Annotated[int | None, typer.Argument(help="How many workers are wanted.")] = None,
     min_count: Min = None,
@@ -122,26 +119,24 @@ def scale(
     output: Output = Format.TABLE,
 ) -> None:
     """Want more or fewer workers. Those that leave finish the calls under way."""
-    with connect(context) as broker:
+    with connect() as broker:
         seen = broker.scale_worker_set(workers, count, min_count=min_count, max_count=max_count)
         emit(output, seen, _drawn)
 
 
 @workers.command()
 def signal(
-    context: typer.Context,
     workers: SetWord,
     value: Annotated[float, typer.Argument(help="Such as the length of a queue of yours.")],
     output: Output = Format.TABLE,
 ) -> None:
     """Tell a set that scales by `signal` the number that it follows."""
-    with connect(context) as broker:
+    with connect() as broker:
         emit(output, broker.signal_worker_set(workers, value), _drawn)
 
 
 @workers.command()
 def call(
-    context: typer.Context,
     workers: SetWord,
     method: Annotated[str, typer.Argument(help="A method of the object.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments, JSON or text.")] = None,
@@ -149,16 +144,16 @@ def call(
     timeout_seconds: Annotated[Any, typer.Option("--timeout", help="Waiting included.", **_SECONDS)] = 60.0,
 ) -> None:
     """Call a method in one worker, and print what it returns as JSON."""
-    with connect(context) as broker:
+    with connect() as broker:
         values = map(parsing.json_or_text, args or [])
         options: Any = {"role": role, "timeout_seconds": timeout_seconds, "pickled": False}
         show(json.dumps(broker.call_worker(workers, method, *values, **options)))
 
 
 @workers.command()
-def end(context: typer.Context, workers: SetWord) -> None:
+def end(workers: SetWord) -> None:
     """End a set: its workers are cancelled."""
-    with connect(context) as broker:
+    with connect() as broker:
         seen = broker.end_worker_set(workers)
         eprint(f"{seen.id} is over" if seen.state == "over" else f"{seen.id} ends: {_states(seen)}")
 
@@ -189,7 +184,3 @@ def _table(listed: Sequence[WorkerSet]) -> RenderableType:
     columns = (Column("SET"), Column("NAME", share=0.3), Column("WANTED"), Column("WORKERS", share=0.5))
     rows = [(short_id(one.id), one.name or "-", str(one.count), _states(one)) for one in listed]
     return PlainTable(columns, rows) if rows else "no worker sets; see: gpubroker workers create --help"
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(workers, name="workers", rich_help_panel="Tasks")

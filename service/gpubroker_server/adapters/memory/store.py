@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from operator import gt, lt
 
-from gpubroker_server.adapters.memory.item_pages import PagesInMemory
-from gpubroker_server.adapters.memory.leadership import LeaderInMemory
-from gpubroker_server.adapters.memory.standing import StandingInMemory
-from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
+from gpubroker_server.adapters.memory.store_parts import PagesInMemory, StandingInMemory, TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,
@@ -56,16 +53,11 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMemory):
+class MemoryStore(TokensAndObjects, PagesInMemory, StandingInMemory):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
-    def __init__(
-        self,
-        now: Callable[[], float] = time.time,
-        usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
-    ) -> None:
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
         TokensAndObjects.__init__(self, now)
-        LeaderInMemory.__init__(self, now)
         PagesInMemory.__init__(self)
         StandingInMemory.__init__(self)
         self._listeners: list[EventListener] = []
@@ -84,7 +76,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMem
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
         self._estimates: dict[SketchKey, Sketch] = {}
-        self._usage = Accounts(usage_half_life_seconds)
+        self._usage = Accounts(HALF_LIFE_SECONDS)
         self._pruned = 0
         """How many of the first events were removed."""
         self._log: list[tuple[Event, TaskId | None]] = []

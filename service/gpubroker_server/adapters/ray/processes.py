@@ -88,7 +88,7 @@ def process_table(*, with_ended: bool = False) -> dict[int, ProcessEntry]:
 def name_of(pid: int) -> str:
     """The kernel's name of it, at most 15 characters; empty if it is gone."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     return ""
 
 

@@ -18,8 +18,8 @@ from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool, QueuePool
 
-from gpubroker_server.adapters.sql.reads import READERS, leader, now
-from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused, Session
+from gpubroker_server.adapters.sql.reads import leader, now
+from gpubroker_server.adapters.sql.session import READERS, SETTING, DatabaseRefused, Session
 from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
 from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit, leadership, relocation
 from gpubroker_server.core.domain.leader_term import next_lineage
@@ -63,7 +63,23 @@ def open_database(
     """
     if is_file(url):
         return _open_file(path_of(url))
-    return _open_server(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
+    import psycopg
+
+    from gpubroker_server.adapters.sql import connections
+
+    try:
+        return _open_server(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
+    except StoreExhausted as short:
+        raise DatabaseRefused(
+            f"PostgreSQL at {connections.display_name(url)} is {short}; this process keeps "
+            f"{connections_kept(pooled=pooled, leads=leads)} connections: 1 that writes, {READERS} that read"
+            f"{'' if pooled else ', 1 that listens'}{', 1 for the leader' if leads else ''}; "
+            f"{connections.GET_CONNECTIONS}"
+        ) from None
+    except psycopg.OperationalError as error:
+        raise connections.unusable(url, error) from None
+    except OperationalError as error:
+        raise connections.unusable(url, error.orig) from None
 
 
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
@@ -233,32 +249,12 @@ def file_engine(file: SqliteFile) -> Engine:
     return engine
 
 
-def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
-    import psycopg
-
-    from gpubroker_server.adapters.sql import connections
-
-    needed = connections_kept(pooled=pooled, leads=leads)
-    try:
-        return _open_all(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
-    except StoreExhausted as short:
-        raise DatabaseRefused(
-            f"PostgreSQL at {connections.display_name(url)} is {short}; this process keeps {needed} "
-            f"connections: 1 that writes, {READERS} that read{'' if pooled else ', 1 that listens'}"
-            f"{', 1 for the leader' if leads else ''}; {connections.GET_CONNECTIONS}"
-        ) from None
-    except psycopg.OperationalError as error:
-        raise connections.unusable(url, error) from None
-    except OperationalError as error:
-        raise connections.unusable(url, error.orig) from None
-
-
 def connections_kept(*, pooled: bool, leads: bool) -> int:
     """To PostgreSQL, by one process: one writes, READERS read, one listens, one is for the leader's row."""
     return 1 + READERS + (not pooled) + leads
 
 
-def _open_all(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
+def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
     """Raises StoreExhausted, DatabaseRefused."""
     from gpubroker_server.adapters.sql import connections, postgres
 

@@ -9,8 +9,7 @@ import msgspec
 from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Connection, FromClause, bindparam, delete, select
 
-from gpubroker_server.adapters.sql.reads import Readers
-from gpubroker_server.adapters.sql.session import Row, json_text, over, postgres_rows, postgres_text
+from gpubroker_server.adapters.sql.session import Row, SqlPart, json_text, over, postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import last_value
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
@@ -51,10 +50,8 @@ _PRESENCES = select(last_value.c.key, last_value.c.value).where(last_value.c.kin
 _CLAIMS = select(last_value.c.key, last_value.c.value).where(last_value.c.kind == "slots")
 
 
-class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
+class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
     """The LastValueStore, PresenceStore and SlotStore of the store."""
-
-    _readers: Readers
 
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
         await self._readers.run(_publish, term, number, values)

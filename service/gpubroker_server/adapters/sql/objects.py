@@ -1,7 +1,7 @@
 """Uploaded objects, as rows."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy import (
     Column,
@@ -20,15 +20,12 @@ from sqlalchemy import (
     update,
 )
 
-from gpubroker_server.adapters.sql.reads import Readers
-from gpubroker_server.adapters.sql.session import Session, over
+from gpubroker_server.adapters.sql.session import Session, SqlPart, over
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import Count
 from gpubroker_server.adapters.sql.tables import stored_object
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import LEAST_BYTES, Counted, ObjectOrder, Quota, SortKey, StoredObject
-
-T = TypeVar("T")
 
 OBJECTS_PER_STEP = 500
 _AT = Column("at", Double)
@@ -46,10 +43,8 @@ _OBJECT = select(stored_object).where(_c.tenant == bindparam("tenant"), _c.diges
 _COUNTED_OBJECTS = select(*_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
 
 
-class SqlObjects:
+class SqlObjects(SqlPart):
     """The ObjectRows of the store."""
-
-    _readers: Readers
 
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         def act(session: Session) -> StoredObject | None:
@@ -80,9 +75,6 @@ class SqlObjects:
 
     async def drop_object(self, tenant: str, digest: str) -> bool:
         return await self._write_alone(lambda session: bool(session.fetch(_drop, [(tenant, digest)])))
-
-    async def _write_alone(self, act: Callable[[Session], T]) -> T:
-        raise NotImplementedError
 
 
 def prune_objects(session: Session, now: Instant) -> bool:

@@ -1,12 +1,9 @@
 """Reads of the store, on connections of their own: they never wait for the writer."""
 
-import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic_core import from_json
 from sqlalchemy import (
@@ -14,7 +11,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Double,
-    Engine,
     Executable,
     FromClause,
     Select,
@@ -29,15 +25,16 @@ from sqlalchemy import (
     tuple_,
     union,
 )
-from sqlalchemy.exc import DataError, DBAPIError
 
 from gpubroker_server.adapters.sql import rows, system_tables, tables
+from gpubroker_server.adapters.sql.session import SqlPart, read_rows
 from gpubroker_server.adapters.sql.statements import EVENT
 from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
-from gpubroker_server.core.domain.decisions import QueuePause, StreamState
+from gpubroker_server.core.domain.decisions import ItemPage, QueuePause, StreamState
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
+from gpubroker_server.core.domain.orders import ItemRange
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.submission import KnownKey
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
@@ -45,6 +42,7 @@ from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskI
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
+from gpubroker_server.ports.arrays import ItemCounts, PageFilter
 from gpubroker_server.ports.store import (
     HeldBack,
     RunSpec,
@@ -52,11 +50,9 @@ from gpubroker_server.ports.store import (
     StoredCheckpoint,
     StoredResult,
     StoredState,
-    StoreUnavailable,
     TaskFilter,
     TaskRecord,
     TokenRow,
-    Unstorable,
 )
 
 _task, _spec, _outcome, _label = tables.task, tables.task_spec, tables.outcome, tables.task_label
@@ -73,6 +69,15 @@ _USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_b
 
 _chosen, _other = _task.alias("chosen"), _outcome.alias("other")
 _newest = select(func.max(_other.c.fence)).where(_other.c.task == _chosen.c.id).scalar_subquery()
+
+_page = tables.item_page.c
+_behind = _page.first + _page.count
+_PAGE_SUMS = (
+    func.coalesce(func.sum(_page.count), 0), func.coalesce(func.sum(_page.failed), 0),
+    func.coalesce(func.max(_page.page), 0), func.min(_page.at), func.max(_page.at),
+    func.coalesce(func.sum(_page.size_bytes), 0),
+)  # fmt: skip
+"""In the order of ItemCounts."""
 
 # Statements with parameters, made once: to build one costs more than to run it.
 _RECORDS = (
@@ -132,47 +137,11 @@ _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
 _IN_PARTS = {"yield_per": 2000}
 """So that a long queue is not in memory twice, as rows and as tasks: `bench restart`."""
-READERS = 4
-"""Threads and connections; a query takes one of each."""
-
-T = TypeVar("T")
 
 
-class Readers:
-    """The threads and connections that read."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
-
-    async def run(self, query: Callable[..., T], *values: Any) -> T:
-        """Raises StoreUnavailable, Unstorable."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(self.query, query, *values))
-
-    def query(self, query: Callable[..., T], *values: Any) -> T:
-        """Runs twice if the connection turns out to be broken."""
-        for attempt in (1, 2):
-            try:
-                with self._engine.connect() as connection:
-                    return query(connection, *values)
-            except DataError as error:
-                raise Unstorable(f"no row can hold what was asked for: {error.orig}") from error
-            except DBAPIError as error:
-                if attempt == 1 and error.connection_invalidated:
-                    continue
-                raise StoreUnavailable(f"the database cannot be read: {error.orig}") from error
-        raise AssertionError("unreachable")
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        self._engine.dispose()
-
-
-class SqlReads:
+class SqlReads(SqlPart):
     """What a TaskStore reads."""
 
-    _readers: Readers
     _begin_snapshot: str
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
@@ -252,16 +221,6 @@ class SqlReads:
 
     async def database_time(self) -> Instant:
         return await self._readers.run(now)
-
-    async def _rows(self, query: Executable, values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        return await self._readers.run(_found, query, values or {})
-
-
-def _found(connection: Connection, query: Executable, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows by column name."""
-    result = connection.execute(query, values)
-    names = tuple(result.keys())
-    return [dict(zip(names, row, strict=True)) for row in result]
 
 
 def _scalar(connection: Connection, query: Executable) -> Any:
@@ -360,7 +319,7 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
     holders = select(_lease.c.holder).where(~_lease.c.released)
     unfinished = select(*TASK).where(~_task.c.finished)
     leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
-    leases = _found(connection, select(*_LEASE).where(~_lease.c.released), {})
+    leases = read_rows(connection, select(*_LEASE).where(~_lease.c.released), {})
     devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
     return Snapshot(
@@ -373,10 +332,10 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
             for row in connection.execute(query, execution_options=_IN_PARTS)
         ],
         leases=[rows.lease_of_row(row) for row in leases],
-        pledges=[rows.pledge_of_row(row) for row in _found(connection, select(*_PLEDGE), {})],
+        pledges=[rows.pledge_of_row(row) for row in read_rows(connection, select(*_PLEDGE), {})],
         devices=[Device(*row) for row in devices],
-        nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node), {})],
-        requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request), {})],
+        nodes=[rows.node_of_row(row) for row in read_rows(connection, select(tables.node), {})],
+        requests=[rows.request_of_row(row) for row in read_rows(connection, select(tables.request), {})],
         worker_sets=rows.worker_sets_of(connection.execute(select(worker_set.c.fields)).scalars()),
         pauses=[QueuePause(*row) for row in connection.execute(select(tables.queue_pause))],
         streams=[StreamState(*row) for row in connection.execute(select(system_tables.work_stream))],
@@ -398,3 +357,41 @@ def _held_back(connection: Connection) -> HeldBack | None:
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
     return HeldBack(seconds, transactions)
+
+
+class SqlItemPages(SqlPart):
+    """The ItemPages of the store; decisions write them."""
+
+    async def item_counts(self, array: TaskId) -> ItemCounts:
+        return await self._readers.run(_item_counts, array)
+
+    async def items_done(self, array: TaskId) -> Sequence[ItemRange]:
+        return await self._readers.run(_items_done, array)
+
+    async def item_pages(self, wanted: PageFilter) -> Sequence[ItemPage]:
+        return await self._readers.run(_item_pages, wanted)
+
+
+def counts_of(array: TaskId) -> Select[Any]:
+    """What all its pages come to. An index has all of it, so that no page is read."""
+    return select(*_PAGE_SUMS).where(_page.array == array)
+
+
+def _item_counts(connection: Connection, array: TaskId) -> ItemCounts:
+    done, failed, page, first_at, last_at, size_bytes = connection.execute(counts_of(array)).one()
+    return ItemCounts(int(done), int(failed), page, first_at, last_at, int(size_bytes))
+
+
+def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
+    found = connection.execute(select(_page.first, _behind).where(_page.array == array))
+    return [(first, behind) for first, behind in found]
+
+
+def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
+    order = _page.page if wanted.by_commit else _page.first
+    chosen = select(tables.item_page).where(_page.array == wanted.array).order_by(order).limit(wanted.limit)
+    # The primary key finds the first one; a page holds few items, so few rows before it are read.
+    chosen = chosen.where(_page.page > wanted.after if wanted.by_commit else _behind > wanted.after + 1)
+    if wanted.failed is not None:
+        chosen = chosen.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)
+    return [ItemPage(**row) for row in connection.execute(chosen).mappings()]

@@ -1,22 +1,19 @@
 """The output of runs, as rows: which logs are read now, and the parts that are kept of each."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from pydantic_core import from_json
 from sqlalchemy import Column, Connection, FromClause, bindparam, delete, func, select
 
 from gpubroker_server.adapters.sql.last_values import OF_GATEWAYS, write_last_values
-from gpubroker_server.adapters.sql.reads import Readers
-from gpubroker_server.adapters.sql.session import Session, json_text, over
+from gpubroker_server.adapters.sql.session import Session, SqlPart, json_text, over
 from gpubroker_server.adapters.sql.statements import OnConflict, delete_rows, insert_into
 from gpubroker_server.adapters.sql.system_tables import Count, last_value
 from gpubroker_server.adapters.sql.tables import run_log
 from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId, Term
 from gpubroker_server.ports.run_logs import FollowedLogs, LogChanges, LogPart
-
-T = TypeVar("T")
 
 _c = run_log.c
 _LOG = (_c.task, _c.fence, _c.rank, _c.stream)
@@ -47,10 +44,8 @@ def cut_logs(_insert: Any, r: FromClause) -> Any:
     return delete(run_log).where(select(r.c.task).where(*same, inside).exists())
 
 
-class SqlRunLogs:
+class SqlRunLogs(SqlPart):
     """The LogRows of the store."""
-
-    _readers: Readers
 
     async def follow_logs(self, followed: FollowedLogs) -> None:
         value = {"at": followed.at, "since": [[*log, since] for log, since in followed.since.items()]}
@@ -77,9 +72,6 @@ class SqlRunLogs:
 
     async def log_end(self, log: LogName) -> tuple[int, Instant | None]:
         return await self._readers.run(_end, log)
-
-    async def _write_alone(self, act: Callable[[Session], T]) -> T:
-        raise NotImplementedError
 
 
 def _row(part: LogPart) -> tuple[Any, ...]:

@@ -1,20 +1,38 @@
 """Statements over many rows, and what a group commit needs of a database connection."""
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Final, NamedTuple, Protocol
+from functools import cache, partial
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import PydanticSerializationError, to_json
-from sqlalchemy import JSON, Column, ColumnElement, FromClause, LargeBinary, bindparam, column, func
+from sqlalchemy import (
+    JSON,
+    Column,
+    ColumnElement,
+    Connection,
+    Engine,
+    Executable,
+    FromClause,
+    LargeBinary,
+    bindparam,
+    column,
+    func,
+)
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import DataError, DBAPIError
 
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import Unstorable
+from gpubroker_server.ports.store import StoreUnavailable, Unstorable
 
 SETTING: Final = "database_url (or --database-url)"
 """How error messages name the setting."""
+READERS = 4
+"""Threads and connections; a query takes one of each."""
+T = TypeVar("T")
 
 Row = tuple[Any, ...]
 """Values in the order of the statement's columns."""
@@ -171,55 +189,94 @@ class Session(Protocol):
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         """Send rows. `take_positions` waits for what was sent, and may be what raises its errors."""
-        ...
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
         """Send rows and wait for what comes back; inside a transaction or outside of one."""
-        ...
 
     def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
         """Send rows; call what this returns after `take_positions` or `commit`, when it waits for nothing."""
-        ...
 
     def require_term(self, term: Term) -> None:
         """Lock the leader's row and check that `term` is the newest, and was taken on this server.
         `take_positions` may raise the StaleTerm."""
-        ...
 
     def take_positions(self, events: int) -> tuple[Position, Instant]:
         """Lock the head of the log; the first of `events` new positions, and the database's time."""
-        ...
 
     def commit(self) -> None: ...
 
     def rollback(self) -> None:
         """End the transaction, if one is open. Raises nothing."""
-        ...
 
     def has_event(self, event: Event) -> bool:
         """Whether exactly this event is in the log; waits for a commit of it that is under way.
 
         Its time tells it from the same decision of another leader.
         """
-        ...
 
     def now(self) -> Instant: ...
 
     def end_stuck_sessions(self) -> None:
         """End other gpubroker sessions that stopped in the middle of a transaction and hold locks, if the
         database does not do so by itself."""
-        ...
 
     def notify_resigned(self) -> None:
         """Tell listening processes, with the commit, that there is no leader."""
-        ...
 
     def reconnect(self) -> None:
         """Raises StoreUnavailable."""
-        ...
 
     def on_idle(self) -> None:
         """Do now what would delay writes, since there are none. Raises nothing."""
-        ...
 
     def close(self) -> None: ...
+
+
+class Readers:
+    """The threads and connections that read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
+
+    async def run(self, query: Callable[..., T], *values: Any) -> T:
+        """Raises StoreUnavailable, Unstorable."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(self.query, query, *values))
+
+    def query(self, query: Callable[..., T], *values: Any) -> T:
+        """Runs twice if the connection turns out to be broken."""
+        for attempt in (1, 2):
+            try:
+                with self._engine.connect() as connection:
+                    return query(connection, *values)
+            except DataError as error:
+                raise Unstorable(f"no row can hold what was asked for: {error.orig}") from error
+            except DBAPIError as error:
+                if attempt == 1 and error.connection_invalidated:
+                    continue
+                raise StoreUnavailable(f"the database cannot be read: {error.orig}") from error
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._engine.dispose()
+
+
+class SqlPart:
+    """A part of the store: it reads, and it may write alone in a transaction."""
+
+    _readers: Readers
+
+    async def _rows(self, query: Executable, values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        return await self._readers.run(read_rows, query, values or {})
+
+    async def _write_alone(self, act: Callable[[Session], T]) -> T:
+        raise NotImplementedError
+
+
+def read_rows(connection: Connection, query: Executable, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows by column name."""
+    result = connection.execute(query, values)
+    names = tuple(result.keys())
+    return [dict(zip(names, row, strict=True)) for row in result]

@@ -38,12 +38,7 @@ from gpubroker_server.ports.store import StaleTerm, StoreExhausted, StoreUnavail
 APPLICATION_ID = 0x67706272
 """`gpbr` in the file's header: this is a gpubroker database."""
 
-Version = tuple[int, int, int]
-
-_OLDEST: Version = (3, 38, 0)
-_WAL_RESET_FIXED: Version = (3, 51, 3)
-_WAL_RESET_FIXED_IN = {(3, 44): 6, (3, 50): 7}
-"""The first fixed patch release of older minor releases."""
+_OLDEST = (3, 38, 0)
 _TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position, compatible_from"
 _BUSY_MS = 5000
 _MAGIC = b"SQLite format 3\0"
@@ -84,25 +79,17 @@ def _alike_text(statement: SetStatement, length: int, width: int) -> str:
     return text.replace(one_row, rows, 1)
 
 
-def has_wal_reset_bug(version: Version) -> bool:
-    """Whether two connections that write or checkpoint at once may damage the database:
-    sqlite.org/wal.html."""
-    fixed = _WAL_RESET_FIXED_IN.get(version[:2])
-    return version < _WAL_RESET_FIXED and (fixed is None or version[2] < fixed)
-
-
 class SqliteFile:
     """The file, and the lock that keeps other processes out. Raises DatabaseRefused for a file that is not
     ours."""
 
-    def __init__(self, path: Path, version: Version = sqlite3.sqlite_version_info[:3]) -> None:
-        if version < _OLDEST:
+    def __init__(self, path: Path) -> None:
+        if sqlite3.sqlite_version_info < _OLDEST:
             raise DatabaseRefused(
-                f"this Python's SQLite is {'.'.join(map(str, version))}; gpubroker needs 3.38 or newer: "
+                f"this Python's SQLite is {sqlite3.sqlite_version}; gpubroker needs 3.38 or newer: "
                 "use another Python, or PostgreSQL with database_url (or --database-url)"
             )
         self.path = path
-        self._one_writer = has_wal_reset_bug(version)
         self._writer: sqlite3.Connection | None = None
         self._lock = _lock(path)
         try:
@@ -112,12 +99,11 @@ class SqliteFile:
             raise
 
     def writer(self) -> sqlite3.Connection:
-        """The connection that writes and checkpoints. Creates the file if there is none.
-
-        With a version that may damage the file, close one before you ask for the next.
+        """The connection that writes and checkpoints; close it before you ask for the next.
+        Creates the file if there is none.
         """
-        if self._one_writer and self._writer is not None and _is_open(self._writer):
-            raise RuntimeError(f"{self.path} already has a writing connection; this SQLite allows only one")
+        if self._writer is not None and _is_open(self._writer):
+            raise RuntimeError(f"{self.path} already has a writing connection, and may have only one")
         self._writer = self._new_writer()
         return self._writer
 

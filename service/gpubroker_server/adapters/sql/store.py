@@ -11,16 +11,15 @@ from typing import Any, TypeVar
 from gpubroker_server.adapters.sql import reads, terms
 from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.administration.idle_templates import SqlIdleTemplates
-from gpubroker_server.adapters.sql.arrays.pages import SqlItemPages
 from gpubroker_server.adapters.sql.database import Database, begin_lineage, migrate, open_database
 from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from gpubroker_server.adapters.sql.last_values import SqlLastValues
 from gpubroker_server.adapters.sql.objects import SqlObjects
 from gpubroker_server.adapters.sql.pruning import prune_step
-from gpubroker_server.adapters.sql.reads import Readers, SqlReads
+from gpubroker_server.adapters.sql.reads import SqlItemPages, SqlReads
 from gpubroker_server.adapters.sql.rows import token_row
 from gpubroker_server.adapters.sql.run_logs import SqlRunLogs
-from gpubroker_server.adapters.sql.session import DatabaseRefused, Session
+from gpubroker_server.adapters.sql.session import DatabaseRefused, Readers, Session
 from gpubroker_server.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.leader_term import LeaderRow
@@ -86,8 +85,7 @@ class RecentTasks:
     after it was written, and to read both back takes 0.6 ms of CPU per task (`bench run`). Oldest out first.
     """
 
-    def __init__(self, most_bytes: int = RECENT_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
         self._entries: OrderedDict[TaskId, _Entry] = OrderedDict()
         self._size_bytes = 0
 
@@ -135,7 +133,7 @@ class RecentTasks:
 
     def _grow(self, more_bytes: int) -> None:
         self._size_bytes += more_bytes
-        while self._size_bytes > self._most_bytes:
+        while self._size_bytes > RECENT_BYTES:
             _, oldest = self._entries.popitem(last=False)
             self._size_bytes -= oldest.size_bytes
 

@@ -35,7 +35,6 @@ class ConnectionPool(Protocol):
 
     def forget(self, request: "HttpRequest") -> None:
         """It no longer waits for a connection."""
-        ...
 
 
 class HttpRequest(UpstreamRequest):

@@ -55,7 +55,8 @@ class TritonInferenceClient(InferenceClient):
         response = await self._ask(b"GET", _path(model, version, "config"), [], [])
         try:
             config: dict[str, Any] = json.loads(response.body)
-            is_plain = not (config.get("sequence_batching") or _is_decoupled(config))
+            is_decoupled = config.get("model_transaction_policy", {}).get("decoupled")
+            is_plain = not (config.get("sequence_batching") or is_decoupled)
             return Batching(max(1, int(config.get("max_batch_size", 0)))) if is_plain else Batching()
         except (ValueError, TypeError, AttributeError) as fault:
             detail = f"{self.name} has no configuration of {model}: {fault}"
@@ -97,10 +98,6 @@ class TritonInferenceClient(InferenceClient):
 def _path(model: str, version: str, what: str) -> bytes:
     of_version = f"/versions/{quote(version, safe='')}" if version else ""
     return f"/v2/models/{quote(model, safe='')}{of_version}/{what}".encode()
-
-
-def _is_decoupled(config: dict[str, Any]) -> bool:
-    return bool(config.get("model_transaction_policy", {}).get("decoupled"))
 
 
 def _failure(response: "_Response") -> InferenceFailed:

@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-import typer
 from gpubroker.cli.lookup import connect
 from gpubroker.cluster.fleet import Finding as FoundByDoctor
 from gpubroker.errors import BrokerError
@@ -39,13 +38,13 @@ _INOTIFY_LIMIT = Path("/proc/sys/fs/inotify/max_user_instances")
 _PACKAGES = ("gpubroker", "gpubroker-server", "ray")
 
 
-def findings_for(settings: Settings, context: typer.Context) -> list[FoundByDoctor]:
+def findings_for(settings: Settings) -> list[FoundByDoctor]:
     """Of this machine and, if it answers, of the service, the worst first."""
     machine = list(about_machine(look_at_machine(settings)))
     # A service is found as the SDK finds it, with these settings' data directory.
     os.environ.setdefault("GPUBROKER_DATA_DIR", str(settings.data_dir))
     try:
-        with connect(context) as broker:
+        with connect() as broker:
             fleet = list(broker.diagnostics().items)
     except BrokerError as error:
         fleet, has_started = [], (settings.data_dir / "client.json").exists()

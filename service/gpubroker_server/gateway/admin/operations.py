@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import Response
@@ -14,9 +12,8 @@ from typing_extensions import TypedDict
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
-from gpubroker_server.gateway.http.times import Freshness
-from gpubroker_server.gateway.http.waiters import Leadership, Waiters
-from gpubroker_server.ports.store import StoreExhausted, StoreUnavailable, TaskStore
+from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.ports.store import StoreExhausted, StoreUnavailable
 from gpubroker_server.telemetry.metrics import Telemetry
 
 resource = Resource("operations")
@@ -25,25 +22,6 @@ OK = "ok"
 _READY = frozenset({"connected", "standby"})
 """States of an executor that takes orders, or will as soon as this process leads."""
 STORE_TIMEOUT_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class OperationParts:
-    """What the routes for operators need."""
-
-    store: TaskStore
-    freshness: Freshness
-    leadership: Leadership
-    waiters: Waiters
-    telemetry: Telemetry
-    has_executor: bool
-    """Runs are started from this process, so it is not ready without its executor."""
-    shutdown: Callable[[bool], None]
-    """Begin an orderly stop; True also stops the local cluster. Returns at once."""
-    disk_full: Callable[[], str]
-
-
-Parts = Annotated[OperationParts, PARTS]
 
 
 class Health(TypedDict):
@@ -133,13 +111,13 @@ async def _store_state(parts: Parts) -> str:
         }
     },
 )
-async def get_metrics(parts: Parts) -> Response:
+async def get_metrics(parts: Parts, telemetry: Annotated[Telemetry, PARTS]) -> Response:
     """Read all metrics in Prometheus's text format. They are listed in docs/reference/metrics.md."""
     try:
-        parts.telemetry.note_held_back(await parts.store.held_back())
+        telemetry.note_held_back(await parts.store.held_back())
     except StoreUnavailable:
-        parts.telemetry.note_held_back(None)
-    return Response(generate_latest(parts.telemetry.registry), media_type=CONTENT_TYPE_LATEST)
+        telemetry.note_held_back(None)
+    return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @resource.route(

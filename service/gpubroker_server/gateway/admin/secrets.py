@@ -1,7 +1,6 @@
 """Secrets of a tenant: set, list by name, delete. No answer has the text of one."""
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import Response
 from typing_extensions import TypedDict
@@ -10,9 +9,8 @@ from gpubroker_server.gateway.http.bodies import is_name
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
-from gpubroker_server.ports.secrets import SecretStore
-from gpubroker_server.ports.store import TaskStore
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("administration")
 
@@ -22,17 +20,6 @@ MOST_SECRETS = 1000
 """Of one tenant."""
 
 _TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string", "minLength": 1}}}
-
-
-@dataclass(frozen=True, slots=True)
-class SecretParts:
-    """What the routes of secrets need."""
-
-    store: TaskStore
-    secrets: SecretStore
-
-
-Parts = Annotated[SecretParts, PARTS]
 
 
 class SecretView(TypedDict):
@@ -94,7 +81,7 @@ async def delete_secret(call: Call, parts: Parts, name: str) -> Response:
     return Response(status_code=204)
 
 
-async def _note(call: Call, parts: SecretParts, action: str, name: str) -> None:
+async def _note(call: Call, parts: Parts, action: str, name: str) -> None:
     by, tenant = call.identity.name, call.identity.tenant
     await parts.store.audit(by=by, tenant=tenant, action=action, subject=name)
 

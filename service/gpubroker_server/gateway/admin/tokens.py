@@ -1,7 +1,6 @@
 """Tokens: create, list, delete."""
 
 from collections.abc import Set
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated
 
@@ -13,30 +12,18 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.http.bodies import NAME, Body
 from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens, new_token
+from gpubroker_server.gateway.http.identity import Identity, Scope, new_token
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.task_body import Priority
-from gpubroker_server.ports.store import Clock, TaskStore, TokenRow
+from gpubroker_server.ports.store import TokenRow
 
 resource = Resource("administration")
 
 MOST_NAMED = 5
 _MAX_SECONDS = 3650 * 24 * 3600
-
-
-@dataclass(frozen=True, slots=True)
-class TokenParts:
-    """What the routes of tokens need."""
-
-    store: TaskStore
-    clock: Clock
-    tokens: Tokens
-    policy: Policy
-
-
-Parts = Annotated[TokenParts, PARTS]
 
 
 class CreateToken(Body):

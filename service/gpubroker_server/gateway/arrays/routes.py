@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
 import structlog
@@ -36,11 +36,11 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, json_answer
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
-from gpubroker_server.gateway.http.waiters import LeaderRequests
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.again import again
 from gpubroker_server.gateway.submission.batches import SentBatch, sent_batch
 from gpubroker_server.gateway.submission.named_objects import objects_in_run
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey
 from gpubroker_server.ports.arrays import ItemCounts
 from gpubroker_server.ports.store import BatchSubmission
 
@@ -49,16 +49,6 @@ log = structlog.get_logger("gpubroker.gateway")
 resource = Resource("arrays")
 
 NDJSON = "application/x-ndjson"
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayParts:
-    submissions: Submissions
-    objects: GivenObjects
-    requests: LeaderRequests
-
-
-Parts = Annotated[ArrayParts, PARTS]
 
 
 class WorkerView(TypedDict):
@@ -111,7 +101,11 @@ _REFUSALS = (
     response_description="The array is on disk, and its workers start as soon as there is room.",
 )
 async def submit_array(
-    call: Call, parts: Parts, body: SubmitArray, idempotency_key: IdempotencyKey = None
+    call: Call,
+    parts: Parts,
+    objects: Annotated[GivenObjects, PARTS],
+    body: SubmitArray,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Run one function or command for many items.
 
@@ -123,7 +117,7 @@ async def submit_array(
     if (known := await sent.stored_before()) is not None:
         return await _replayed(call, parts, known)
     check_worker(body)
-    given = await items_of(body, parts.objects, tenant)
+    given = await items_of(body, objects, tenant)
     task, learned = await submissions.new_task(body, tenant)
     await submissions.check_allowed(call.identity, body, task)
     submissions.check_possible(task)
@@ -256,7 +250,7 @@ States = Mapping[TaskId, TaskState]
 """Of the workers that have a row."""
 
 
-async def _worker_states(parts: ArrayParts, terms: ArrayTerms) -> States:
+async def _worker_states(parts: Parts, terms: ArrayTerms) -> States:
     found = await parts.submissions.store.states(terms.workers)
     return {worker: stored.state for worker, stored in found.items()}
 
@@ -272,7 +266,7 @@ def _state(terms: ArrayTerms, counts: ItemCounts, workers: States) -> str:
     return "running" if has_begun else "pending"
 
 
-async def _view(parts: ArrayParts, terms: ArrayTerms) -> ArrayView:
+async def _view(parts: Parts, terms: ArrayTerms) -> ArrayView:
     # The workers first: the last results are stored before a worker ends.
     workers = await _worker_states(parts, terms)
     counts = await parts.submissions.store.item_counts(terms.id)

@@ -8,13 +8,13 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.explain.autoscaling import CapacityAmounts, DemandScope, autoscaling_demand
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.http.routing import Resource, answer
 from gpubroker_server.gateway.http.times import AsOf
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("cluster")
 

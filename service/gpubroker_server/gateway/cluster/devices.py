@@ -14,10 +14,10 @@ from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentati
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.history import HistoryQuery, HistoryView
-from gpubroker_server.gateway.cluster.parts import ClusterParts, Parts
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.quarantine import AwaitedView, awaited_by_lease
 from gpubroker_server.gateway.status.task_view import priority_now
 from gpubroker_server.gateway.status.views import Overused
@@ -129,7 +129,7 @@ async def list_gpus(call: Call, parts: Parts, query: Annotated[GpuQuery, Query()
 
     One is idle that has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
     """
-    as_of, idle = parts.freshness.as_of(), parts.idle_seconds()
+    as_of, idle = parts.freshness.as_of(), idle_seconds(parts)
     wanted = (key for key in sorted(parts.world.ledgers) if query.idle in (None, key in idle))
     view: GpuList = {**as_of, "items": []}
     for gpu in gpu_views(call, parts, wanted, query):
@@ -139,11 +139,16 @@ async def list_gpus(call: Call, parts: Parts, query: Annotated[GpuQuery, Query()
     return answer(view)
 
 
-def gpu_views(
-    call: Call, parts: ClusterParts, keys: Iterable[DeviceKey], query: HistoryQuery
-) -> Iterator[GpuView]:
+def idle_seconds(parts: Parts) -> dict[str, float]:
+    """How long each device (by key) and node (by name) has been idle that is."""
+    leader, now = parts.leadership.leader(), parts.clock.now()
+    idle = () if leader is None or leader.fleet is None else leader.fleet.idle
+    return {one.name: max(0.0, now - one.since) for one in idle}
+
+
+def gpu_views(call: Call, parts: Parts, keys: Iterable[DeviceKey], query: HistoryQuery) -> Iterator[GpuView]:
     world, now = parts.world, parts.clock.now()
-    awaited, idle_seconds = awaited_by_lease(world), parts.idle_seconds()
+    awaited, idle = awaited_by_lease(world), idle_seconds(parts)
     agents = parts.leadership.executor_status().get("agents", {})
     sums, history = fragmentation(world, parts.policy, now).devices, query.reader(parts)
     for key in keys:
@@ -164,7 +169,7 @@ def gpu_views(
             "stranded_mb": sums.get(key, FreeMemory()).stranded_mb,
             "utilization": None if sample is None else sample.utilization,
             "health": None if health is None else view_of(HealthView, health),
-            "idle_seconds": idle_seconds.get(key),
+            "idle_seconds": idle.get(key),
             "sampled_at": rfc3339_or_none(ledger.sampled_at),
             "stale": ledger.is_stale(now, parts.policy.sample_period_seconds),
             "fault": agents.get(device.node, {}).get("gpu_faults", {}).get(device.uuid),

@@ -21,10 +21,10 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.explain.admission import check_demand, check_task
 from gpubroker_server.core.world.queue import Member
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("cluster")
 
@@ -84,9 +84,9 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         parts.disk_full(),
     )
     findings = list(diagnose_fleet(world, parts.policy, known, now))
-    dated, first_seen = remember(parts.first_seen, findings, now)
-    parts.first_seen.clear()
-    parts.first_seen.update(first_seen)
+    dated, first_seen = remember(parts.findings_seen, findings, now)
+    parts.findings_seen.clear()
+    parts.findings_seen.update(first_seen)
     return dated
 
 

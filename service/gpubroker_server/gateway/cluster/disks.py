@@ -9,12 +9,12 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.gateway.cluster.nodes import known_node
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("cluster")
 

@@ -9,9 +9,9 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.control.history import OLDEST_SECONDS, STEP_SECONDS, step_of
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 
 
 class HistoryView(TypedDict):
@@ -41,7 +41,7 @@ class HistoryQuery(QueryModel):
         Field(description="How much of the past to show, such as `1h`, which is the most, or `0`."),
     ] = "5m"
 
-    def reader(self, parts: ClusterParts) -> Callable[[str], HistoryView]:
+    def reader(self, parts: Parts) -> Callable[[str], HistoryView]:
         """Of a node by its name, or of a device by its key."""
         newest = step_of(parts.clock.now())
         steps = range(newest + 1 - round(seconds(self.history) / STEP_SECONDS), newest + 1)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -16,16 +15,15 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.control.idle_templates import NAME_PREFIX, Template, TemplateSeen
 from gpubroker_server.gateway.http.bodies import NAME, Body
 from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens
+from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
-from gpubroker_server.gateway.http.waiters import Leadership
-from gpubroker_server.gateway.submission.submissions import Submissions
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import Clock, StoreUnavailable, TaskStore
+from gpubroker_server.ports.store import StoreUnavailable
 
 log = structlog.get_logger("gpubroker.idle_templates")
 
@@ -42,18 +40,6 @@ MOST_TEMPLATES = 32
 MOST_WEIGHT = 1000
 _OURS = frozenset({"priority", "held", "name", "after", "not_before", "queue_ttl_seconds", "deadline_at"})
 """Of a task's body: the service chooses them, or they make no sense for a task that is submitted again."""
-
-
-@dataclass(frozen=True, slots=True)
-class IdleTemplateParts:
-    store: TaskStore
-    clock: Clock
-    tokens: Tokens
-    leadership: Leadership
-    submissions: Submissions
-
-
-Parts = Annotated[IdleTemplateParts, PARTS]
 
 
 class CreateIdleTemplate(Body):
@@ -171,7 +157,7 @@ async def delete_idle_template(call: Call, parts: Parts, name: str) -> Response:
     return Response(status_code=204)
 
 
-async def keep_filling(parts: IdleTemplateParts) -> None:
+async def keep_filling(parts: Parts) -> None:
     """Submit what the leader finds missing, until cancelled. All gateways do so at once, with equal keys."""
     refused: dict[str, str] = {}
     while True:
@@ -182,7 +168,7 @@ async def keep_filling(parts: IdleTemplateParts) -> None:
         await asyncio.sleep(SUBMIT_SECONDS)
 
 
-async def fill(parts: IdleTemplateParts, leader: LeaderSeen, refused: dict[str, str]) -> None:
+async def fill(parts: Parts, leader: LeaderSeen, refused: dict[str, str]) -> None:
     """Once. `refused`: why the last task of each template was, so that each cause is logged once."""
     fleet = leader.fleet
     wanted = {} if fleet is None else {it.name: it for it in fleet.templates if it.missing}
@@ -199,7 +185,7 @@ async def fill(parts: IdleTemplateParts, leader: LeaderSeen, refused: dict[str, 
                 log.warning("idle template submits nothing", template=template.name, fault=problem.detail)
 
 
-async def _submit(parts: IdleTemplateParts, template: IdleTemplate, number: str) -> None:
+async def _submit(parts: Parts, template: IdleTemplate, number: str) -> None:
     """Raises Problem."""
     identity = _holder(parts, template)
     call = Call({"type": "http", "state": {"identity": identity}}, _body_of(template))
@@ -225,7 +211,7 @@ def _task(name: str, body: SubmitTask) -> SubmitTask:
     return body.model_copy(update=ours)
 
 
-def _holder(parts: IdleTemplateParts, template: IdleTemplate) -> Identity:
+def _holder(parts: Parts, template: IdleTemplate) -> Identity:
     """The holder of its token. Raises Problem if its token is gone or may not do so any more."""
     identity = parts.tokens.holder(template.token)
     if identity is None:
@@ -244,7 +230,7 @@ def _why_paused(seen: TemplateSeen) -> str | None:
     return None if until is None else f"its last task failed; the next is submitted at {rfc3339(until)}"
 
 
-async def _why_stopped(parts: IdleTemplateParts, template: IdleTemplate) -> str | None:
+async def _why_stopped(parts: Parts, template: IdleTemplate) -> str | None:
     """What a submit of one of its tasks would be refused for, but for the state of the queue."""
     submissions, body = parts.submissions, _task(template.name, _parsed(template))
     try:
@@ -269,9 +255,7 @@ def _check_body(body: SubmitTask, raw: bytes) -> None:
         raise invalid(*faults)
 
 
-async def _view(
-    parts: IdleTemplateParts, template: IdleTemplate, seen: dict[str, TemplateSeen]
-) -> IdleTemplateView:
+async def _view(parts: Parts, template: IdleTemplate, seen: dict[str, TemplateSeen]) -> IdleTemplateView:
     now = seen.get(template.name, TemplateSeen(template.name))
     return {
         "name": template.name,

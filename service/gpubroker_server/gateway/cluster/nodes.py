@@ -14,14 +14,14 @@ from gpubroker_server.core.domain.node_capacity import NodeUsage
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.devices import ITEMS_AT_ONCE, GpuView, gpu_views
+from gpubroker_server.gateway.cluster.devices import ITEMS_AT_ONCE, GpuView, gpu_views, idle_seconds
 from gpubroker_server.gateway.cluster.history import HistoryQuery, HistoryView
-from gpubroker_server.gateway.cluster.parts import ClusterParts, Parts
 from gpubroker_server.gateway.http.bodies import Because, Body, in_order
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Endpoint, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("cluster")
 
@@ -294,7 +294,7 @@ async def known_node(parts: Parts, name: str) -> NodeName:
     return _known(parts, name).name
 
 
-def _known(parts: ClusterParts, name: str) -> Node:
+def _known(parts: Parts, name: str) -> Node:
     """Raises Problem if there is no such node."""
     node = parts.world.nodes.get(NodeName(name))
     if node is None:
@@ -313,7 +313,7 @@ def _drain_view(world: World, node: Node, since: Instant) -> DrainView:
     }
 
 
-def _node_view(call: Call, parts: ClusterParts, node: Node, query: HistoryQuery) -> NodeView:
+def _node_view(call: Call, parts: Parts, node: Node, query: HistoryQuery) -> NodeView:
     """Its agent as the leader knows it."""
     world, leader = parts.world, parts.leadership.leader()
     agent = parts.leadership.executor_status().get("agents", {}).get(node.name)
@@ -346,13 +346,13 @@ def _node_view(call: Call, parts: ClusterParts, node: Node, query: HistoryQuery)
         "measured": None if sample is None else _measured_view(parts, sample),
         "holders": _holder_views(world, node.name, call.identity),
         "history": query.reader(parts)(node.name),
-        "idle_seconds": parts.idle_seconds().get(node.name),
+        "idle_seconds": idle_seconds(parts).get(node.name),
         "labels": dict(node.labels),
         "agent": agent,
     }
 
 
-def _measured_view(parts: ClusterParts, sample: NodeSample) -> MeasuredView:
+def _measured_view(parts: Parts, sample: NodeSample) -> MeasuredView:
     store = sample.store
     return {
         "sampled_at": rfc3339(sample.at),

@@ -8,12 +8,12 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.bodies import Because, Body
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.known_names import unknown_stream, unknown_tenant
 
 resource = Resource("administration")

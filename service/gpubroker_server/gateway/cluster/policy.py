@@ -12,11 +12,11 @@ from gpubroker_server.core.domain.policy import BANDS, Policy, Pool
 from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels
 from gpubroker_server.core.planning.tenants.quota import cohort_holdings
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.cluster.pauses import PausedView, paused_views
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("cluster")
 
@@ -213,7 +213,7 @@ class ProfileList(TypedDict):
 @resource.route("GET /profiles", "profiles_list", Scope.TASKS_READ, ProfileList)
 async def list_profiles(parts: Parts) -> Response:
     """List the roles that a task may name: those that come with the service, and the operator's own."""
-    profiles = parts.defaults.profiles
+    profiles = parts.rules.defaults.profiles
     names = sorted(profiles)
     view: ProfileList = {
         "items": [{**view_of(ProfileDefaultsView, profiles[name]), "name": name} for name in names]
@@ -268,7 +268,7 @@ async def get_policy(call: Call, parts: Parts) -> Response:
 
     A token without the scope cluster:read sees only the rules of its own tenant.
     """
-    policy, viewer, types = parts.policy, call.identity, parts.defaults.model_types
+    policy, viewer, types = parts.policy, call.identity, parts.rules.defaults.model_types
     view: PolicyView = {
         "bands": [{"name": name, "lowest": low, "highest": high} for name, low, high in BANDS],
         "ageing_seconds_per_point": policy.ageing_seconds_per_point,
@@ -283,12 +283,12 @@ async def get_policy(call: Call, parts: Parts) -> Response:
         "overuse": policy.overuse,
         "overuse_tolerance": policy.overuse_tolerance,
         "learned_margin": policy.learned_margin,
-        "kinds": [view_of(KindRuleView, kind) for kind in parts.kinds],
+        "kinds": [view_of(KindRuleView, kind) for kind in parts.rules.kinds],
         "pools": [_pool_view(pool) for pool in policy.pools],
         "custom_limits": _custom_views(policy),
         "max_running": _running_views(policy, viewer),
         "maximum": view_of(MaximumView, policy.maximum),
-        "defaults": view_of(DefaultsView, parts.defaults),
+        "defaults": view_of(DefaultsView, parts.rules.defaults),
         "model_types": [{**view_of(TypeDefaultsView, types[name]), "name": name} for name in sorted(types)],
         "tenants": [
             {**view_of(TenantRuleView, rule), "cohort": rule.cohort or None}

@@ -10,12 +10,12 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.lifecycle.quarantine import Quarantined, quarantined, seen_in_use
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.bodies import Body, line
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.quarantine import QuarantinedView, quarantined_view
 
 resource = Resource("cluster")

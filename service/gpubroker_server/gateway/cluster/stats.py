@@ -16,12 +16,12 @@ from gpubroker_server.core.planning.fragmentation import (
     fragmentation,
 )
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.cluster.pauses import PausedView, paused_views
 from gpubroker_server.gateway.cluster.quarantine import DetectionView, detection_view
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Resource, answer
 from gpubroker_server.gateway.http.times import AsOf
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.servers import Endpoint, Server
 from gpubroker_server.gateway.status.task_view import forecasts_views

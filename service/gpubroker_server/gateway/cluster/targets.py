@@ -7,10 +7,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.control.fleet import TargetSeen
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("cluster")
 

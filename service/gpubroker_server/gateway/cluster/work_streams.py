@@ -12,13 +12,13 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.control.streams import Draw, drawn, draws
 from gpubroker_server.core.domain.decisions import StreamState, known_streams
-from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.bodies import NAME, PATTERNS_IN_WORDS, Because, Body, is_name
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.known_names import unknown_stream
 
 resource = Resource("cluster")

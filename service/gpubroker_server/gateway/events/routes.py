@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Query, Response
@@ -14,21 +13,12 @@ from gpubroker_server.core.world.events import Event, task_of
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
-from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("events")
 
-
-@dataclass(frozen=True, slots=True)
-class EventParts:
-    """What the routes of events need."""
-
-    records: TaskRecords
-
-
-Parts = Annotated[EventParts, PARTS]
 
 WINDOW = 500
 MOST_WINDOWS = 40

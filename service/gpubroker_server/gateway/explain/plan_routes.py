@@ -13,13 +13,13 @@ from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.fit import Component, Machine, fleet_of, plan_fleet
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.plan import FleetPlanView, plan_view
-from gpubroker_server.gateway.explain.routes import Parts
 from gpubroker_server.gateway.http.bodies import NAME, Body, KindName, Labels, line
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import run_in_thread
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.known_names import unknown_tenant
 from gpubroker_server.gateway.submission.demand import demand_of
 from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
@@ -210,4 +210,4 @@ def _fleet(nodes: Iterable[PlannedNodes], parts: Parts, now: Instant) -> World:
         for kind in nodes
         for number in range(kind.count)
     )
-    return fleet_of(machines, parts.kinds, now)
+    return fleet_of(machines, parts.rules.kinds, now)

@@ -1,14 +1,12 @@
 """Why a task waits, what would help, and what would happen to one that is not submitted yet."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.device import GpuKind
-from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
@@ -21,7 +19,6 @@ from gpubroker_server.core.explain.explain import (
     explain_pending,
     is_deferred,
 )
-from gpubroker_server.core.explain.survey import SurveyCache
 from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.planning.forecasts.run_estimates import unstated_size
 from gpubroker_server.core.world.world import World
@@ -43,48 +40,17 @@ from gpubroker_server.gateway.explain.explanation import (
     explained_fields,
     unadvised_fields,
 )
-from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens
+from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
-from gpubroker_server.gateway.http.times import Freshness, rfc3339
-from gpubroker_server.gateway.http.waiters import Leadership, OneAtATime
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.http.times import rfc3339
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, inherits_view, no_leader
-from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import demand_view, sizing_of
 from gpubroker_server.gateway.status.views import DemandView, SizingView
-from gpubroker_server.gateway.submission.submissions import PreparedTask, Submissions
+from gpubroker_server.gateway.submission.submissions import PreparedTask
 from gpubroker_server.gateway.submission.task_body import SimulateTask
-from gpubroker_server.ports.store import Clock, TaskRecord
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainParts:
-    world: World
-    clock: Clock
-    policy: Policy
-    freshness: Freshness
-    leadership: Leadership
-    records: TaskRecords
-    submissions: Submissions
-    tokens: Tokens
-    kinds: tuple[GpuKind, ...]
-    """The kinds of GPU that the operator has ranked, strongest first."""
-    surveys: SurveyCache = field(default_factory=SurveyCache)
-    """What one answer keeps of the World for the next."""
-    plans: OneAtATime = field(default_factory=lambda: OneAtATime("plans", max_waiting=0))
-    answers: OneAtATime = field(
-        default_factory=lambda: OneAtATime("explanations and simulations", max_waiting=16, on_the_loop=True)
-    )
-    """The leader may share the event loop; between two answers it gets the loop for as long as one took."""
-
-    def diagnose(self, task: Task) -> Diagnosis:
-        """All nodes and devices, judged for this task."""
-        forecasts = self.leadership.forecasts()
-        return diagnose(self.surveys.survey_nodes(self.world, task, self.policy, self.clock.now(), forecasts))
-
-
-Parts = Annotated[ExplainParts, PARTS]
-
+from gpubroker_server.ports.store import TaskRecord
 
 resource = Resource("tasks")
 
@@ -110,6 +76,12 @@ async def explain_task(call: Call, parts: Parts, task_id: str) -> Response:
         return answer(view)
 
 
+def _diagnose(parts: Parts, task: Task) -> Diagnosis:
+    """All nodes and devices, judged for this task."""
+    forecasts = parts.leadership.forecasts()
+    return diagnose(parts.surveys.survey_nodes(parts.world, task, parts.policy, parts.clock.now(), forecasts))
+
+
 def _view(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView:
     task = record.task
     row = parts.world.tasks.get(task.id)
@@ -125,7 +97,7 @@ def _view(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView
 
 def _waiting(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView:
     task = record.task
-    view, diagnosis = _bare(parts, record), parts.diagnose(task)
+    view, diagnosis = _bare(parts, record), _diagnose(parts, task)
     found = explain_pending(diagnosis)
     explained = _explained(parts, viewer, task, diagnosis, found)
     view = {**view, "inherits": inherits_view(found.inherits), **explained}
@@ -288,7 +260,7 @@ async def _judged(parts: Parts, viewer: Identity, body: SimulateTask, new: Prepa
 
 def _simulated(parts: Parts, viewer: Identity, new: PreparedTask) -> SimulationView:
     task, world, now = new.task, parts.world, parts.clock.now()
-    diagnosis = parts.diagnose(task)
+    diagnosis = _diagnose(parts, task)
     found, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, viewer))
     eviction = advice.way.eviction
     victims = eviction.victims if eviction else ()
@@ -332,7 +304,7 @@ def _refused(
     }
     if new is None:
         return view
-    advice = advise(parts.diagnose(new.task), _highest_priority(parts, viewer))
+    advice = advise(_diagnose(parts, new.task), _highest_priority(parts, viewer))
     return {**view, "remedies": advice_fields(parts.world, advice, viewer, parts.clock.now())["remedies"]}
 
 

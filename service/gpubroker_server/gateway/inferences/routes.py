@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
 
@@ -23,11 +22,9 @@ from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import JSON_LENGTH, PARTS, Call, Resource, answer
-from gpubroker_server.gateway.http.waiters import OneAtATime
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.proxy.health_checks import may_have
 from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
-from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
-from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED, bytes_of
 from gpubroker_server.gateway.status.task_view import task_view
 from gpubroker_server.gateway.status.views import TaskView
@@ -208,23 +205,6 @@ class NamedObjects(Protocol):
         """The objects that inputs name, by id; `named` is by index of the input. Raises Problem."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceParts:
-    """What the routes of inferences need."""
-
-    submissions: Submissions
-    objects: NamedObjects
-    residencies: Residencies | None
-    wait_seconds: float
-    outside: tuple[Server, ...] = ()
-    """The servers without models in the ledger."""
-    reads: OneAtATime = field(default_factory=lambda: OneAtATime("inferences on objects", max_waiting=64))
-    """One inference has its objects in memory at a time."""
-
-
-Parts = Annotated[InferenceParts, PARTS]
-
-
 @resource.route(
     "POST /inferences",
     "inferences_submit",
@@ -251,7 +231,11 @@ Parts = Annotated[InferenceParts, PARTS]
     },
 )
 async def submit_inference(
-    call: Call, parts: Parts, body: SubmitInference, idempotency_key: IdempotencyKey = None
+    call: Call,
+    parts: Parts,
+    objects: Annotated[NamedObjects, PARTS],
+    body: SubmitInference,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Submit an inference that waits in the queue for its model.
 
@@ -267,7 +251,7 @@ async def submit_inference(
         submissions.check_queue([task])
         named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
         async with parts.reads.slot() if named else nullcontext():
-            submission = await _submission_of(call, parts, body, task, named)
+            submission = await _submission_of(call, objects, body, task, named)
             submissions.check_queue([submission.task])
             if not is_deferred(task, submissions.world):
                 await _want_model(parts, body.model, task.priority)
@@ -304,16 +288,16 @@ async def _new_task(call: Call, submissions: Submissions, body: SubmitInference)
 
 
 async def _submission_of(
-    call: Call, parts: Parts, body: SubmitInference, task: Task, named: Mapping[int, str]
+    call: Call, objects: NamedObjects, body: SubmitInference, task: Task, named: Mapping[int, str]
 ) -> Submission:
     """Raises Problem."""
-    objects = await parts.objects.values_of(call.identity.tenant, named) if named else NO_OBJECTS
+    values = await objects.values_of(call.identity.tenant, named) if named else NO_OBJECTS
     binary_data = await call.binary_data()
-    size_bytes = len(await call.body()) + sum(map(len, objects.values()))
+    size_bytes = len(await call.body()) + sum(map(len, values.values()))
     if size_bytes > _INLINE_BYTES:
-        stored = await asyncio.to_thread(lambda: packed(request_of(body, binary_data, objects)))
+        stored = await asyncio.to_thread(lambda: packed(request_of(body, binary_data, values)))
     else:
-        stored = packed(request_of(body, binary_data, objects))
+        stored = packed(request_of(body, binary_data, values))
     model, model_type = body.model, body.model_type
     spec = RunSpec(KIND, model, arguments=stored, labels=body.labels, model_type=model_type)
     return submission_of(task, spec)
@@ -359,7 +343,7 @@ async def get_outputs(
     """Wait for the end of a queued inference, and fetch its outputs as bytes.
 
     `/tasks/{id}/result` has them as JSON."""
-    records, seconds = parts.submissions.records, min(query.timeout_seconds, parts.wait_seconds)
+    records, seconds = parts.submissions.records, min(query.timeout_seconds, parts.limits.wait_seconds)
     task = (await records.at_its_end(await records.find(call.identity, task_id), seconds)).task
     if not task.is_terminal:
         raise Problem("task-not-finished", task=task.id, state=task.state)

@@ -1,6 +1,5 @@
 """External leases: request, list, wait, renew, release."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Response
@@ -12,8 +11,8 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.bodies import Name, PageQuery, WaitQuery
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
-from gpubroker_server.gateway.http.waiters import LeaderRequests, moves_of
+from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
+from gpubroker_server.gateway.http.waiters import moves_of
 from gpubroker_server.gateway.leases.leases import (
     AskLease,
     LeasePage,
@@ -27,24 +26,12 @@ from gpubroker_server.gateway.leases.leases import (
     states_of,
     task_of_lease,
 )
-from gpubroker_server.gateway.status.records import TaskRecords, order_of
+from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.gateway.status.records import order_of
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
 from gpubroker_server.ports.store import RunSpec, TaskRecord
 
 resource = Resource("leases")
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseParts:
-    """What the routes of leases need."""
-
-    records: TaskRecords
-    submissions: Submissions
-    requests: LeaderRequests
-    wait_seconds: float
-
-
-Parts = Annotated[LeaseParts, PARTS]
 
 
 class LeaseQuery(PageQuery):
@@ -144,7 +131,7 @@ async def wait_for_lease(
 
     `pending`: until it is held; `held`: until its holder is asked to leave.
     """
-    records, seconds = parts.records, min(query.timeout_seconds, parts.wait_seconds)
+    records, seconds = parts.records, min(query.timeout_seconds, parts.limits.wait_seconds)
     with records.waiters.expect_for(call.identity.tenant, moves_of(lease_id)) as moved:
         record = await _find_lease(call, parts, lease_id)
         if _standing(parts, record) is query.state and seconds > 0:

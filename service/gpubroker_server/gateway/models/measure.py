@@ -77,7 +77,7 @@ async def measure_model(
     Its later loads lease the size that is learned from all its loads, unless the settings name a `gpu_mb`."""
     residency = await _home(parts, name, query.server)
     priority = residency.priority_of(name) if body.priority is None else body.priority
-    parts.permissions.check_priority(call.identity, priority)
+    parts.app.rules.permissions.check_priority(call.identity, priority)
     try:
         ledger = await _ledger(parts, residency, name)
         residency.failed_loads.forget(name)
@@ -90,20 +90,20 @@ async def measure_model(
         kind = ledger.device.kind
         assert task.model is not None
         topic = topic_of(task.tenant, name, kind, task.model.versions)
-        before = parts.world.learned.sketch(topic)
+        before = parts.app.world.learned.sketch(topic)
         sizes = await _ask(parts, residency, task, body, ledger.device.key)
     finally:
         await residency.unloaded(name)
-    measured_mb = added(before, parts.world.learned.sketch(topic))
+    measured_mb = added(before, parts.app.world.learned.sketch(topic))
     if measured_mb is None:
         raise Problem(
             "not-measurable",
             f"nothing was learned of {name[:100]}: what it took of GPU {ledger.device.uuid} is too little to "
             "be told, or something else there changed meanwhile; try again when nothing starts or ends there",
         )
-    margin = parts.residencies.parts.policy.learned_margin
+    margin = parts.app.policy.learned_margin
     configured = residency.rules_of(name).gpu_mb
-    learned = learned_mb(parts.world, task.tenant, name, {kind}, margin, task.model.versions)
+    learned = learned_mb(parts.app.world, task.tenant, name, {kind}, margin, task.model.versions)
     view: MeasurementView = {
         "name": name,
         "server": residency.rules.name,
@@ -140,14 +140,14 @@ async def _ledger(parts: ModelParts, residency: Residency, name: str) -> DeviceL
     if demand.gpus != 1:
         on = f"it is spread over {demand.gpus} GPUs" if demand.gpus else "it runs on CPUs"
         raise Problem("not-measurable", f"model {name[:100]} leases what its settings say: {on}")
-    there = gpus_of(parts.world, residency.rules)
+    there = gpus_of(parts.app.world, residency.rules)
     mine = [one for one in there if not demand.where.devices or one.device.uuid in demand.where.devices]
     if len(mine) != 1:
         raise Problem(
             "not-measurable", f"its server {residency.rules.name} has no GPU on a node that is here"
         )
-    clock, policy = parts.residencies.parts.clock, parts.residencies.parts.policy
-    if fault := unmeasurable(parts.world, mine[0], clock.now(), policy.sample_period_seconds):
+    clock, policy = parts.app.clock, parts.app.policy
+    if fault := unmeasurable(parts.app.world, mine[0], clock.now(), policy.sample_period_seconds):
         raise Problem("not-measurable", fault)
     return mine[0]
 
@@ -172,15 +172,15 @@ async def _ask_while_measured(
 ) -> None:
     """Raises HostRefused, Problem."""
     now, period_seconds = (
-        parts.residencies.parts.clock.now,
-        parts.residencies.parts.policy.sample_period_seconds,
+        parts.app.clock.now,
+        parts.app.policy.sample_period_seconds,
     )
     seen: set[Instant] = set()
     await residency.host.try_out(model, rows, body.shapes, _REQUEST_SECONDS)
     since = now()
     while len(seen) < _SAMPLES:
         await residency.host.try_out(model, rows, body.shapes, _REQUEST_SECONDS)
-        sampled_at = parts.world.ledgers[device].sampled_at
+        sampled_at = parts.app.world.ledgers[device].sampled_at
         if sampled_at is not None and sampled_at > since:
             seen.add(sampled_at)
         elif now() > since + _PERIODS * period_seconds:

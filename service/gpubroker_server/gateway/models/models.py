@@ -12,18 +12,16 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.domain.model_orders import IndexedModel
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.lifecycle.model_lifecycle import is_unasked
-from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS
-from gpubroker_server.gateway.http.times import AsOf, Freshness, Time, rfc3339_or_none
+from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339_or_none
+from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.proxy.health_checks import index_of
 from gpubroker_server.gateway.proxy.residency.residency import DESCRIBE_SECONDS, Residency
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.servers import Server
-from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.ports.fetch import NotFetched
-from gpubroker_server.ports.store import TaskStore
 
 ModelState = Literal["resident", "loading", "draining", "waiting", "cold"]
 STATES: Sequence[ModelState] = get_args(ModelState)
@@ -78,30 +76,18 @@ class ModelList(AsOf):
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What the routes of models need."""
+    """The models of servers in the ledger."""
 
-    world: World
-    freshness: Freshness
-    store: TaskStore
-    permissions: Permissions
-    held: Residencies | None
-    """The models of servers in the ledger; None if there is no such server."""
-    servers: tuple[Server, ...]
-    """All servers."""
-
-    @property
-    def outside(self) -> list[Server]:
-        """The servers outside the ledger."""
-        return [server for server in self.servers if not server.is_managed]
+    app: AppParts
 
     @property
     def residencies(self) -> Residencies:
         """Raises Problem not-found."""
-        if self.held is None:
+        if self.app.residencies is None:
             raise Problem(
                 "not-found", "no model server is in the ledger; give one of triton.servers its node"
             )
-        return self.held
+        return self.app.residencies
 
     def at(self, server: str) -> Residency:
         """Raises Problem not-found."""
@@ -140,7 +126,7 @@ class ModelParts:
         not-found."""
         holding = self.holding(name, server)
         for residency in self.residencies if holding is None else [holding]:
-            task, fault = residency.of(name), place_fault(self.world, residency.rules)
+            task, fault = residency.of(name), place_fault(self.app.world, residency.rules)
             if task is not None:
                 return _view(residency, name, task, fault)
             known = await residency.repository()
@@ -151,7 +137,7 @@ class ModelParts:
     async def views(self, residency: Residency) -> list[ModelView]:
         known, held = await residency.repository(), {task.name: task for task in residency.holders()}
         names = sorted({*(known or ()), *held, *residency.rules.models})
-        fault = place_fault(self.world, residency.rules)
+        fault = place_fault(self.app.world, residency.rules)
         return [
             _view(residency, name, held.get(name), fault or _reason(residency, known, name)) for name in names
         ]

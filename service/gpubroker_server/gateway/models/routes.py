@@ -86,8 +86,8 @@ class PinModel(BaseModel):
 async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> Response:
     """List the models of all servers; if not sorted, first those in memory, then those that wait for it, then
     all others of the repositories."""
-    outside = parts.outside
-    residencies = parts.residencies if not outside else parts.held or ()
+    outside = parts.app.outside
+    residencies = parts.residencies if not outside else parts.app.residencies or ()
     each = await asyncio.gather(*map(parts.views, residencies), *map(outside_views, outside))
     found = [
         one
@@ -95,7 +95,7 @@ async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> R
         if query.server in (None, one["server"]) and (not query.state or one["state"] in query.state)
     ]
     found.sort(key=lambda one: (STATES.index(one["state"]), one["server"], one["name"]))
-    view: ModelList = {**parts.freshness.as_of(), "items": in_order(found, query.sort, _SORTED_BY)}
+    view: ModelList = {**parts.app.freshness.as_of(), "items": in_order(found, query.sort, _SORTED_BY)}
     return answer(view)
 
 
@@ -108,7 +108,7 @@ async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> R
 )
 async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
     """Read a model: whether it is in memory, since when, and until when it stays."""
-    outside = [one for one in parts.outside if query.server in (None, one.name)]
+    outside = [one for one in parts.app.outside if query.server in (None, one.name)]
     if query.server is None or not outside:
         try:
             return answer(await parts.view(name, query.server))
@@ -137,7 +137,7 @@ async def load_model(
     """Load a model, as a request for it would: it waits in the queue, and may preempt lower priorities. A
     model is loaded only once on a server."""
     priority = parts.priority_of(name, query.server, body.priority)
-    parts.permissions.check_priority(call.identity, priority)
+    parts.app.rules.permissions.check_priority(call.identity, priority)
     try:
         residency, task = await parts.want(name, query.server, priority)
         await note(call, parts, task, "model.load")
@@ -155,7 +155,7 @@ async def load_model(
 async def note(call: Call, parts: Parts, task: Task, action: str) -> None:
     """Raises StoreUnavailable."""
     subject = f"{task.name} ({task.id})"
-    await parts.store.audit(by=call.identity.name, tenant=task.tenant, action=action, subject=subject)
+    await parts.app.store.audit(by=call.identity.name, tenant=task.tenant, action=action, subject=subject)
 
 
 @resource.route(
@@ -198,7 +198,7 @@ async def pin_model(
     A pinned model has the highest priority, which the token must allow."""
     if body.pinned:
         subject = f"a pinned model has priority {TOP_PRIORITY}, which is"
-        parts.permissions.check_priority(call.identity, TOP_PRIORITY, at="/pinned", subject=subject)
+        parts.app.rules.permissions.check_priority(call.identity, TOP_PRIORITY, at="/pinned", subject=subject)
     residency = parts.holding(name, query.server)
     task = None if residency is None else residency.of(name)
     if body.pinned and task is None:

@@ -194,14 +194,7 @@ _SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectParts:
-    """What the routes of objects need."""
-
-    storage: ObjectStorage
-
-
-Parts = Annotated[ObjectParts, PARTS]
+Storage = Annotated[ObjectStorage, PARTS]
 RangeHeader = Annotated[
     str | None,
     Header(alias="Range", description="`bytes=0-99`, `bytes=100-` or `bytes=-50`."),
@@ -239,7 +232,7 @@ class ObjectPage(TypedDict):
     response_description="It is on disk, and kept until `expires_at` at least.",
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
-async def upload_object(call: Call, parts: Parts) -> Response:
+async def upload_object(call: Call, storage: Storage) -> Response:
     """Upload bytes that inferences name as values of an input, and tasks as arguments.
 
     The body is the bytes as they are, with any Content-Type, and is stored as it comes.
@@ -247,7 +240,7 @@ async def upload_object(call: Call, parts: Parts) -> Response:
     """
     length = call.header(b"content-length") or ""
     size_hint = int(length) if length.isdigit() else 0
-    kept = await parts.storage.put(call.parts(), size_hint, call.identity.tenant)
+    kept = await storage.put(call.parts(), size_hint, call.identity.tenant)
     return answer(_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
 
 
@@ -264,9 +257,9 @@ class ObjectQuery(PageQuery):
 
 
 @resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid validation-failed")
-async def list_objects(call: Call, parts: Parts, query: Annotated[ObjectQuery, Query()]) -> Response:
+async def list_objects(call: Call, storage: Storage, query: Annotated[ObjectQuery, Query()]) -> Response:
     """List your tenant's objects, by id if not sorted, and how many bytes count against its limit."""
-    storage, tenant = parts.storage, call.identity.tenant
+    tenant = call.identity.tenant
     store, limits, now = storage.store, storage.limits, storage.clock.now()
     limit = min(query.limit, limits.page_items)
     sorted_by = {} if query.sort == "id" else {"sort": query.sort}
@@ -288,9 +281,9 @@ async def list_objects(call: Call, parts: Parts, query: Annotated[ObjectQuery, Q
 
 
 @resource.route("GET /objects/{object_id}", "objects_get", _SCOPES, ObjectView, "not-found")
-async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
+async def get_object(call: Call, storage: Storage, object_id: str) -> Response:
     """Read an object's size and until when it is kept. This does not count as a use."""
-    return answer(_view(await parts.storage.find(call.identity.tenant, object_id)))
+    return answer(_view(await storage.find(call.identity.tenant, object_id)))
 
 
 @resource.route(
@@ -305,9 +298,8 @@ async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
         206: {"description": "The bytes that `Range` asked for.", "content": _BYTES},
     },
 )
-async def get_content(call: Call, parts: Parts, object_id: str, range: RangeHeader = None) -> Response:
+async def get_content(call: Call, storage: Storage, object_id: str, range: RangeHeader = None) -> Response:
     """Fetch the bytes of an object, or with `Range` a part of them."""
-    storage = parts.storage
     kept = await storage.find(call.identity.tenant, object_id)
     asked = span_of(range, kept.size_bytes)
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{kept.digest}"'}
@@ -328,10 +320,10 @@ async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
 
 
 @resource.route("DELETE /objects/{object_id}", "objects_delete", _SCOPES, None, "not-found", status_code=204)
-async def delete_object(call: Call, parts: Parts, object_id: str) -> Response:
+async def delete_object(call: Call, storage: Storage, object_id: str) -> Response:
     """Delete an object. Accepted inferences already have its values; tasks that name it fail."""
-    kept = await parts.storage.find(call.identity.tenant, object_id)
-    await parts.storage.delete(kept)
+    kept = await storage.find(call.identity.tenant, object_id)
+    await storage.delete(kept)
     return Response(status_code=204)
 
 

@@ -22,12 +22,12 @@ from gpubroker_server.gateway.http.faults import body_faults, duplicate_key, inv
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem, ProblemDocument, problem_document
 from gpubroker_server.gateway.http.routing import Call, Resource, json_answer
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.batches import sent_batch
 from gpubroker_server.gateway.submission.named_objects import may_name_objects, objects_in_run
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.gateway.tasks.batch_references import BatchReferences
-from gpubroker_server.gateway.tasks.routes import Parts
 from gpubroker_server.gateway.tasks.run_text import (
     EntrypointCall,
     Surroundings,

@@ -16,8 +16,9 @@ from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.tasks.batch import MAX_STANDS
-from gpubroker_server.gateway.tasks.routes import CancelTask, Parts
+from gpubroker_server.gateway.tasks.routes import CancelTask
 from gpubroker_server.gateway.tasks.selection import TaskSelection
 from gpubroker_server.ports.store import TaskFilter, TaskStore
 

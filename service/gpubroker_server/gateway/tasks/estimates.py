@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.tasks.routes import Parts
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("tasks")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Response
@@ -17,9 +16,8 @@ from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource
-from gpubroker_server.gateway.status.log_readers import LogReaders
-from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.http.routing import Call, Resource
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, TaskRecord
 
 resource = Resource("tasks")
@@ -27,15 +25,6 @@ resource = Resource("tasks")
 ANSWER_SECONDS = 3.0
 """A reader that does not follow gets what is kept if the leader has not asked the agent by then."""
 PARTS_AT_ONCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class LogParts:
-    records: TaskRecords
-    readers: LogReaders
-
-
-Parts = Annotated[LogParts, PARTS]
 
 
 class LogQuery(QueryModel):
@@ -112,9 +101,9 @@ def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:
 class LogReading:
     """One answer. It holds one page of the log at most: a slow reader takes the next when it can."""
 
-    def __init__(self, parts: LogParts, record: TaskRecord, log: LogName, query: LogQuery) -> None:
+    def __init__(self, parts: Parts, record: TaskRecord, log: LogName, query: LogQuery) -> None:
         self._records = parts.records
-        self._readers = parts.readers
+        self._readers = parts.log_readers
         self._record = record
         self._log = log
         self._at_byte = query.offset

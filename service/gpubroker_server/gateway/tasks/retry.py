@@ -6,10 +6,10 @@ from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.views import TaskView
 from gpubroker_server.gateway.submission.again import again
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
-from gpubroker_server.gateway.tasks.routes import Parts
 from gpubroker_server.ports.store import Submission, TaskRecord
 
 resource = Resource("tasks")

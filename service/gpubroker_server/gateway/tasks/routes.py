@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Header, Query, Response
@@ -10,42 +9,25 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
-from gpubroker_server.gateway.http.waiters import LeaderRequests, OneAtATime
+from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.records import (
     JUST_ACCEPTED,
-    TaskRecords,
     order_of,
     result_member,
     shown_format,
 )
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection
 from gpubroker_server.ports.store import TaskRecord, TaskSort
-
-
-@dataclass(frozen=True, slots=True)
-class TaskParts:
-    world: World
-    records: TaskRecords
-    submissions: Submissions
-    requests: LeaderRequests
-    wait_seconds: float
-    batches: OneAtATime = field(default_factory=lambda: OneAtATime("batches", max_waiting=32))
-    """One batch is made into tasks at a time, in small steps, while the one before it is being stored."""
-
-
-Parts = Annotated[TaskParts, PARTS]
-
 
 resource = Resource("tasks")
 
@@ -94,7 +76,7 @@ async def submit_task(
         return answer(view, 202, headers)
     if not records.waiters.has_room_for(record.task.tenant):
         return answer(await records.view(record), 202, headers)  # the wait was a wish
-    seconds = min(int(asked[1]), int(parts.wait_seconds))
+    seconds = min(int(asked[1]), int(parts.limits.wait_seconds))
     headers["Preference-Applied"] = f"wait={seconds}"
     record = await records.at_its_end(record, seconds)
     if record.task.is_terminal:
@@ -198,7 +180,7 @@ async def wait_for_task(
     call: Call, parts: Parts, task_id: str, query: Annotated[WaitQuery, Query()]
 ) -> Response:
     """Wait for the end of a task. The answer comes as soon as it ends."""
-    records, seconds = parts.records, min(query.timeout_seconds, parts.wait_seconds)
+    records, seconds = parts.records, min(query.timeout_seconds, parts.limits.wait_seconds)
     record = await records.at_its_end(await records.find(call.identity, task_id), seconds)
     if record.task.is_terminal:
         return await records.finished(record)

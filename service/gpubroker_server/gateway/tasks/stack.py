@@ -17,7 +17,7 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
-from gpubroker_server.gateway.tasks.routes import Parts
+from gpubroker_server.gateway.parts import Parts
 
 resource = Resource("tasks")
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import structlog
@@ -21,14 +20,13 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer, json_answer
-from gpubroker_server.gateway.http.times import Freshness, Time, rfc3339
-from gpubroker_server.gateway.http.waiters import LeaderRequests
+from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.batches import sent_batch
 from gpubroker_server.gateway.submission.demand import first
 from gpubroker_server.gateway.submission.named_objects import objects_in_arguments, objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
-    Submissions,
     arguments_of,
 )
 from gpubroker_server.gateway.submission.task_body import decoded
@@ -47,18 +45,6 @@ from gpubroker_server.ports.worker_calls import WorkerCall
 log = structlog.get_logger("gpubroker.gateway")
 
 resource = Resource("worker sets")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetParts:
-    world: World
-    freshness: Freshness
-    submissions: Submissions
-    requests: LeaderRequests
-    router: CallRouter
-
-
-Parts = Annotated[WorkerSetParts, PARTS]
 
 
 class SetWorkerView(TypedDict):
@@ -290,7 +276,9 @@ async def post_signal(call: Call, parts: Parts, set_id: str, body: PostSignal) -
 @resource.route(
     "POST /worker-sets/{set_id}/call", "worker_sets_call", Scope.TASKS_WRITE, CallView, _CALL_PROBLEMS
 )
-async def call_worker(call: Call, parts: Parts, set_id: str, body: CallWorkers) -> Response:
+async def call_worker(
+    call: Call, parts: Parts, router: Annotated[CallRouter, PARTS], set_id: str, body: CallWorkers
+) -> Response:
     """Call a method in one worker, and wait for what it returns. No call is stored.
 
     A call is sent once, except to a worker that has refused it before it began.
@@ -308,7 +296,7 @@ async def call_worker(call: Call, parts: Parts, set_id: str, body: CallWorkers) 
         call.identity.require(Scope.TASKS_CODE, "pickled arguments")
         form, arguments = "cloudpickle", body.pickled
     asked = WorkerCall(body.role, body.method, form, arguments)
-    run, got = await parts.router.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
+    run, got = await router.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
     about = f'{{"worker":"{run.task}","attempt":{run.fence},"seconds":{got.seconds:.6f},'.encode()
     if form == "json":
         return json_answer(b"".join((about, b'"result":', got.result, b',"data_base64":null}')))
@@ -373,7 +361,7 @@ def view(workers: WorkerSet, world: World) -> Any:
     }
 
 
-def _accepted(workers: WorkerSet, parts: WorkerSetParts, *, is_new: bool) -> Response:
+def _accepted(workers: WorkerSet, parts: Parts, *, is_new: bool) -> Response:
     headers = {"Location": f"/worker-sets/{workers.id}"}
     if not is_new:
         headers["Idempotency-Replayed"] = "true"

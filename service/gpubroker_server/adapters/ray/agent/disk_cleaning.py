@@ -91,13 +91,10 @@ class Answer(NamedTuple):
 
 
 class DiskCleaner:
-    def __init__(
-        self, folder: Path, report: Callable[[Report], None], now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: Path, report: Callable[[Report], None]) -> None:
         """`folder`: where the agent keeps its records."""
         self._folder = folder
         self._report = report
-        self._now = now
         self._thread = ThreadPoolExecutor(1, "disk guard")
         self._job: asyncio.Task[None] | None = None
 
@@ -136,7 +133,7 @@ class DiskCleaner:
     def _tell(self, task: DiskTask, answer: Answer) -> None:
         files = [tuple(one) for one in answer.files]
         kept = sorted((str(why), count) for why, count in answer.kept.items())
-        self._report(("disk", self._now(), task.request, files, kept, answer.is_first, answer.message))
+        self._report(("disk", time.time(), task.request, files, kept, answer.is_first, answer.message))
 
     def _look(self, task: DiskTask) -> Answer:
         """The first with this configuration is remembered, once it has looked at what may go."""
@@ -160,7 +157,7 @@ class DiskCleaner:
         kept: Counter[str] = Counter()
         live = {form for path in task.live for form in (path, os.path.realpath(path))}
         for device, files in seen.items():
-            cleaning = choose(files, live, needed[device], Instant(self._now()), rules)
+            cleaning = choose(files, live, needed[device], Instant(time.time()), rules)
             chosen += cleaning.files
             kept.update({str(why): count for why, count in cleaning.kept.items()})
         if len(chosen) > MOST_DELETED:
@@ -214,7 +211,7 @@ class DiskCleaner:
         status, is_database = entry.status, root.file_class is FileClass.EMPTY_DATABASE
         is_held = file_id(status) in is_open
         may_go = is_database and not (is_held or entry.has_journal)
-        is_old = self._now() - status.st_mtime >= task.old_seconds
+        is_old = time.time() - status.st_mtime >= task.old_seconds
         return FileSeen(
             root.path,
             entry.path,
@@ -268,7 +265,7 @@ class DiskCleaner:
                     return "changed"
                 if (status.st_ino, status.st_mtime_ns, status.st_size) != same:
                     return "changed"
-                if self._now() - status.st_mtime < task.old_seconds:
+                if time.time() - status.st_mtime < task.old_seconds:
                     return "young"
                 if file.file_class is FileClass.EMPTY_DATABASE and _has_journal(name, directory):
                     return "has_journal"

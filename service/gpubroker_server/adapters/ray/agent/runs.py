@@ -16,8 +16,7 @@ from gpubroker.runtime.output import tail_of_files
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
 from gpubroker_server.adapters.ray.agent.memory_cgroups import MemoryCgroups
-from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
-from gpubroker_server.adapters.ray.agent.run_logs import RunLogs
+from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunLogs, RunRecord
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
 from gpubroker_server.adapters.ray.agent.runner_process import (
     Run,

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -167,12 +167,8 @@ class SharedObjects:
 
     def _drop_least_used(self) -> None:
         """Runs that read what is dropped here still refer to it."""
-        while self._kept and _sum_bytes(self._kept.values()) > self._cache_bytes:
+        while self._kept and sum(kept.size_bytes for kept in self._kept.values()) > self._cache_bytes:
             self._kept.popitem(last=False)
-
-
-def _sum_bytes(kept: Iterable[Kept]) -> int:
-    return sum(each.size_bytes for each in kept)
 
 
 def _question(opening: _Opening, id: str) -> Report:

@@ -16,7 +16,7 @@ from typing import Any
 from gpubroker.runtime.messages import Report, RunKey
 
 from gpubroker_server.adapters.ray.agent.runner_process import Run
-from gpubroker_server.adapters.ray.processes import descendants, process_table
+from gpubroker_server.adapters.ray.processes import descendants, name_of, process_table
 
 READ_SECONDS = 8.0
 TRIES = 3
@@ -64,11 +64,11 @@ async def _stacks_below(root: int) -> tuple[str, str]:
     texts, others = [], []
     for pid in pids:
         try:
-            texts.append(f"Process {pid} ({_name_of(pid)})\n{_text(await _threads_of(pid))}")
+            texts.append(f"Process {pid} ({name_of(pid)})\n{_text(await _threads_of(pid))}")
         except Unreadable as fault:
             if NOT_PYTHON not in str(fault):
                 raise
-            others.append(_name_of(pid))
+            others.append(name_of(pid) or "ended")
     if texts:
         return "\n".join(texts)[:MOST_CHARACTERS], ""
     return "", f"it is a command, and none of its processes is Python: {', '.join(others) or 'it has none'}"
@@ -117,10 +117,3 @@ def _lines_of(thread: dict[str, Any]) -> Iterable[str]:
     yield f"Thread {thread['os_thread_id']} ({thread['thread_name'] or 'no name'}), {does}:"
     for frame in reversed(thread["frames"]):
         yield f'  File "{frame["filename"]}", line {frame["line"]}, in {frame["name"]}'
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return "ended"

@@ -45,11 +45,9 @@ class ReportListener(Protocol):
 
     async def send_reports(self, packed: bytes, asked_at: float, term: int) -> None:
         """`asked_at`: in `boot_seconds`, when the agent was polled; `term`: for which leader."""
-        ...
 
     async def room(self) -> None:
         """Back when there is room for more reports."""
-        ...
 
 
 class NodeLink:

@@ -116,7 +116,8 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
         print(f"cannot make a directory for the Ray head: {fault}", file=sys.stderr)
         return 1
     try:
-        vital = start_ray(_head_of(orders, state), state, signals)
+        node = NodeToStart(orders.object_store_bytes, state.ray_dir, dashboard=orders.dashboard)
+        vital = start_ray(node, state, signals)
         if not vital:
             return 1
         state.keepalive.touch()
@@ -173,10 +174,6 @@ def begin(data_dir: Path) -> HeadState:
         shutil.rmtree(state.temp_dir)
         raise
     return state
-
-
-def _head_of(orders: HeadOrders, state: HeadState) -> NodeToStart:
-    return NodeToStart(orders.object_store_bytes, state.ray_dir, dashboard=orders.dashboard)
 
 
 def start_ray(

@@ -1,20 +1,17 @@
 """Idle templates as rows."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import Column, FromClause, Text, delete, or_, select
 
 from gpubroker_server.adapters.sql import statements
-from gpubroker_server.adapters.sql.reads import Readers
 from gpubroker_server.adapters.sql.rows import demand_of_text, demand_text
-from gpubroker_server.adapters.sql.session import Session, over
+from gpubroker_server.adapters.sql.session import Session, SqlPart, over
 from gpubroker_server.adapters.sql.system_tables import idle_template, token
 from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.idle_templates import IdleTemplate
-
-T = TypeVar("T")
 
 _c = idle_template.c
 
@@ -34,10 +31,8 @@ def idle_template_made(_insert: Any, r: FromClause) -> Any:
     return select(_c.token, _c.made_at).where(_c.name.in_(select(r.c.name)))
 
 
-class SqlIdleTemplates:
+class SqlIdleTemplates(SqlPart):
     """The IdleTemplates of the store."""
-
-    _readers: Readers
 
     async def put_idle_template(self, template: IdleTemplate) -> bool:
         def act(session: Session) -> bool:
@@ -67,12 +62,6 @@ class SqlIdleTemplates:
             return False
 
         return await self._write_alone(act)
-
-    async def _write_alone(self, act: Callable[[Session], T]) -> T:
-        raise NotImplementedError
-
-    async def _rows(self, query: Any) -> Sequence[Mapping[str, Any]]:
-        raise NotImplementedError
 
 
 def _row(one: IdleTemplate) -> tuple[Any, ...]:

@@ -51,7 +51,8 @@ def take_empty_server(writing: Connection, target: str, named: str, move: str = 
     """
     writing.execute(text("SET LOCAL lock_timeout = '5s'"))
     for table in copied_tables():
-        writing.execute(text(f"LOCK TABLE {_quoted(writing, table)} IN ACCESS EXCLUSIVE MODE"))
+        name = writing.dialect.identifier_preparer.format_table(table)
+        writing.execute(text(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE"))
     until = time.monotonic() + LEAVING_SECONDS
     while writing.execute(text(_OTHERS)).scalar_one():
         if time.monotonic() >= until:
@@ -144,10 +145,6 @@ def _rows(connection: Connection, table: Table) -> Iterator[tuple[Any, ...]]:
     """As Python values, which are the same for both databases."""
     found = connection.execute(select(table), execution_options={"yield_per": _ROWS_AT_ONCE})
     return (tuple(row) for row in found)
-
-
-def _quoted(connection: Connection, table: Table) -> str:
-    return connection.dialect.identifier_preparer.format_table(table)
 
 
 def _faults() -> tuple[type[Exception], ...]:

@@ -1,1 +1,0 @@
-"""Results of the items of arrays, as rows."""
