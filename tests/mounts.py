@@ -8,26 +8,25 @@ from typing import IO
 
 
 @contextmanager
-def mounted(place: Path, *what: str, fds: Sequence[int] = ()) -> Iterator[bool]:
-    """`what`: arguments of `mount`. False where this process may not mount: then nothing is."""
+def mounted(place: Path, *what: str, fds: Sequence[int] = ()) -> Iterator[None]:
+    """`what`: arguments of `mount`. Needs the right to mount: without it nothing would be shown."""
     if not place.exists():
         place.mkdir(parents=True)
     command = ["mount", *what, str(place)]
-    is_mounted = not subprocess.run(command, check=False, capture_output=True, pass_fds=fds).returncode
+    tried = subprocess.run(command, check=False, capture_output=True, text=True, pass_fds=fds)
+    assert not tried.returncode, f"needs the right to mount (root, CAP_SYS_ADMIN): {tried.stderr}"
     try:
-        yield is_mounted
+        yield
     finally:
-        if is_mounted:
-            subprocess.run(["umount", "--lazy", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 @contextmanager
 def hung_mount(place: Path) -> Iterator[IO[bytes]]:
     """A file system that does not answer, as that of a server that is away. Once this file is closed, it has
-    a fault for all that is asked. Needs the right to mount."""
+    a fault for all that is asked."""
     with open("/dev/fuse", "r+b", buffering=0) as server:
         about = f"fd={server.fileno()},rootmode=40000,user_id=0,group_id=0"
         command = ["-i", "-t", "fuse", "-o", about, "none"]
-        with mounted(place, *command, fds=[server.fileno()]) as is_mounted:
-            assert is_mounted, "needs the right to mount"
+        with mounted(place, *command, fds=[server.fileno()]):
             yield server

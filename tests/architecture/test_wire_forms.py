@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "197cb1045abe",
+    "agent-9": "40dc594a24b7",
     "runner-5": "159adbd1a83c",
     "runner-6": "ab963385aa8e",
 }

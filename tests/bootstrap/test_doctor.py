@@ -156,8 +156,7 @@ def test_disks_without_room_for_ray_and_for_the_data_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = tmp_path / "disk"
-    with mounted(disk, "-t", "tmpfs", "-o", "size=8m", "none") as is_mounted:
-        assert is_mounted
+    with mounted(disk, "-t", "tmpfs", "-o", "size=8m", "none"):
         monkeypatch.setenv("RAY_TMPDIR", str(disk))
         ray = {"address": "127.0.0.1:1"}
         assert not kinds(disk, ray=ray).keys() & {"ray-disk-full", "data-disk-full"}

@@ -61,8 +61,7 @@ def test_files_that_cannot_grow_are_a_full_disk(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Needs the right to mount."""
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "none") as is_mounted:
-        assert is_mounted
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "none"):
         yield tmp_path / "disk"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.bootstrap.pressed import FULL_AT_THREE, pressures, refusal
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
@@ -93,6 +94,34 @@ def test_a_second_serve_on_one_database_stands_by_and_takes_over(
         until(lambda: str(other.broker.stats().leader["holder"]).endswith(f":{other.pid}"), "the other leads")
         task = other.broker.submit("tests.e2e.work:add", cpu=0.5)
         assert other.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
+
+
+def test_a_standby_goes_on_with_the_backpressure_of_a_leader_that_was_killed(
+    tmp_path: Path, server: OwnServer
+) -> None:
+    settings = {"database_url": server.url, "blob_dir": str(tmp_path / "blobs"), **WAITING, **FULL_AT_THREE}
+    with (
+        ForkedService(tmp_path / "data", **settings) as service,
+        ForkedService(tmp_path / "other", **settings) as other,
+    ):
+        held = [other.broker.submit("tests.e2e.work:add", held=True) for _ in range(3)]
+        until(lambda: refusal(other, 5) is not None, "the gateway of the standby refuses background work")
+        other.broker.cancel(held.pop())
+        assert str(other.broker.stats().leader["holder"]).endswith(f":{service.pid}")
+        service.kill_9()
+        refused = []
+
+        def is_led() -> bool:
+            refused.append(refusal(other, 5))
+            return str((other.broker.stats().leader or {}).get("holder")).endswith(f":{other.pid}")
+
+        until(is_led, "the standby leads")
+        assert all(one is not None and one.code == "backpressure" for one in refused)
+        for task in held:
+            other.broker.cancel(task)
+        until(lambda: refusal(other, 5) is None, "no task waits any more")
+        until(lambda: pressures(other)[-1] == "RELEASED", "the log says so")
+        assert pressures(other) == ["ACTIVATED", "RELEASED"]
 
 
 def test_a_killed_service_does_not_keep_its_database_from_the_next_one(service: ServiceProcess) -> None:

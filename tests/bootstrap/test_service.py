@@ -2,13 +2,15 @@
 
 import asyncio
 import gc
+import json
 import socket
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker import Broker, BrokerError
+from gpubroker import BrokerError
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.object_store import open_blobs
@@ -16,6 +18,7 @@ from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.settings.loading import load_settings
 from structlog.testing import capture_logs
 
+from tests.bootstrap.pressed import FULL_AT_THREE, pressures, refusal
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import until
@@ -56,28 +59,30 @@ async def test_each_part_that_fails_is_logged_once(tmp_path: Path, monkeypatch: 
 
 
 def test_a_queue_that_is_too_long_keeps_background_work_out_until_it_is_shorter(tmp_path: Path) -> None:
-    """From the leader's look to the answer of the gateway."""
-    limit = {"queue_length": {"high": 2, "low": 1, "seconds": 0}, "retry_after_seconds": 1}
-    settings = {"fleet": {"backpressure": limit}, "policy": {"sample_period_seconds": 0.1}}
-    with ForkedService(tmp_path / "data", **WAITING, **settings) as service:
-        asked = Broker(url=service.url, token=service.token, retry_seconds=0.0)
-
-        def refusal(priority: int) -> BrokerError | None:
-            try:
-                asked.cancel(asked.submit("tests.e2e.work:add", priority=priority))
-            except BrokerError as refused:
-                return refused
-            return None
-
-        held = [service.broker.submit("tests.e2e.work:add", held=True) for _ in range(2)]
-        until(lambda: refusal(5), "two tasks wait")
-        refused = refusal(5)
+    """From the leader's look to the answer of the gateway, and through a crash in the middle."""
+    with ForkedService(tmp_path / "data", **WAITING, **FULL_AT_THREE) as service:
+        held = [service.broker.submit("tests.e2e.work:add", held=True) for _ in range(3)]
+        until(lambda: refusal(service, 5) is not None, "three tasks wait")
+        refused = refusal(service, 5)
         assert refused is not None
         assert (refused.status, refused.code, refused.retry_after_seconds) == (429, "backpressure", 1.0)
-        assert refusal(50) is None
+        assert refusal(service, 50) is None
+        until(lambda: pressures(service) == ["ACTIVATED"], "it is in the log")
+        service.broker.cancel(held.pop())
+        until(lambda: is_kept(tmp_path / "data" / "gpubroker.db"), "the next start knows of it")
+        service.kill_9()
+        service.start()
+        assert refusal(service, 5) is not None  # between the thresholds it goes on
         for task in held:
             service.broker.cancel(task)
-        until(lambda: refusal(5) is None, "no task waits any more")
+        until(lambda: refusal(service, 5) is None, "no task waits any more")
+        until(lambda: pressures(service) == ["ACTIVATED", "RELEASED"], "it is over in the log as well")
+
+
+def is_kept(database: Path) -> bool:
+    with closing(sqlite3.connect(database)) as known:
+        found = known.execute("SELECT value FROM last_value WHERE kind = 'leader'").fetchall()
+    return any(json.loads(value)["fleet"]["pressures"] for (value,) in found)
 
 
 def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_all_rows_again(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gpubroker_server.broker.disk_passes import GIVEN_UP_SECONDS, DiskPasses
+from gpubroker_server.broker.disk_passes import GIVEN_UP_SECONDS, DiskPasses, local_paths
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskRules
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.device import (
@@ -38,7 +38,12 @@ class Scene:
     def __init__(self, guard: DiskGuard = DiskGuard(roots=(ROOT,), spared=("/data",))) -> None:  # noqa: B008
         self.world = a_world(a_node(), a_device())
         self.blobs = Blobs()
-        self.passes = DiskPasses(self.world, Policy(), guard, self.blobs)
+        self.guard = guard
+        self.another_leader()
+
+    def another_leader(self) -> DiskPasses:
+        self.passes = DiskPasses(self.world, Policy(), self.guard, self.blobs)
+        return self.passes
 
     def fill(self, used: float, at: float = NOW) -> None:
         disks = (DiskSample("/scratch", 100, round(100 - 100 * used)),)
@@ -77,7 +82,7 @@ async def test_a_look_runs_no_command_and_deletes_nothing() -> None:
     scene.ask("disk")
     order = scene.order()
     assert (order.node, order.roots, order.spared, order.warn) == (N1, (ROOT,), ("/data",), 0.6)
-    assert (order.runs_sync, order.deletes) == (False, None)
+    assert (order.runs_sync, order.deletes, order.above) == (False, None, 0.0)
     assert scene.passes.carry_out(AT) == []  # it is asked once
     told = await scene.told(await scene.hear(kept=(("young", 2),)))
     assert (told["deleted"], told["kept"]) == (False, {"young": 2})
@@ -115,6 +120,18 @@ async def test_each_file_is_in_the_audit_log_before_the_node_is_told_to_delete_i
     assert told["message"] == "/other: missing"
 
 
+async def test_a_leader_that_takes_over_says_where_the_deletions_of_the_last_one_are() -> None:
+    scene = Scene()
+    scene.ask("clean", dry_run=False)
+    scene.order()
+    assert (await scene.hear()).audit
+    scene.another_leader()
+    assert scene.order(Instant(NOW + 1)).deletes is None
+    told = await scene.told(await scene.hear(files=()))
+    assert (told["deleted"], told["files"]) == (False, [])
+    assert "is in the audit log" in str(told["message"])
+
+
 async def test_the_first_pass_deletes_nothing_and_says_so() -> None:
     scene = Scene()
     scene.ask("clean", dry_run=False)
@@ -130,8 +147,9 @@ async def test_a_request_that_no_agent_answers_and_one_for_no_node_are_settled()
     assert (decision.requests_done, decision.orders) == (("r",), ())
     scene.ask("disk")
     scene.order()
-    [decision] = scene.passes.carry_out(Instant(NOW + GIVEN_UP_SECONDS + 1))
-    assert (decision.requests_done, decision.answer) == (("r",), "")
+    for passes in (scene.passes, scene.another_leader()):
+        [decision] = passes.carry_out(Instant(NOW + GIVEN_UP_SECONDS + 1))
+        assert (decision.requests_done, decision.answer, decision.orders) == (("r",), "", ())
     del scene.world.requests["r"]
     assert scene.passes.carry_out(AT) == []
     assert await scene.passes.answered(DiskReport(N1, AT, "r"), AT) == []
@@ -144,9 +162,13 @@ async def test_a_full_node_is_cleaned_unasked_and_not_too_often() -> None:
     scene.fill(0.65)
     assert scene.passes.due(Instant(NOW - 1)) == []  # samples are not looked at more often than they come
     order = the_order(scene.passes.due(AT))
-    assert (order.runs_sync, order.deletes) == (True, None)
+    assert (order.runs_sync, order.deletes, order.above) == (True, None, 0.65)
     assert scene.passes.carry_out(AT) == []
-    assert await scene.passes.answered(DiskReport(N1, AT, order.request, (OLD,), is_first=True), AT) == []
+    shown = await scene.hear(order.request, is_first=True)
+    assert [(one.kind, one.key, one.fields) for one in shown.notices] == [
+        ("fleet.DISK_DRY_RUN", "n1", {"files": 1, "bytes": 100})
+    ]
+    assert not shown.orders
     later = Instant(NOW + 599)
     scene.fill(0.65, at=later)
     assert scene.passes.due(later) == []
@@ -172,13 +194,27 @@ def test_a_node_may_have_rules_of_its_own() -> None:
     assert the_order(scene.passes.due(AT)).warn == 0.2
 
 
+@pytest.mark.parametrize(
+    ("uri", "paths"),
+    [
+        ("/ckpt/run#3/a?b/50%25/", {"/ckpt/run#3/a?b/50%25"}),
+        ("file:///ckpt/a%20b/step-1/", {"/ckpt/a%20b/step-1", "/ckpt/a b/step-1"}),
+        ("file://host/ckpt/run#3", {"/ckpt/run#3", "/ckpt/run"}),
+        ("File:/ckpt", {"/ckpt"}),
+        *((uri, set()) for uri in ("", "/", "file:///", "ckpt", "s3://bucket/x")),
+    ],
+)
+def test_paths_are_taken_as_they_are_and_those_of_uris_also_unquoted(uri: str, paths: set[str]) -> None:
+    assert local_paths(uri) == paths
+
+
 async def test_the_order_names_where_checkpoints_of_live_tasks_lie(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         await stage.lead()
         for name, uri in (
             ("one", "file:///ckpt/a%20b/step-1/"),
             ("two", "s3://bucket/x"),
-            ("three", "/ckpt/c"),
+            ("three", "/ckpt/run#3"),
         ):
             await stage.submit(name, seconds=1e6, gpu_mb=GIB)
             await stage.turn()
@@ -190,4 +226,4 @@ async def test_the_order_names_where_checkpoints_of_live_tasks_lie(tmp_path: Pat
                 await asyncio.sleep(0.01)
                 await stage.turn()
         [order] = stage.executor.looked
-        assert order.live == ("/ckpt/c", "/ckpt/a b/step-1")
+        assert order.live == ("/ckpt/a b/step-1", "/ckpt/a%20b/step-1", "/ckpt/run#3")

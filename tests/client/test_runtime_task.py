@@ -109,6 +109,21 @@ def test_a_checkpoint_uri_may_be_a_path() -> None:
     assert is_report(report)
 
 
+def test_a_relative_path_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt and the disk guard are elsewhere. A text that names no file here is kept."""
+    monkeypatch.chdir(tmp_path)
+    Path("step-1").touch()
+    for uri, told in (
+        (Path("ckpt/step-2"), f"{tmp_path}/ckpt/step-2"),
+        ("step-1", f"{tmp_path}/step-1"),
+        ("run-7", "run-7"),
+        ("s3://bucket/step-1", "s3://bucket/step-1"),
+    ):
+        saving = Recorded()
+        saving.task.checkpoint(uri=uri)
+        assert saving.told()[0][-1] == told
+
+
 @pytest.mark.parametrize("uri", ["", "a\0b", "half \ud800", "x" * 2049])
 def test_a_uri_that_no_database_takes_is_refused_at_once(uri: str) -> None:
     saving = Recorded()

@@ -1,5 +1,6 @@
 """One suite, three stores: what a test here claims holds in memory, on SQLite and on PostgreSQL."""
 
+import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.ports.store import TaskStore
 
 from tests.contracts.fake_runners import FakeRunners
+from tests.mounts import mounted
 
 Open = Callable[[], Awaitable[TaskStore]]
 
@@ -52,3 +54,18 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def runners() -> Iterator[FakeRunners]:
     with closing(FakeRunners()) as runners:
         yield runners
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    place = tmp_path_factory.mktemp("disk")
+    with mounted(place, "-t", "tmpfs", "-o", "size=4m", "none"):
+        yield place
+
+
+@pytest.fixture
+def top(small_disk: Path, request: pytest.FixtureRequest) -> Path:
+    """A directory of the test's own on a small file system. Needs the right to mount."""
+    place = small_disk / re.sub(r"\W", "-", request.node.name)
+    place.mkdir()
+    return place

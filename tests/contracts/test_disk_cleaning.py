@@ -1,53 +1,23 @@
-"""The disk guard of a node on a small file system of its own, with planted files that must survive.
-
-Where this process may not mount one, the files lie in a plain directory.
-"""
+"""What the disk guard of a node finds on a small file system, with planted files that must survive. Needs the
+right to mount."""
 
 import os
-import select
 import sqlite3
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpubroker_server.adapters.ray.agent import disk_cleaning
-from gpubroker_server.adapters.ray.agent.disk_cleaning import Answer, DiskCleaner, DiskTask
 from gpubroker_server.adapters.ray.agent.disk_walk import Walk
-from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.device import FileClass, FoundFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.contracts.guarded_node import DAY, WEEK, Node, left, put, root
 from tests.mounts import mounted
-from tests.patience import PATIENCE_SECONDS
-
-DAY = 86_400.0
-WEEK = 7 * DAY
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    place = tmp_path_factory.mktemp("disk")
-    with mounted(place, "-t", "tmpfs", "-o", "size=4m", "none"):
-        yield place
-
-
-@pytest.fixture
-def top(disk: Path, request: pytest.FixtureRequest) -> Path:
-    place = disk / request.node.name.replace("[", "-").replace("]", "")
-    place.mkdir()
-    return place
-
-
-def put(path: Path, data: bytes = b"x" * 100, *, days: float = 8.0) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    at = time.time() - days * DAY
-    os.utime(path, (at, at))
-    return path
 
 
 def a_database(path: Path, *, rows: int, days: float = 8.0, mode: str = "delete") -> Path:
@@ -60,40 +30,6 @@ def a_database(path: Path, *, rows: int, days: float = 8.0, mode: str = "delete"
     at = time.time() - days * DAY
     os.utime(path, (at, at))
     return path
-
-
-class Node:
-    """The guard of one node, asked as its agent is."""
-
-    def __init__(self, folder: Path, *roots: WatchedRoot, live: tuple[Path, ...] = ()) -> None:
-        self.folder = folder
-        self.roots = roots
-        self.live = live
-        self.spared: tuple[Path, ...] = ()
-        self.guard = DiskCleaner(folder, lambda _: None)
-
-    def ask(self, deletes: tuple[FoundFile, ...] | None = None, **changes: Any) -> Answer:
-        paths = tuple(map(str, self.live))
-        spared = tuple(map(str, self.spared))
-        task = DiskTask("r", self.roots, spared, 0.0, WEEK, deletes, runs_sync=True, live=paths)
-        return self.guard.answer(task._replace(**changes))
-
-    def look(self) -> list[str]:
-        return sorted(file.path for file in self.ask().files)
-
-    def clean(self) -> Answer:
-        self.ask()
-        return self.ask(tuple(self.ask().files))
-
-
-def left(top: Path) -> list[str]:
-    return sorted(
-        str(path.relative_to(top)) for path in top.rglob("*") if path.is_file() or path.is_symlink()
-    )
-
-
-def root(top: Path, file_class: FileClass = FileClass.LOG, *sync: str) -> WatchedRoot:
-    return WatchedRoot(str(top), file_class, sync)
 
 
 def test_old_logs_go_and_open_and_young_ones_and_what_links_lead_to_stay(top: Path, tmp_path: Path) -> None:
@@ -169,121 +105,87 @@ def test_the_newest_checkpoint_and_those_of_live_tasks_stay(top: Path, tmp_path:
     assert dict(node.ask(found).kept) == {"of_live_task": 1}
 
 
+@pytest.mark.parametrize("way", ["root", "link", "mount", "prefix", "above"])
+def test_a_live_checkpoint_stays_whatever_way_its_task_and_the_root_name_it(
+    top: Path, tmp_path: Path, way: str
+) -> None:
+    """`root`: a link is above the root. `mount`: a directory below the root is mounted elsewhere too."""
+    job, linked, also = top / "real" / "ckpt" / "job", top / "linked", tmp_path / "also"
+    linked.symlink_to(top / "real")
+    for step in (1, 2, 3):
+        put(job / f"step-{step}.pt", days=20 - step)
+    live = {
+        "root": job / "step-1.pt",
+        "link": linked / "ckpt/job/step-1.pt",
+        "mount": also / "step-1.pt",
+        "prefix": job / "step-1",
+        "above": top,
+    }[way]
+    node = Node(tmp_path / "agent", root(linked / "ckpt", FileClass.CHECKPOINT))
+    node.ask()
+    found = tuple(node.ask().files)
+    assert [file.path for file in found] == ["job/step-1.pt", "job/step-2.pt"]
+    node.live = (live,)
+    stay = ["job/step-1.pt", *(["job/step-2.pt"] if way == "above" else [])]
+    with mounted(also, "--bind", str(job)):
+        looked, went = node.ask(), node.ask(found)
+    for answer in (looked, went):
+        assert answer.kept["of_live_task"] >= len(stay)
+        assert not {file.path for file in answer.files} & set(stay)
+    assert {f"real/ckpt/{path}" for path in stay} <= set(left(top))
+
+
 def test_only_what_the_sync_command_lists_with_its_size_is_redundant(top: Path, tmp_path: Path) -> None:
     for name in ("copied", "another size", "not copied"):
         put(top / name)
-    lines = "100 copied\n99 another size\n7 no such file\n"
-    command = sys.executable, "-c", f"print({lines!r}, end='')"
+    listing = "100 copied\0" + "99 another size\0" + "7 no such file\0"
+    command = sys.executable, "-c", f"print({listing!r}, end='')"
     assert Node(tmp_path / "a", root(top, FileClass.REDUNDANT, *command)).look() == ["copied"]
-    for fails in (f"print({lines!r}); raise SystemExit(3)", "print('100copied')"):
+    for fails in (
+        f"print({listing!r}, end=''); raise SystemExit(3)",
+        "print('100copied', end='\\0')",
+        "print('100 copied')",
+    ):
         node = Node(tmp_path / "b", root(top, FileClass.REDUNDANT, sys.executable, "-c", fails))
         answer = node.ask()
-        assert (answer.files, answer.kept) == ([], {"not_synced": 3})
+        assert (answer.files, answer.kept) == ([], {})
         assert "its sync command" in answer.message
     slow = root(top, FileClass.REDUNDANT, sys.executable, "-c", "import time; time.sleep(60)")
     answer = Node(tmp_path / "c", slow._replace(sync_seconds=0.01)).ask()
     assert "timed out" in answer.message
 
 
-def test_what_takes_the_place_of_a_copied_file_stays(top: Path, tmp_path: Path) -> None:
-    """Of the same size and age, while the sync command runs."""
-    put(top / "copied")
-    put(top / "other", b"y" * 100)
-    script = "import os; print(100, 'copied'); os.replace('other', 'copied')"
-    node = Node(tmp_path / "agent", root(top, FileClass.REDUNDANT, sys.executable, "-c", script))
-    answer = node.ask()
-    assert (answer.files, dict(answer.kept)) == ([], {"changed": 1, "not_synced": 1})
-
-
-def test_a_sync_command_that_takes_too_long_is_ended_with_all_that_it_has_started(
-    top: Path, tmp_path: Path
-) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    script = f"exec 3>{tmp_path / 'fifo'}; sleep 600 & echo 7 a; wait"
-    ends = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    slow = root(top, FileClass.REDUNDANT, "sh", "-c", script)._replace(sync_seconds=0.2)
-    assert "timed out" in Node(tmp_path / "agent", slow).ask().message
-    assert select.select([ends], [], [], PATIENCE_SECONDS)[0], "no process has it open any more"
-    os.close(ends)
-
-
-def test_a_sync_command_that_prints_without_end_is_ended(
-    top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_cleaning, "LISTING_BYTES", 1000)
-    endless = root(top, FileClass.REDUNDANT, "yes", "7 a")
-    assert "printed more than 1000 bytes" in Node(tmp_path / "agent", endless).ask().message
-
-
-def test_a_directory_that_becomes_a_link_meanwhile_leads_nowhere(top: Path, tmp_path: Path) -> None:
-    put(top / "logs" / "a.log")
-    victim = put(tmp_path / "elsewhere" / "a.log")
-    node = Node(tmp_path / "agent", root(top))
-    node.ask()
-    found = tuple(node.ask().files)
-    (top / "logs").rename(top / "moved")
-    (top / "logs").symlink_to(victim.parent)
-    assert dict(node.ask(found).kept) == {"changed": 1}
-    assert victim.exists()
-    assert (top / "moved" / "a.log").exists()
-
-
-def test_a_file_that_changes_meanwhile_stays(top: Path, tmp_path: Path) -> None:
-    for name in ("replaced", "written", "touched", "linked", "opened", "same"):
+def test_a_copied_file_whose_name_has_lines_confirms_no_other_one(top: Path, tmp_path: Path) -> None:
+    for name in ("x\n100 precious", "precious"):
         put(top / name)
-    node = Node(tmp_path / "agent", root(top))
-    node.ask()
-    found = tuple(node.ask().files)
-    (top / "replaced").unlink()
-    put(top / "another").rename(top / "replaced")
-    put(top / "written", b"y")
-    put(top / "touched", days=1)
-    (top / "linked").unlink()
-    (top / "linked").symlink_to(top / "same")
-    with (top / "opened").open():
-        answer = node.ask(found)
-    assert [file.path for file in answer.files] == ["same"]
-    assert dict(answer.kept) == {"changed": 4, "open": 1}
+    command = "find", "-name", "x*", "-printf", r"%s %P\0"
+    node = Node(tmp_path / "agent", root(top, FileClass.REDUNDANT, *command))
+    assert [file.path for file in node.clean().files] == ["x\n100 precious"]
+    assert left(top) == ["precious"]
 
 
-def test_a_file_that_is_opened_after_the_look_at_all_processes_stays(
-    top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = put(top / "old.log")
-    node = Node(tmp_path / "agent", root(top))
-    node.ask()
-    found = tuple(node.ask().files)
-    monkeypatch.setattr(disk_cleaning, "open_files", frozenset)
-    with path.open():
-        assert dict(node.ask(found).kept) == {"open": 1}
-    assert [file.path for file in node.ask(found).files] == ["old.log"]
-
-
-def test_where_the_kernel_does_not_know_what_is_open_everything_stays(
-    top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On NFS, files may be open on another machine."""
+def test_names_that_are_no_text_are_left(top: Path, tmp_path: Path) -> None:
+    put(top / os.fsdecode(b"caf\xe9.log"))
     put(top / "old.log")
-    node = Node(tmp_path / "agent", root(top))
-    node.ask()
-    found = tuple(node.ask().files)
-    monkeypatch.setattr(disk_cleaning.fcntl, "F_SETLEASE", -1)  # a file system without leases
-    for answer in (node.ask(), node.ask(found)):
-        assert (answer.files, dict(answer.kept)) == ([], {"may_be_open": 1})
-    assert left(top) == ["old.log"]
+    assert Node(tmp_path / "agent", root(top)).look() == ["old.log"]
+    answer = Node(tmp_path / "agent", root(top, FileClass.CHECKPOINT)).ask()
+    assert (answer.files, "not all of it could be read" in answer.message) == ([], True)
 
 
-def test_nothing_goes_that_the_order_does_not_cover(top: Path, tmp_path: Path) -> None:
-    put(top / "a" / "old.log")
-    outside = put(top / "b" / "old.log")
-    node = Node(tmp_path / "agent", root(top / "a"))
-    node.ask()
-    [file] = node.ask().files
-    status = outside.stat()
-    by_name = file._replace(path="../b/old.log", inode=status.st_ino, modified_ns=status.st_mtime_ns)
-    of_another = file._replace(root=str(top / "b"))
-    assert not node.ask((by_name, of_another)).files
-    assert left(top) == ["a/old.log", "b/old.log"]
+def test_an_unasked_pass_leaves_disks_that_have_room(top: Path, tmp_path: Path) -> None:
+    """Another disk of the node is full."""
+    roomy = put(top / "roomy" / "old.log").parent
+    with mounted(top / "full", "-t", "tmpfs", "-o", "size=1m", "none"):
+        put(top / "full" / "old.log", bytes(900_000))
+        command = "sh", "-c", f"echo > {tmp_path}/synced"
+        of_copies = root(put(top / "copies" / "copy").parent, FileClass.REDUNDANT, *command)
+        node = Node(tmp_path / "agent", root(roomy), of_copies, root(top / "full"))
+        for _ in range(2):
+            answer = node.ask(above=0.8)
+            assert [file.root for file in answer.files] == [str(top / "full")]
+        assert not answer.is_first
+        assert not (tmp_path / "synced").exists()
+        assert node.ask().is_first  # nothing was said of the others yet
 
 
 def test_directories_of_the_service_are_left_whatever_they_are_called(top: Path, tmp_path: Path) -> None:
@@ -310,17 +212,44 @@ def test_a_root_that_is_a_link_or_missing_is_said(top: Path, tmp_path: Path) -> 
     assert str(top / "missing") in answer.message
 
 
+@pytest.mark.parametrize("fails", ["missing", "sync"])
+def test_the_first_pass_at_a_root_is_the_first_that_has_seen_what_may_go_there(
+    top: Path, tmp_path: Path, fails: str
+) -> None:
+    put(top / "a" / "old.log")
+    late = tmp_path / "late"
+    command = "sh", "-c", f"test -e {late} && find -type f -printf '%s %P\\0'"
+    node = Node(tmp_path / "agent", root(top / "a"), root(top / "b", FileClass.REDUNDANT, *command))
+    if fails == "sync":
+        put(top / "b" / "copied")
+    else:
+        late.touch()
+    node.ask()
+    answer = node.ask()
+    assert (answer.is_first, [file.path for file in answer.files]) == (False, ["old.log"])
+    assert str(top / "b") in answer.message
+    status = put(top / "b" / "copied").stat()
+    late.touch()
+    copied = FoundFile(str(top / "b"), "copied", FileClass.REDUNDANT, 100, status.st_mtime_ns, status.st_ino)
+    assert "first pass" in node.ask((copied,)).message
+    first, second = node.ask(), node.ask()
+    assert (first.is_first, second.is_first) == (True, False)
+    assert (
+        [file.path for file in first.files] == [file.path for file in second.files] == ["old.log", "copied"]
+    )
+
+
 def test_what_is_mounted_below_a_root_is_left_also_from_the_same_file_system(
     top: Path, tmp_path: Path
 ) -> None:
-    """As volumes of containers are: parts of one disk. Where this process may not mount, nothing is."""
+    """As volumes of containers are: parts of one disk."""
     put(top / "root" / "old.log")
     put(top / "elsewhere" / "precious.log")
     node = Node(tmp_path / "agent", root(top / "root"))
     with mounted(top / "root" / "volume", "--bind", str(top / "elsewhere")):
         assert node.look() == ["old.log"]
-    with mounted(top / "root" / "old.log", "--bind", str(top / "elsewhere" / "precious.log")) as is_mounted:
-        assert node.look() == ([] if is_mounted else ["old.log"])
+    with mounted(top / "root" / "old.log", "--bind", str(top / "elsewhere" / "precious.log")):
+        assert node.look() == []
 
 
 def test_other_file_systems_are_not_entered() -> None:
@@ -347,6 +276,22 @@ def test_a_pass_is_bounded_and_leaves_checkpoints_that_it_could_not_see_whole(
     cut = Node(tmp_path / "agent", root(top)).ask()
     assert "more than 5 files" in cut.message
     assert Node(tmp_path / "agent", root(top, FileClass.CHECKPOINT)).ask().files == []
+
+
+def test_a_walk_reads_no_more_names_than_it_may(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(20):
+        put(top / f"{n}.log")
+    scandir, read = os.scandir, []
+
+    @contextmanager
+    def counted(directory: int) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(directory) as entries:
+            yield (read.append(entry) or entry for entry in entries)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    walk = Walk(str(top), 5, frozenset())
+    walk.run()
+    assert (len(walk.entries), walk.is_complete, len(read)) == (5, False, 6)
 
 
 NAMES = st.sampled_from(["a", "b", "c"])

@@ -188,7 +188,10 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
             done={"started": 7}, events={"fleet.NODE_JOINED": 1},
         )  # fmt: skip
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent, fleet=fleet)
-        await one.publish(term, 1, LastValues(leader=said, nodes=(NODE_SAMPLE,)))
+        seen.world.measure([], [NODE_SAMPLE])
+        publisher = Publisher(seen.world, {}, lambda _: said, one)
+        await publisher.publish(term)
+        seen.world.node_samples.clear()
         jobs = dict(gateway.jobs())
         jobs["forecasts"].close()
         hearing = asyncio.create_task(jobs["last values"])
@@ -200,7 +203,8 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         assert seen.world.background.is_closed(NodeName("n1"))
         assert seen.world.queue.stream_weights == {"a": 2.0}
         assert seen.world.node_samples == {"n1": NODE_SAMPLE}
-        await one.publish(term, 2, LastValues(leader=replace(said, at=Instant(1.0))))
+        said = replace(said, at=Instant(1.0))
+        await publisher.publish(term)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while gateway.leader() is not None:  # noqa: ASYNC110  # what is no event is looked for
                 await asyncio.sleep(0.01)
@@ -233,6 +237,24 @@ async def test_a_leader_publishes_each_sample_once(postgres_url: str) -> None:
         assert told == [(NODE_SAMPLE,), (), (later,), ()]
         await publisher.publish(await next_term(one))
         assert (await one.published(heard))[1].nodes == (later,), "the next leader tells all"
+
+
+async def test_what_is_idle_is_published_when_it_changes_and_by_each_leader(postgres_url: str) -> None:
+    """A large fleet has half a megabyte of it."""
+    idle = Idle("n1", 0.0, Instant(5.0))
+    fleet, heard, told = FleetSeen(), 0, []
+    async with opened(postgres_url) as one:
+        said = LeaderSeen(await next_term(one), "one:1", Instant(1.0), {})
+        publisher = Publisher(World(), {}, lambda _: replace(said, fleet=fleet), one)
+        for found in ((idle,), (idle,), ()):
+            fleet = FleetSeen(idle=found, done={"started": 7})
+            await publisher.publish(said.term)
+            heard, values = await one.published(heard)
+            assert values.leader == replace(said, fleet=FleetSeen(done={"started": 7}))
+            told.append(values.idle)
+        assert told == [(idle,), None, ()]
+        await publisher.publish(await next_term(one))
+        assert (await one.published(heard))[1].idle == ()
 
 
 async def test_a_refilled_world_forgets_what_is_gone(postgres_url: str) -> None:

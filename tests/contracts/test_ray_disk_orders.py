@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.units import NodeName, Seconds
 from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
 from tests.mounts import hung_mount
 from tests.nvml.heard import next_node_sample
+from tests.patience import PATIENCE_SECONDS
 
 WEEK = Seconds(604_800.0)
 
@@ -30,25 +31,25 @@ def a_scratch(folder: Path) -> Path:
     return old.parent
 
 
-async def test_the_agent_answers_one_question_at_a_time(tmp_path: Path) -> None:
-    scratch = a_scratch(tmp_path)
-    told: list[Report] = []
-    answered = asyncio.Event()
-
-    def tell(report: Report) -> None:
-        told.append(report)
-        if len(told) == 2:
-            answered.set()
-
-    guard = DiskCleaner(tmp_path / "agent", tell)
-    for request in ("one", "two"):
-        guard.take(
-            (request, (tuple(WatchedRoot(str(scratch), FileClass.LOG)),), (), 0.0, WEEK, None, True, ())
-        )
-    await answered.wait()
-    by_request = {report[2]: report for report in told}
-    assert "busy" in by_request["two"][6]
-    assert [file[1] for file in by_request["one"][3]] == ["old.log"]
+async def test_a_busy_agent_refuses_looks_and_keeps_the_order_to_delete(tmp_path: Path) -> None:
+    scratch, copies, told = a_scratch(tmp_path), tmp_path / "copies", asyncio.Queue[Report]()
+    copies.mkdir()
+    os.mkfifo(tmp_path / "goes on")
+    status = (scratch / "old.log").stat()
+    old = FoundFile(str(scratch), "old.log", FileClass.LOG, 1, status.st_mtime_ns, status.st_ino)
+    sync = ("sh", "-c", f"read line < '{tmp_path}/goes on'")
+    roots = tuple(WatchedRoot(str(scratch), FileClass.LOG)), (str(copies), FileClass.REDUNDANT, sync)
+    guard = DiskCleaner(tmp_path / "agent", told.put_nowait)
+    for request, deletes, runs_sync in (("one", None, True), ("two", None, False), ("three", (old,), False)):
+        guard.take((request, roots, (), 0.0, WEEK, deletes, runs_sync, (), 0.0))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        refused = await told.get()
+        await asyncio.to_thread((tmp_path / "goes on").write_text, "now\n")
+        looked, went = await told.get(), await told.get()
+    assert (refused[2], "busy" in refused[6]) == ("two", True)
+    for request, report in (("one", looked), ("three", went)):
+        assert (report[2], [file[1] for file in report[3]], report[6]) == (request, ["old.log"], "")
+    assert not (scratch / "old.log").exists()
 
 
 async def test_the_disk_guard_answers_the_leader_and_deletes_only_for_the_present_one(
@@ -75,32 +76,64 @@ async def test_the_disk_guard_answers_the_leader_and_deletes_only_for_the_presen
 
 
 @pytest.mark.evidence
-async def test_a_root_that_hangs_holds_up_no_agent_and_is_given_up_in_time(
+async def test_a_root_that_hangs_holds_up_neither_the_agent_nor_other_roots(
     runners: FakeRunners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs the right to mount. A real file system that does not answer; then its connection is gone."""
-    monkeypatch.setattr(disk_cleaning, "PASS_SECONDS", 0.2)
-    away = tmp_path / "away"
+    monkeypatch.setattr(disk_cleaning, "ANSWER_SECONDS", 0.2)
+    away, near = tmp_path / "away", a_scratch(tmp_path)
     leader = a_leader(runners, tmp_path, sample_period_seconds=0.05, watched_directories=(str(away),))
-    order = disk_order(
-        DiskOrder(NodeName("n1"), "r", (WatchedRoot(str(away), FileClass.LOG),), (), 0.0, WEEK)
-    )
+    roots = tuple(WatchedRoot(str(place), FileClass.LOG) for place in (away, near))
+    order = disk_order(DiskOrder(NodeName("n1"), "r", roots, (), 0.0, WEEK))
     with hung_mount(away) as server:
         await leader.announce()
-        for said in ("did not answer within", "busy"):
+        for _ in range(2):
             await leader.order(*order)
-            assert said in (await leader.receive("disk"))[6]
+            told = await leader.receive("disk")
+            assert told[6] == f"{away} does not answer and is left out"
+            assert [file[1] for file in told[3]] == ["old.log"]
             leader.received.clear()
         await leader.start("run")
         await leader.until(lambda: "run" in runners.started)
         leader.received.clear()
         assert [disk.path for disk in (await next_node_sample(leader)).disks] == [runners.session.directory]
         server.close()
-        while "busy" in (said := (await ask_again(leader, order))):
+        while "left out" in (said := (await ask_again(leader, order))):
             pass
         assert str(away) in said
         assert "not connected" in said
     assert (await ask_again(leader, order)) == ""
+
+
+@pytest.mark.evidence
+async def test_a_root_that_begins_to_hang_in_a_pass_costs_that_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Needs the right to mount."""
+    for limit in ("ANSWER_SECONDS", "PASS_SECONDS"):
+        monkeypatch.setattr(disk_cleaning, limit, 0.2)
+    copies, away, told = tmp_path / "copies", tmp_path / "away", asyncio.Queue[Report]()
+    copies.mkdir()
+    away.mkdir()
+    os.mkfifo(tmp_path / "hung")
+    sync = ("sh", "-c", f"echo > {tmp_path}/begun; read line < {tmp_path}/hung")
+    near = WatchedRoot(str(a_scratch(tmp_path)), FileClass.LOG)
+    slow = WatchedRoot(str(copies), FileClass.REDUNDANT, sync, Seconds(5.0))
+    later = WatchedRoot(str(away), FileClass.LOG)
+    guard = DiskCleaner(tmp_path / "agent", told.put_nowait)
+    guard.take(("one", (tuple(near), tuple(slow), tuple(later)), (), 0.0, WEEK, None, True, (), 0.0))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # a file is no event
+            await asyncio.sleep(0.01)
+        with hung_mount(away) as server:
+            await asyncio.to_thread((tmp_path / "hung").write_text, "now\n")
+            assert (await told.get())[6] == f"{away} did not answer within 5.2 s"
+            monkeypatch.setattr(disk_cleaning, "PASS_SECONDS", PATIENCE_SECONDS)
+            guard.take(("two", (tuple(near), tuple(later)), (), 0.0, WEEK, None, False, (), 0.0))
+            report = await told.get()
+            assert report[6] == f"{away} does not answer and is left out"
+            assert [file[1] for file in report[3]] == ["old.log"]
+            server.close()
 
 
 async def ask_again(leader: Leader, order: tuple[Any, ...]) -> str:

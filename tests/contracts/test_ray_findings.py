@@ -183,8 +183,7 @@ async def test_a_busy_network_beside_waiting_gpus_is_the_bottleneck(open_leader:
 @pytest.mark.provokes("disk-full")
 async def test_a_full_disk_of_a_node_is_found(open_leader: OpenLeader, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    with mounted(disk, "-t", "tmpfs", "-o", "size=8m", "none") as is_mounted:
-        assert is_mounted
+    with mounted(disk, "-t", "tmpfs", "-o", "size=8m", "none"):
         leader, world = open_leader(watched_directories=(str(disk),)), a_world()
         await leader.announce()
         (disk / "filler").write_bytes(bytes(7_800_000))

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sqlite3
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,7 +19,7 @@ from tests.mounts import mounted
 KIB = 1024
 ROOTS = "logs", "databases", "checkpoints", "copies"
 DAY = 86_400.0
-COPY = "import os; [print(os.stat(it).st_size, it) for it in sorted(os.listdir()) if it != 'not-copied']"
+COPY = ["find", "-type", "f", "!", "-name", "not-copied", "-printf", r"%s %P\0"]
 OLD = ["logs/old.log", "databases/empty.db", "checkpoints/job/step-1", "copies/copied"]
 """What goes, in this order, until the disk has room again."""
 KEPT = {
@@ -30,21 +29,18 @@ KEPT = {
 
 
 class GuardedDisk:
-    def __init__(self, place: Path, *, is_small: bool) -> None:
-        """Where this process may not mount one, the files lie in a plain directory, and no node is full. The
-        machine's own disk closes it from 96 % on."""
+    def __init__(self, place: Path) -> None:
+        """The machine's own disk closes the node from 96 % on."""
         self.place = place
         for root in ROOTS:
             (place / root).mkdir()
-        self._is_small = is_small
 
     @property
     def settings(self) -> dict[str, Any]:
         roots: list[dict[str, Any]] = [{"path": str(self.place / name), "class": name} for name in ROOTS]
-        roots[-1] |= {"class": "redundant", "sync_command": [sys.executable, "-c", COPY]}
-        levels = (90, 95, 96) if self._is_small else (0, 99.9, 100)
-        names = "warn_percent", "clean_percent", "block_percent"
-        return {"disk": {**dict(zip(names, levels, strict=True)), "roots": roots}}
+        roots[-1] |= {"class": "redundant", "sync_command": COPY}
+        levels = {"warn_percent": 90, "clean_percent": 95, "block_percent": 96}
+        return {"disk": {**levels, "roots": roots}}
 
     def is_cleaned(self, broker: Broker, audited: Callable[[], Sequence[str]]) -> None:
         """Filled, it closes its node; the guard shows what would go, deletes that and nothing else, and the
@@ -53,11 +49,9 @@ class GuardedDisk:
         until(lambda: any(one.ready for one in broker.nodes()), "its node answers")
         [node] = (one.name for one in broker.nodes())
         before = len(audited())
-        waiting = None
-        if self._is_small:
-            until(lambda: "block" in _levels_told(broker), "the disk is full")
-            waiting = broker.submit("tests.e2e.work:add", 1, 2, cpu=0.1)
-            until(lambda: broker.explain(waiting).reason == "DiskFull", "nothing starts there")
+        until(lambda: "block" in _levels_told(broker), "the disk is full")
+        waiting = broker.submit("tests.e2e.work:add", 1, 2, cpu=0.1)
+        until(lambda: broker.explain(waiting).reason == "DiskFull", "nothing starts there")
         with (self.place / "logs" / "open.log").open():
             _cleaned(broker, node)  # the first pass deletes nothing
             would_go = _cleaned(broker, node)
@@ -69,8 +63,7 @@ class GuardedDisk:
         assert (gone.deleted, gone.files) == (True, would_go.files)
         assert self._left() == KEPT
         assert list(audited())[before:] == [f"{node}:{path}" for path in self._paths(OLD)]
-        if waiting is not None:
-            assert broker.result(waiting) == 3
+        assert broker.result(waiting) == 3
 
     def _paths(self, names: Sequence[str]) -> list[str]:
         return [str(self.place / name) for name in names]
@@ -96,7 +89,7 @@ class GuardedDisk:
         self._put("copies/copied", 200, days=10)
         self._put("copies/not-copied", 200, days=10)
         disk = shutil.disk_usage(self.place)
-        self._put("logs/young.log", 7900 - disk.used // KIB if self._is_small else 1, days=6)
+        self._put("logs/young.log", 7900 - disk.used // KIB, days=6)
 
     def _put(self, name: str, kib: int, *, days: float) -> Path:
         path = self.place / name
@@ -112,9 +105,7 @@ def _age(path: Path, *, days: float) -> None:
 
 
 def _cleaned(broker: Broker, node: str, *, dry_run: bool = True) -> NodeDisk:
-    """The node is busy while the leader asks by itself."""
-    while "busy" in (answer := broker.clean(node, dry_run=dry_run)).message:
-        pass
+    answer = broker.clean(node, dry_run=dry_run)
     assert not answer.message
     return answer
 
@@ -137,5 +128,5 @@ def audited(url: str) -> Callable[[], list[str]]:
 
 @contextmanager
 def guarded_disk(place: Path) -> Iterator[GuardedDisk]:
-    with mounted(place, "-t", "tmpfs", "-o", "size=8m", "none") as is_small:
-        yield GuardedDisk(place, is_small=is_small)
+    with mounted(place, "-t", "tmpfs", "-o", "size=8m", "none"):
+        yield GuardedDisk(place)

@@ -304,6 +304,8 @@ def _address(uri: str | os.PathLike[str]) -> str:
     text = os.fspath(uri)
     if not isinstance(text, str):
         raise TypeError(f"a checkpoint's uri is text or a path, not {type(text).__name__}")
+    if not isinstance(uri, str) or (":" not in text and os.path.exists(text)):
+        text = os.path.abspath(text)  # the next attempt, and the disk guard, may be in other directories
     plain = plain_text(text, URI_CHARS)
     if not plain or plain != text:
         raise ValueError(

@@ -34,6 +34,7 @@ from gpubroker_server.broker.background import (
     ResourceRequests,
     SlotDivider,
     gateways_have_let_go,
+    keep_for_the_next_start,
     models_in_use,
     watch_left_servers,
     watch_model_use,
@@ -109,10 +110,14 @@ class BrokerRole:
             ("retention", self._pruner.keep()),
             ("objects", self._blobs.keep_clean(self._store.referenced, WallClock().may_prune)),
         ]
-        if self._store.is_shared:
-            jobs.append(("publisher", self._publisher.keep(self.term, publish_seconds(self._policy))))
-        if self._store.is_shared and self._settings.triton.slots:
-            jobs.append(("slots of models", self._slots.keep(self.term, publish_seconds(self._policy))))
+        every_seconds = publish_seconds(self._policy)
+        if not self._store.is_shared:
+            kept = keep_for_the_next_start(self._store, self.seen, self.term, every_seconds)
+            jobs.append(("what the next start needs", kept))
+        else:
+            jobs.append(("publisher", self._publisher.keep(self.term, every_seconds)))
+            if self._settings.triton.slots:
+                jobs.append(("slots of models", self._slots.keep(self.term, every_seconds)))
         if self._settings.ray.autoscale and isinstance(self.executor, RayExecutor):
             follower, ray = self._follower, self.executor
             requests = ResourceRequests(follower.world, self._policy, follower.clock, ray.request_resources)

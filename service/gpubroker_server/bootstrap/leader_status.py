@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,13 @@ from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.broker.observe import forget_ended
 from gpubroker_server.core.control.fleet import FleetSeen, background_room
+from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.forecast_rounds import EVERY_SECONDS, ForecastRounds
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
-from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LineageChanged, LogShortened, StoreUnavailable
 
 SILENT_SECONDS = 5.0
@@ -38,6 +40,7 @@ class LeaderStatus:
         self._policy = policy
         self._broker = broker
         self._published: LeaderSeen | None = None
+        self._idle: tuple[Idle, ...] = ()
         self._heard = 0
         self._forecast_rounds = ForecastRounds()
         follower.listen(partial(forget_ended, follower.progress))
@@ -45,10 +48,11 @@ class LeaderStatus:
 
     async def begin(self) -> None:
         """Raises StartRefused if the leader uses another Ray than this process would."""
-        if self._broker is not None and self._store.is_shared:
+        if self._broker is not None:
             _, values = await self._store.published(0)
-            await self._broker.check_ray(values.leader)
-            self._note(values.leader)
+            if self._store.is_shared:
+                await self._broker.check_ray(values.leader)
+            self._note(values)
 
     def jobs(self) -> list[Job]:
         if not self._store.is_shared:
@@ -58,8 +62,8 @@ class LeaderStatus:
 
     def leader(self) -> LeaderSeen | None:
         """None if none is known."""
-        if (here := self._here()) is not None and (term := here.term()) is not None:
-            return here.seen(term)
+        if (here := self._here()) is not None:
+            return None if (term := here.term()) is None else here.seen(term)
         last = self._published
         if last is None or self._follower.clock.now() - last.at > SILENT_SECONDS:
             return None
@@ -112,7 +116,7 @@ class LeaderStatus:
         self._heard, values = await self._store.published(self._heard)
         world = self._follower.world
         world.measure(values.samples, values.nodes)
-        self._note(values.leader)
+        self._note(values)
         if values.leader is not None and (fleet := values.leader.fleet) is not None:
             room = background_room(world, self._policy, fleet.background_mb)
             world.control(room, fleet.full_disks, fleet.stream_weights)
@@ -123,11 +127,13 @@ class LeaderStatus:
             if row is not None and row.is_active:
                 self._follower.progress[task] = progress
 
-    def _note(self, leader: LeaderSeen | None) -> None:
-        if leader is not None:
-            self._published = leader
+    def _note(self, values: LastValues) -> None:
+        self._idle = self._idle if values.idle is None else tuple(values.idle)
+        if (leader := values.leader) is not None:
+            fleet = None if leader.fleet is None else replace(leader.fleet, idle=self._idle)
+            self._published = replace(leader, fleet=fleet)
             if self._broker is not None:
-                self._broker.last_fleet = lambda: leader.fleet
+                self._broker.last_fleet = lambda: fleet
 
     async def _keep_forecasting(self) -> None:
         world, clock = self._follower.world, self._follower.clock

@@ -3,10 +3,13 @@ gateways, and ask an autoscaler for room."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
 
 import structlog
 
+from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone
 from gpubroker_server.core.domain.orders import Report
@@ -87,6 +90,7 @@ class Publisher:
         self._samples: dict[DeviceKey, DeviceSample] = {}
         self._nodes: dict[NodeName, NodeSample] = {}
         self._runs: dict[TaskId, Progress] = {}
+        self._idle: Sequence[Idle] | None = None
         """What was last published."""
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
@@ -99,16 +103,18 @@ class Publisher:
     async def publish(self, term: Term) -> None:
         """What cannot be written now is published the next time."""
         if term != self._term:
-            self._term, self._number = term, 0
+            self._term, self._number, self._idle = term, 0, None
             self._samples, self._nodes, self._runs = {}, {}, {}
         samples = {
             key: ledger.sample for key, ledger in self.world.ledgers.items() if ledger.sample is not None
         }
         nodes, runs = dict(self.world.node_samples), dict(self.progress)
+        leader, idle = _apart(self.leader(term))
         values = LastValues(
             samples=[sample for key, sample in samples.items() if sample is not self._samples.get(key)],
             progress={task: last for task, last in runs.items() if last is not self._runs.get(task)},
-            leader=self.leader(term),
+            leader=leader,
+            idle=None if idle == self._idle else idle,
             ended=[task for task in self._runs if task not in runs],
             nodes=[sample for name, sample in nodes.items() if sample is not self._nodes.get(name)],
         )
@@ -117,7 +123,31 @@ class Publisher:
         except StoreUnavailable:
             return
         self._number += 1
-        self._samples, self._nodes, self._runs = samples, nodes, runs
+        self._samples, self._nodes, self._runs, self._idle = samples, nodes, runs, idle
+
+
+def _apart(leader: LeaderSeen) -> tuple[LeaderSeen, Sequence[Idle]]:
+    """The leader without what is idle, and that."""
+    if (fleet := leader.fleet) is None:
+        return leader, ()
+    return replace(leader, fleet=replace(fleet, idle=())), fleet.idle
+
+
+async def keep_for_the_next_start(
+    store: LastValueStore, leader: Callable[[Term], LeaderSeen], term: ReadTerm, every_seconds: Seconds
+) -> None:
+    """Where no other process reads it, publish the leader when the log has heard more of the fleet, until
+    cancelled. Without what is idle: it may be in use until the next start."""
+    told: tuple[Term, Mapping[str, int]] | None = None
+    for number in count(1):
+        await asyncio.sleep(every_seconds)
+        if (leading := term()) is None:
+            continue
+        seen, _ = _apart(leader(leading))
+        if seen.fleet is not None and (news := (leading, seen.fleet.events)) != told:
+            with suppress(StoreUnavailable):
+                await store.publish(leading, number, LastValues(leader=seen))
+                told = news
 
 
 class SlotDivider:

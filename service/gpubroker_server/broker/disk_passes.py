@@ -1,10 +1,12 @@
 """Passes of the disk guard: a node says what may go, the audit log takes note, then the node deletes it."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import unquote
 
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, level_of, nodes_to_clean
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Notice, Request
@@ -18,8 +20,22 @@ from gpubroker_server.ports.store import BlobStore
 DISK_REQUESTS: Final = frozenset({"disk", "clean"})
 GIVEN_UP_SECONDS = Seconds(3600.0)
 """A request that no agent has answered for so long is settled without an answer."""
+INHERITED = "asked before this leader led: what an earlier one has ordered to delete is in the audit log"
 SETTINGS_TENANT = "default"
 """Of what the operator's configuration does."""
+
+
+_FILE_URI = re.compile("file:(?://[^/]*)?(/.*)", re.DOTALL | re.IGNORECASE)
+
+
+def local_paths(uri: str) -> set[str]:
+    """What a checkpoint's address may be called on its node: a path is one as it is, whatever characters its
+    name has; that of a `file:` URI may be quoted or not."""
+    if (found := _FILE_URI.fullmatch(uri)) is None:
+        paths = {uri} if uri.startswith("/") else set()
+    else:
+        paths = {found[1], unquote(found[1]), unquote(re.split("[?#]", found[1])[0])}
+    return {path.rstrip("/") for path in paths if path.strip("/")}
 
 
 @dataclass(slots=True)
@@ -29,6 +45,8 @@ class _Pass:
     tenant: str
     actor: str
     deletes: bool
+    caveat: str = ""
+    """Of its answer."""
     found: DiskReport | None = None
     """What may go; its deletion is ordered."""
 
@@ -44,16 +62,19 @@ class DiskPasses:
         self._pace = Interval(policy.sample_period_seconds)
         self._passes: dict[str, _Pass] = {}
         """By request; those of the leader itself by `auto/` and the node."""
+        self._since = Instant(0.0)
+        """When this leader first looked at requests."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
         """The requests of clients."""
+        self._since = self._since or now
         requests = self._world.requests
         known = self._passes.items()
         self._passes = {id: one for id, one in known if id in requests or id.startswith("auto/")}
         decisions = []
         for request in requests.values():
             if request.what in DISK_REQUESTS:
-                is_over = request.id in self._passes and now > request.made_at + GIVEN_UP_SECONDS
+                is_over = now > request.made_at + GIVEN_UP_SECONDS
                 if is_over or NodeName(request.task) not in self._world.nodes:
                     decisions.append(Decision(request.task, request.what, requests_done=(request.id,)))
                 elif request.id not in self._passes:
@@ -71,7 +92,9 @@ class DiskPasses:
             id, last = f"auto/{name}", self._passes.get(f"auto/{name}")
             if last is None or now - last.at >= self._guard.clean_seconds:
                 self._passes[id] = _Pass(name, now, SETTINGS_TENANT, "settings", deletes=True)
-                decisions.append(Decision(name, "clean", orders=(self._order(id, name, runs_sync=True),)))
+                above = self._guard.rules_of(self._world.nodes[name]).clean
+                order = self._order(id, name, runs_sync=True, above=above)
+                decisions.append(Decision(name, "clean", orders=(order,)))
         return decisions
 
     async def answered(self, report: DiskReport, now: Instant) -> list[Decision]:
@@ -84,8 +107,11 @@ class DiskPasses:
             asked.found = report
             return [self._delete(asked, report, now)]
         if report.request not in self._world.requests:
-            return []
-        told = self._told(report, None if finds else asked.found)
+            if not (finds and asked.deletes and report.files):
+                return []
+            notice = Notice("fleet.DISK_DRY_RUN", report.node, _sum_of(report))
+            return [Decision(report.node, "clean", notices=(notice,))]
+        told = self._told(report, None if finds else asked.found, asked.caveat)
         digest = await self._blobs.put(json.dumps(told).encode(), owner=report.node)
         return [Decision(report.node, "disk", requests_done=(report.request,), answer=digest)]
 
@@ -93,7 +119,8 @@ class DiskPasses:
         node, cleans = NodeName(request.task), request.what == "clean"
         deletes = cleans and not request.fields.get("dry_run", True)
         actor = str(request.fields.get("by", ""))
-        self._passes[request.id] = _Pass(node, now, request.tenant, actor, deletes)
+        caveat = INHERITED if deletes and request.made_at < self._since else ""
+        self._passes[request.id] = _Pass(node, now, request.tenant, actor, deletes, caveat)
         return Decision(node, request.what, orders=(self._order(request.id, node, runs_sync=cleans),))
 
     def _delete(self, asked: _Pass, report: DiskReport, now: Instant) -> Decision:
@@ -103,20 +130,25 @@ class DiskPasses:
                       f"{file.file_class.value}, {file.size_bytes} bytes")
             for file in report.files
         )  # fmt: skip
-        about = {"files": len(report.files), "bytes": sum(file.size_bytes for file in report.files)}
         order = self._order(report.request, report.node, runs_sync=False, deletes=report.files)
-        notice = Notice("fleet.DISK_CLEANED", report.node, about)
+        notice = Notice("fleet.DISK_CLEANED", report.node, _sum_of(report))
         return Decision(report.node, "clean", audit=audit, notices=(notice,), orders=(order,))
 
     def _order(
-        self, request: str, node: NodeName, *, runs_sync: bool, deletes: tuple[FoundFile, ...] | None = None
+        self,
+        request: str,
+        node: NodeName,
+        *,
+        runs_sync: bool,
+        deletes: tuple[FoundFile, ...] | None = None,
+        above: float = 0.0,
     ) -> DiskOrder:
         guard = self._guard
         rules = guard.rules_of(self._world.nodes[node])
         about = guard.roots, guard.spared, rules.warn, rules.old_seconds
-        return DiskOrder(node, request, *about, deletes=deletes, runs_sync=runs_sync)
+        return DiskOrder(node, request, *about, deletes=deletes, runs_sync=runs_sync, above=above)
 
-    def _told(self, report: DiskReport, found: DiskReport | None) -> Mapping[str, Any]:
+    def _told(self, report: DiskReport, found: DiskReport | None, caveat: str) -> Mapping[str, Any]:
         """`found`: if this is the report of a deletion, what was looked at before it."""
         looked = (report,) if found is None else (found, report)
         kept: Counter[str] = Counter()
@@ -128,7 +160,7 @@ class DiskPasses:
             "at": report.at,
             "deleted": found is not None,
             "first_pass": report.is_first,
-            "message": "; ".join(one.message for one in looked if one.message),
+            "message": "; ".join(filter(None, [*(one.message for one in looked), caveat])),
             "kept": dict(kept),
             "roots": [{"path": root.path, "class": root.file_class.value} for root in self._guard.roots],
             "disks": [
@@ -153,3 +185,7 @@ class DiskPasses:
 
     def _level(self, node: Node | None, used_share: float) -> DiskLevel:
         return level_of(used_share, self._guard.rules if node is None else self._guard.rules_of(node))
+
+
+def _sum_of(report: DiskReport) -> Mapping[str, int]:
+    return {"files": len(report.files), "bytes": sum(file.size_bytes for file in report.files)}

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from urllib.parse import unquote, urlsplit
 
 import structlog
 
+from gpubroker_server.broker.disk_passes import local_paths
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
 from gpubroker_server.core.domain.decisions import Decision
@@ -169,16 +169,15 @@ class Dispatcher:
     async def _look_at_disks(self, order: DiskOrder) -> None:
         """With the paths of checkpoints from which tasks would go on. Beside the cycles: it reads each."""
         saved = [task.id for task in self.world.tasks.values() if task.checkpoint_at and not task.is_terminal]
-        uris: set[str] = set()
+        live: set[str] = set()
         try:
             for task in saved:
-                uris |= {checkpoint.uri or "" for checkpoint in await self.store.checkpoints(task)}
+                for checkpoint in await self.store.checkpoints(task):
+                    live |= local_paths(checkpoint.uri or "")
         except StoreUnavailable as fault:
             log.warning("the disks of a node are not looked at now", node=order.node, fault=str(fault))
             return
-        local = (urlsplit(uri) for uri in sorted(uris))
-        paths = (unquote(uri.path).rstrip("/") for uri in local if uri.scheme in ("", "file"))
-        self.executor.look_at_disks(replace(order, live=tuple(path for path in paths if path)))
+        self.executor.look_at_disks(replace(order, live=tuple(sorted(live))))
 
     def _withdrawn(self, spec: RunSpec) -> Failure | None:
         """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""

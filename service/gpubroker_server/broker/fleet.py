@@ -25,6 +25,7 @@ COUNTED = (
     "fleet.BACKPRESSURE_ACTIVATED",
     "fleet.BACKPRESSURE_RELEASED",
     "fleet.DISK_CLEANED",
+    "fleet.DISK_DRY_RUN",
     "fleet.DISK_SPACE_LOW",
     "fleet.IDLE_RESOURCE_DETECTED",
     "fleet.NODE_JOINED",

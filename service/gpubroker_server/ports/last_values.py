@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -42,6 +43,9 @@ class LastValues:
     samples: Sequence[DeviceSample] = ()
     progress: Mapping[TaskId, Progress] = field(default_factory=dict)
     leader: LeaderSeen | None = None
+    """With `fleet.idle` empty: a large fleet has much of it, and it changes once a minute ..."""
+    idle: Sequence[Idle] | None = None
+    """... so it is told by itself; None: it is as it was."""
     ended: Sequence[TaskId] = ()
     """Runs that have ended: remove their progress."""
     nodes: Sequence[NodeSample] = ()

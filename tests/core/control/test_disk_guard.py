@@ -1,11 +1,13 @@
 """Which files go first when a disk fills up, and which never do."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.control.disk_guard import (
     CLASSES,
+    Cleaning,
     DiskGuard,
     DiskLevel,
     DiskRules,
@@ -41,8 +43,15 @@ def a_sample_of(node: str, used_percent: float, at: float = NOW) -> NodeSample:
     return NodeSample(NodeName(node), Instant(at), 0.0, Mib(10), Mib(5), disks=disks)
 
 
-def why_kept(*files: FileSeen, live: tuple[str, ...] = ()) -> dict[KeptBecause, int]:
-    return dict(choose(files, live, ALL, NOW, RULES).kept)
+def chosen(
+    files: Iterable[FileSeen], live: Iterable[str] = (), needed: int = ALL, left: str = ""
+) -> Cleaning:
+    """`left`: the path of a file that is open when it is looked at."""
+    return choose(files, live, needed, NOW, RULES, lambda one: "open" if one.path == left else "")
+
+
+def why_kept(*files: FileSeen) -> dict[str, int]:
+    return dict(chosen(files).kept)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_classes_go_in_their_order_and_the_oldest_first() -> None:
         a_file("new.log", days=8),
         a_file("old.log", days=9),
     ]
-    cleaning = choose(files, (), ALL, NOW, RULES)
+    cleaning = chosen(files)
     assert [one.path for one in cleaning.files] == ["old.log", "new.log", "runs.db", "step-1", "copy"]
     assert cleaning.kept == {KeptBecause.NEWEST_CHECKPOINT: 1}
     assert cleaning.freed_bytes == 500
@@ -70,10 +79,17 @@ def test_classes_go_in_their_order_and_the_oldest_first() -> None:
 
 def test_no_more_goes_than_is_needed() -> None:
     files = [a_file("a", days=10), a_file("b", days=9), a_file("c", days=8)]
-    cleaning = choose(files, (), 101, NOW, RULES)
+    cleaning = chosen(files, needed=101)
     assert [one.path for one in cleaning.files] == ["a", "b"]
     assert cleaning.kept == {KeptBecause.NOT_NEEDED: 1}
-    assert choose(files, (), 0, NOW, RULES).files == ()
+    assert chosen(files, needed=0).files == ()
+
+
+def test_the_next_one_goes_in_place_of_a_file_that_is_open() -> None:
+    files = [a_file("a", days=10), a_file("b", days=9), a_file("c", days=8)]
+    cleaning = chosen(files, needed=100, left="a")
+    assert [one.path for one in cleaning.files] == ["b"]
+    assert cleaning.kept == {"open": 1, KeptBecause.NOT_NEEDED: 1}
 
 
 def test_what_is_needed_brings_the_disk_down_to_the_first_threshold() -> None:
@@ -82,7 +98,6 @@ def test_what_is_needed_brings_the_disk_down_to_the_first_threshold() -> None:
 
 
 def test_what_stays() -> None:
-    assert why_kept(a_file("a", is_open=True)) == {KeptBecause.OPEN: 1}
     assert why_kept(a_file("a", days=6.9)) == {KeptBecause.YOUNG: 1}
     assert why_kept(a_file("a", FileClass.EMPTY_DATABASE, has_journal=True, is_empty=True)) == {
         KeptBecause.HAS_JOURNAL: 1
@@ -97,7 +112,7 @@ def test_the_newest_checkpoint_of_a_directory_and_that_of_a_live_task_stay() -> 
         for run in "xy"
         for step in (1, 2, 3)
     ]
-    cleaning = choose(files, ["/scratch/x/step-1"], ALL, NOW, RULES)
+    cleaning = chosen(files, ["/scratch/x/step-1"])
     assert [one.path for one in cleaning.files] == ["y/step-1", "x/step-2", "y/step-2"]
     assert cleaning.kept == {KeptBecause.NEWEST_CHECKPOINT: 2, KeptBecause.OF_LIVE_TASK: 1}
 
@@ -110,7 +125,6 @@ FILES = st.lists(
         file_class=st.sampled_from(CLASSES),
         size_bytes=st.integers(0, 1000),
         modified_at=st.floats(0, NOW).map(Instant),
-        is_open=st.booleans(),
         has_journal=st.booleans(),
         is_empty=st.booleans(),
         is_synced=st.booleans(),
@@ -124,11 +138,10 @@ FILES = st.lists(
 def test_whatever_there_is_nothing_goes_that_must_stay(
     files: list[FileSeen], needed: int, live: list[str]
 ) -> None:
-    cleaning = choose(files, live, needed, NOW, RULES)
+    cleaning = chosen(files, live, needed)
     for one in cleaning.files:
-        assert not one.is_open
         assert NOW - one.modified_at >= RULES.old_seconds
-        assert one.whole_path not in live or one.file_class is not FileClass.CHECKPOINT
+        assert one.whole_path not in live
         assert one.file_class is not FileClass.REDUNDANT or one.is_synced
         assert one.file_class is not FileClass.EMPTY_DATABASE or (one.is_empty and not one.has_journal)
     assert len(cleaning.files) + sum(cleaning.kept.values()) == len(files)
@@ -148,10 +161,31 @@ def test_the_newest_entry_of_a_directory_stays_with_all_that_is_in_it() -> None:
         for part in parts
     ]
     files += [a_file("other/a/old/1", FileClass.CHECKPOINT, days=90), a_file("x", FileClass.CHECKPOINT)]
-    gone = {one.path for one in choose(files, (), ALL, NOW, RULES).files}
+    gone = {one.path for one in chosen(files).files}
     assert gone == {"job/step-1/model"}  # of equally new ones the last by name stays
     live = ["/scratch/job/step-1"]
-    assert {one.path for one in choose(files, live, ALL, NOW, RULES).files} == set()
+    assert {one.path for one in chosen(files, live).files} == set()
+
+
+def test_all_files_of_the_newest_checkpoint_of_a_directory_stay() -> None:
+    """Ranks write files of their own beside each other, one somewhat later than the other."""
+    files = [
+        a_file(f"{job}/step-{step}-rank-{rank}.pt", FileClass.CHECKPOINT, days=20 - step - rank / 2000)
+        for job in ("job", "team/job")
+        for step in (1, 2)
+        for rank in range(4)
+    ]
+    newer = a_file("team/other/step-1.pt", FileClass.CHECKPOINT, days=9, size_bytes=900)
+    gone = {one.path for one in chosen([*files, newer]).files}
+    assert gone == {f"{job}/step-1-rank-{rank}.pt" for job in ("job", "team/job") for rank in range(4)}
+
+
+def test_what_a_live_task_has_told_may_be_what_the_names_of_its_files_begin_with() -> None:
+    paths = [f"job/step-{step}-rank-{rank}.pt" for step in (1, 2) for rank in range(2)]
+    files = [a_file(path, FileClass.CHECKPOINT, days=20 - day) for day, path in enumerate(paths)]
+    cleaning = chosen(files, ["/scratch/job/step-1"])
+    assert [one.path for one in cleaning.files] == ["job/step-2-rank-0.pt"]
+    assert cleaning.kept == {KeptBecause.OF_LIVE_TASK: 2, KeptBecause.NEWEST_CHECKPOINT: 1}
 
 
 def test_a_mark_or_what_a_crash_left_is_no_newest_checkpoint() -> None:
@@ -160,11 +194,11 @@ def test_a_mark_or_what_a_crash_left_is_no_newest_checkpoint() -> None:
     files = [
         a_file(f"job/{name}", FileClass.CHECKPOINT, days=days, size_bytes=size) for name, size, days in job
     ]
-    cleaning = choose(files, (), ALL, NOW, RULES)
+    cleaning = chosen(files)
     assert [one.path for one in cleaning.files] == ["job/step-1"]
     assert cleaning.kept == {KeptBecause.NEWEST_CHECKPOINT: 3}
     empty = [one._replace(size_bytes=0) for one in files]
-    assert choose(empty, (), ALL, NOW, RULES).kept == {KeptBecause.NEWEST_CHECKPOINT: 1}
+    assert chosen(empty).kept == {KeptBecause.NEWEST_CHECKPOINT: 1}
 
 
 def test_a_node_has_rules_of_its_own_before_those_of_its_labels() -> None:
@@ -192,7 +226,7 @@ def test_a_disk_leaves_a_level_when_it_is_one_percent_below_it() -> None:
 
 
 def test_only_nodes_that_answer_and_were_measured_are_cleaned_and_none_without_roots() -> None:
-    root = WatchedRoot("/scratch", FileClass.LOG)
+    root = WatchedRoot("/a", FileClass.LOG)
     world = a_world(
         a_node("n1"), replace(a_node("n2"), ready=False), a_node("n3"), a_node("n4"), a_node("n5")
     )
@@ -200,6 +234,8 @@ def test_only_nodes_that_answer_and_were_measured_are_cleaned_and_none_without_r
         world.node_samples[NodeName(name)] = a_sample_of(name, used, NOW + at)
     assert nodes_to_clean(world, DiskGuard(roots=(root,)), NOW) == ["n1"]
     assert nodes_to_clean(world, DiskGuard(), NOW) == []
+    elsewhere = DiskGuard(roots=(root._replace(path="/b"),))
+    assert nodes_to_clean(world, elsewhere, NOW) == []  # its disk is not full
 
 
 def test_a_file_is_known_by_its_whole_path() -> None:

@@ -194,6 +194,8 @@ def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with
 
 def test_the_next_leader_goes_on_with_what_the_last_one_published_and_tells_it_no_second_time() -> None:
     rules = FleetRules(
+        (FleetTarget(Measure.DISK, 0.0, 0.8), FleetTarget(Measure.HOST_MEMORY, 0.0, 0.8)),
+        constraint_seconds=Seconds(0.0),
         thresholds={"queue_length": Threshold(10.0, 5.0, Seconds(10.0))},
         overload={"cpu": Threshold(0.9, 0.8)},
         disk=DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),)),
@@ -207,7 +209,7 @@ def test_the_next_leader_goes_on_with_what_the_last_one_published_and_tells_it_n
     told += last.step(world, {"queue_length": 12.0}, Instant(NOW + 10))
     assert {one.kind for one in told} == {
         "fleet.BACKPRESSURE_ACTIVATED", "fleet.DISK_SPACE_LOW", "fleet.NODE_OVERLOADED",
-        "fleet.IDLE_RESOURCE_DETECTED",
+        "fleet.IDLE_RESOURCE_DETECTED", "fleet.RESOURCE_CONSTRAINT",
     }  # fmt: skip
     following = FleetControl(rules, POLICY, last.seen)
     following.nodes.expect([N1, N2])
@@ -215,6 +217,7 @@ def test_the_next_leader_goes_on_with_what_the_last_one_published_and_tells_it_n
     assert following.step(world, {"queue_length": 7.0}, Instant(NOW + 11)) == []
     assert [one.name for one in following.seen.pressures] == ["queue_length"]
     assert list(following.seen.full_disks) == ["n2"]
+    assert following.seen.targets == last.seen.targets
     assert following.step(world, {"queue_length": 4.0}, Instant(NOW + 12)) == []
     released = following.step(world, {"queue_length": 4.0}, Instant(NOW + 22))
     assert kinds(released) == [("fleet.BACKPRESSURE_RELEASED", "queue_length")]

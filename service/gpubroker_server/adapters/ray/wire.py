@@ -71,7 +71,7 @@ def log_order(log: LogName, first_byte: int) -> tuple[Any, ...]:
 def disk_order(order: DiskOrder) -> tuple[Any, ...]:
     """The order to look for what may be deleted, or to delete it."""
     about = order.roots, order.spared, order.warn, order.old_seconds
-    return "disk", order.request, *about, order.deletes, order.runs_sync, order.live
+    return "disk", order.request, *about, order.deletes, order.runs_sync, order.live, order.above
 
 
 def peers_order(peers: Sequence[Peer]) -> tuple[Any, ...]:

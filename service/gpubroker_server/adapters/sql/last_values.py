@@ -1,5 +1,5 @@
-"""Last values of the leader and the gateways. They are written on reader connections, so no commit waits for
-them."""
+"""Last values of the leader and the gateways. On PostgreSQL they are written on reader connections, so no
+commit waits for them."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Connection, FromClause, bindparam, delete,
 from gpubroker_server.adapters.sql.session import Row, SqlPart, json_text, over, postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import last_value
+from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
 from gpubroker_server.core.serving.slots import Claim
@@ -54,7 +55,11 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
     """The LastValueStore, PresenceStore and SlotStore of the store."""
 
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
-        await self._readers.run(_publish, term, number, values)
+        if self.is_shared:
+            await self._readers.run(_publish, term, number, values)
+        else:
+            rows = _rows(term, number, values)
+            await self._write_alone(lambda session: session.write(write_last_values, rows))
 
     async def published(self, after: int) -> tuple[int, LastValues]:
         return await self._readers.run(_published, after)
@@ -79,6 +84,10 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
     async def drop_slots(self, gateway: str) -> None:
         await self._readers.run(_forget, "slots", gateway)
 
+    @property
+    def is_shared(self) -> bool:
+        raise NotImplementedError
+
     async def _put(self, kind: str, key: str, at: Instant, value: Any) -> None:
         """When cancelled, ends once it is written: no presence is written after `absent`."""
         row = (kind, key, OF_GATEWAYS + round(at * 1e6), json_text(value))
@@ -92,14 +101,18 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
 
 def _publish(connection: Connection, term: Term, number: int, values: LastValues) -> None:
     """Number 1 of a term deletes what older leaders published."""
-    first = term * _REVISIONS_PER_TERM
-    rows = [(kind, key, first + number, json_text(value)) for kind, key, value in _by_key(values)]
     outdated = []
     if values.ended:
         outdated.append((last_value.c.kind == "run") & last_value.c.key.in_(values.ended))
     if number == 1:  # but a new leader needs the claims of gateways
-        outdated.append((last_value.c.revision < first) & (last_value.c.kind != "slots"))
-    _write_rows(connection, sorted(rows), *outdated)
+        is_older = last_value.c.revision < term * _REVISIONS_PER_TERM
+        outdated.append(is_older & (last_value.c.kind != "slots"))
+    _write_rows(connection, _rows(term, number, values), *outdated)
+
+
+def _rows(term: Term, number: int, values: LastValues) -> Sequence[Row]:
+    revision = term * _REVISIONS_PER_TERM + number
+    return sorted((kind, key, revision, json_text(value)) for kind, key, value in _by_key(values))
 
 
 def _forget(connection: Connection, kind: str, key: str) -> None:
@@ -125,6 +138,8 @@ def _by_key(values: LastValues) -> Iterator[tuple[str, str, Any]]:
     yield from (("run", task, progress) for task, progress in values.progress.items())
     if values.leader is not None:
         yield "leader", "", values.leader
+    if values.idle is not None:
+        yield "idle", "", values.idle
 
 
 def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
@@ -134,6 +149,7 @@ def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
     nodes: list[NodeSample] = []
     progress: dict[TaskId, Progress] = {}
     leader: LeaderSeen | None = None
+    idle: tuple[Idle, ...] | None = None
     newest = after
     for kind, key, revision, value in connection.execute(_NEWER, {"after": after}):
         newest = max(newest, revision)
@@ -146,7 +162,9 @@ def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
                 progress[TaskId(key)] = msgspec.json.decode(value, type=Progress)
             case "leader":
                 leader = msgspec.json.decode(value, type=LeaderSeen)
-    return newest, LastValues(tuple(samples), progress, leader, nodes=tuple(nodes))
+            case "idle":
+                idle = msgspec.json.decode(value, type=tuple[Idle, ...])
+    return newest, LastValues(tuple(samples), progress, leader, idle, nodes=tuple(nodes))
 
 
 def _claims(connection: Connection) -> Sequence[Claim]:

@@ -1,7 +1,7 @@
 """How full a node's disks may become, and which files go first."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 WEEK_SECONDS = Seconds(7 * 86_400.0)
+SHARD_SECONDS = Seconds(3600.0)
+"""The files of one checkpoint are written within this time."""
 
 
 class DiskRules(NamedTuple):
@@ -105,15 +107,15 @@ def follow_disks(
 
 
 def nodes_to_clean(world: World, guard: DiskGuard, fresh_since: Instant) -> list[NodeName]:
-    """Those with a disk that is to be cleaned, by a sample of this time or later."""
-    if not guard.roots:
-        return []
+    """Those with a root on a disk that is to be cleaned, by a sample of this time or later."""
+    roots = {root.path for root in guard.roots}
     found = []
     for name, node in sorted(world.nodes.items()):
         sample = world.node_samples.get(name)
-        share = None if sample is None or sample.at < fresh_since else sample.disk_share
-        if node.ready and level_of(share, guard.rules_of(node)) >= DiskLevel.CLEAN:
-            found.append(name)
+        if node.ready and sample is not None and sample.at >= fresh_since:
+            share = max((disk.used_share for disk in sample.disks if disk.path in roots), default=None)
+            if level_of(share, guard.rules_of(node)) >= DiskLevel.CLEAN:
+                found.append(name)
     return found
 
 
@@ -126,7 +128,6 @@ class FileSeen(NamedTuple):
     file_class: FileClass
     size_bytes: int
     modified_at: Instant
-    is_open: bool = False
     has_journal: bool = False
     """SQLite's `-wal` or `-journal` lies beside it."""
     is_empty: bool = False
@@ -143,9 +144,8 @@ class FileSeen(NamedTuple):
 
 
 class KeptBecause(StrEnum):
-    """Why a file is left where it is; the first that applies."""
+    """Why a file is left where it is; the first that applies. Or what a look at the file itself says."""
 
-    OPEN = "open"
     YOUNG = "young"
     HAS_JOURNAL = "has_journal"
     HAS_ROWS = "has_rows"
@@ -161,7 +161,7 @@ class Cleaning:
     """What would go, in this order, and why the rest stays."""
 
     files: tuple[FileSeen, ...]
-    kept: Mapping[KeptBecause, int]
+    kept: Mapping[str, int]
     """How many files."""
 
     @property
@@ -175,15 +175,18 @@ def choose(
     needed_bytes: int,
     now: Instant,
     rules: DiskRules,
+    why_left: Callable[[FileSeen], str],
 ) -> Cleaning:
     """The files that free `needed_bytes`, by class and the oldest first.
 
-    `live_checkpoints`: whole paths, of files or directories, from which tasks that are not over would go on.
-    The newest checkpoint of each directory stays as well: whose it is may be known to its owner alone.
+    `why_left`: a look at the file itself, such as whether it is open; empty if it may go.
+    `live_checkpoints`: whole paths from which tasks that are not over would go on: of files, of directories,
+    or what the names of several files begin with. The newest checkpoint of each directory stays as well:
+    whose it is may be known to its owner alone.
     """
-    files, live = list(seen), frozenset(live_checkpoints)
+    files, live = list(seen), tuple(live_checkpoints)
     newest = _newest_checkpoints(files)
-    kept: Counter[KeptBecause] = Counter()
+    kept: Counter[str] = Counter()
     may_go = []
     for one in files:
         why = _why_kept(one, newest, live, now, rules)
@@ -196,9 +199,11 @@ def choose(
     for one in may_go:
         if freed_bytes >= needed_bytes:
             kept[KeptBecause.NOT_NEEDED] += 1
-            continue
-        chosen.append(one)
-        freed_bytes += one.size_bytes
+        elif left := why_left(one):
+            kept[left] += 1
+        else:
+            chosen.append(one)
+            freed_bytes += one.size_bytes
     return Cleaning(tuple(chosen), dict(kept))
 
 
@@ -209,23 +214,29 @@ def needed_bytes(total_bytes: int, free_bytes: int, rules: DiskRules) -> int:
 
 
 def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
-    """Whole paths: the newest whole entry of each directory, and those after it. An entry is a file or all
-    that a directory has; of equally new ones the last by name is the newest. One of less than half the size
-    of the largest is no whole checkpoint: a mark, an index, or what a crash has left. A directory directly
-    below the root holds the checkpoints of one job, so it is no entry itself."""
+    """Whole paths: the newest whole entry of each directory, and those that are at most SHARD_SECONDS older.
+    An entry is a file or all that a directory has. One of less than half the size of the largest is no whole
+    checkpoint: a mark, an index, or what a crash has left. A directory directly below the root holds the
+    checkpoints of one job, so it is no entry itself. Of any other that was written in a shorter time, as one
+    checkpoint is, just the newest entry is kept; of equally new ones the last by name."""
     found: dict[str, dict[str, tuple[Instant, int]]] = {}
+    oldest: dict[str, Instant] = {}
     for one in files:
         if one.file_class is FileClass.CHECKPOINT:
             for directory, entry in _entries(one):
+                oldest[directory] = min(oldest.get(directory, one.modified_at), one.modified_at)
                 entries = found.setdefault(directory, {})
                 at, size_bytes = entries.get(entry, (one.modified_at, 0))
                 entries[entry] = max(at, one.modified_at), size_bytes + one.size_bytes
     kept: set[str] = set()
-    for entries in found.values():
+    for directory, entries in found.items():
         largest = max(size_bytes for _, size_bytes in entries.values())
         order = {entry: (at, entry) for entry, (at, _) in entries.items()}
         newest = max(order[entry] for entry, (_, size_bytes) in entries.items() if 2 * size_bytes >= largest)
-        kept.update(entry for entry, place in order.items() if place >= newest)
+        first = Instant(newest[0] - SHARD_SECONDS), ""
+        if oldest[directory] >= first[0] and directory in found.get(directory.rpartition("/")[0], ()):
+            first = newest
+        kept.update(entry for entry, place in order.items() if place >= first)
     return frozenset(kept)
 
 
@@ -246,19 +257,17 @@ def _is_in(one: FileSeen, places: frozenset[str]) -> bool:
 
 
 def _why_kept(
-    one: FileSeen, newest: frozenset[str], live: frozenset[str], now: Instant, rules: DiskRules
+    one: FileSeen, newest: frozenset[str], live: tuple[str, ...], now: Instant, rules: DiskRules
 ) -> KeptBecause | None:
-    if one.is_open:
-        return KeptBecause.OPEN
     if now - one.modified_at < rules.old_seconds:
         return KeptBecause.YOUNG
+    if one.whole_path.startswith(live):
+        return KeptBecause.OF_LIVE_TASK
     match one.file_class:
         case FileClass.EMPTY_DATABASE if one.has_journal:
             return KeptBecause.HAS_JOURNAL
         case FileClass.EMPTY_DATABASE if not one.is_empty:
             return KeptBecause.HAS_ROWS
-        case FileClass.CHECKPOINT if _is_in(one, live):
-            return KeptBecause.OF_LIVE_TASK
         case FileClass.CHECKPOINT if _is_in(one, newest):
             return KeptBecause.NEWEST_CHECKPOINT
         case FileClass.REDUNDANT if not one.is_synced:

@@ -75,6 +75,8 @@ class TargetSeen(NamedTuple):
     since: Instant
     share: float | None = None
     """How much of its part of the fleet background work may take; None if it is not controlled."""
+    constrained_since: Instant | None = None
+    """Since when the log has it as a constraint; None: it has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,15 @@ class FleetControl:
         self.fill = IdleFill(policy.sample_period_seconds)
         self._rules = rules
         self._policy = policy
-        self._standings: dict[FleetTarget, Standing] = {}
-        self._constrained: dict[FleetTarget, Alarm] = {}
+        known = [
+            (target, one) for target in rules.targets for one in before.targets if one[:4] == _about(target)
+        ]
+        self._standings = {target: Standing(one.value, one.is_in, one.since) for target, one in known}
+        self._constrained = {
+            target: Alarm(True, one.constrained_since)
+            for target, one in known
+            if one.constrained_since is not None
+        }
         self._controls: dict[FleetTarget, Control] = {}
         self._quiet = {one.name: Quiet(one.since, one.utilization) for one in before.idle}
         self._idle = list(before.idle)
@@ -167,10 +176,10 @@ class FleetControl:
         return self._idle_pace.is_due(now)
 
     def _target_seen(self, target: FleetTarget) -> TargetSeen:
-        control = self._controls.get(target)
+        control, constraint = self._controls.get(target), self._constrained[target]
         share = None if control is None else control.share
-        about = str(target.scope), target.measure.value, target.least, target.most
-        return TargetSeen(*about, *self._standings[target], share)
+        since = constraint.since if constraint.is_on else None
+        return TargetSeen(*_about(target), *self._standings[target], share, since)
 
     def _constraints(self, now: Instant) -> Iterator[Notice]:
         """What has been above its target for a while, until it is well below."""
@@ -295,6 +304,10 @@ class FleetControl:
     def _pressure_values(self, values: Mapping[str, float | None]) -> dict[str, float]:
         shown = (name for name, it in self._alarms.items() if it.is_on or name in self._rules.thresholds)
         return {name: value for name in shown if (value := values[name]) is not None}
+
+
+def _about(target: FleetTarget) -> tuple[str, str, float, float]:
+    return str(target.scope), target.measure.value, target.least, target.most
 
 
 def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) -> BackgroundRoom:

@@ -267,6 +267,8 @@ class DiskOrder:
     """Run the sync commands; without that, nothing redundant is found."""
     live: tuple[str, ...] = ()
     """Checkpoints from which tasks would go on, as whole paths. Dispatch adds them."""
+    above: float = 0.0
+    """A disk of which a smaller share is used is left as it is."""
 
 
 @dataclass(frozen=True, slots=True)

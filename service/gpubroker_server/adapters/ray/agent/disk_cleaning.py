@@ -1,22 +1,18 @@
 """The disk guard of one node: which files may go, and their deletion, when the leader asks.
 
-In a thread of its own, one question at a time: a file system that hangs holds up nothing else.
+In a thread of its own, one question at a time. What is mounted and does not answer is left out.
 """
 
 import asyncio
-import errno
-import fcntl
 import hashlib
 import os
 import select
 import signal
-import stat
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,21 +21,25 @@ from gpubroker.runtime.messages import Report
 
 from gpubroker_server.adapters.ray.agent.disk_walk import (
     _FILE,
-    Entry,
     FileId,
     Unsafe,
     Walk,
+    deleted,
     file_id,
+    is_at,
     is_empty_database,
+    is_named,
     mount_of,
-    open_files,
+    mount_point_of,
+    not_opened_by_others,
     opened,
     opened_directory_of,
     opened_root,
+    own_names,
 )
-from gpubroker_server.adapters.ray.agent.host_meter import room_of
+from gpubroker_server.adapters.ray.agent.host_meter import FileQuestion, room_of
 from gpubroker_server.core.control.disk_guard import DiskRules, FileSeen, choose, needed_bytes
-from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.device import DiskSample, FileClass, FoundFile, WatchedRoot
 from gpubroker_server.core.domain.units import Instant, Seconds
 
 log = structlog.get_logger("gpubroker.agent")
@@ -51,6 +51,8 @@ MOST_DELETED = 1_000
 PASS_SECONDS = 600.0
 """Besides the sync commands."""
 LISTING_BYTES = 64 * 2**20
+ANSWER_SECONDS = 5.0
+"""A root that takes longer to say how much room it has is left out."""
 
 
 class DiskTask(NamedTuple):
@@ -64,23 +66,33 @@ class DiskTask(NamedTuple):
     deletes: tuple[FoundFile, ...] | None
     runs_sync: bool
     live: tuple[str, ...]
+    above: float
+    away: tuple[str, ...] = ()
+    """Mounts that do not answer."""
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "DiskTask":
-        request, roots, spared, warn, old_seconds, deletes, runs_sync, live = values
+        request, roots, spared, warn, old_seconds, deletes, runs_sync, live, above = values
         found = None if deletes is None else tuple(_found(*one) for one in deletes)
         watched = tuple(WatchedRoot(one[0], FileClass(one[1]), *one[2:]) for one in roots)
-        return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live)
+        return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live, above)
 
-    @property
-    def digest(self) -> str:
-        """Of the configuration."""
-        about = self.roots, self.spared, self.warn, self.old_seconds
+    def live_at(self, root: str, files: Iterable[str]) -> set[str]:
+        """Live checkpoints as they are called below this root, where these files are."""
+        return own_names(root, files, (path for path in self.live if not is_at(path, self.away)))
+
+    def digest(self, root: WatchedRoot) -> str:
+        """Of the configuration of one of its roots."""
+        about = root, self.spared, self.warn, self.old_seconds
         return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def _found(root: str, path: str, file_class: str, *rest: int) -> FoundFile:
     return FoundFile(root, path, FileClass(file_class), *rest)
+
+
+def _found_as(one: FileSeen) -> FoundFile:
+    return FoundFile(one.root, one.path, one.file_class, one.size_bytes, one.modified_ns, one.inode)
 
 
 class Answer(NamedTuple):
@@ -90,36 +102,65 @@ class Answer(NamedTuple):
     message: str = ""
 
 
+BUSY = Answer(message="the node's agent is busy with another look at its disks; ask again")
+
+
 class DiskCleaner:
     def __init__(self, folder: Path, report: Callable[[Report], None]) -> None:
         """`folder`: where the agent keeps its records."""
         self._folder = folder
         self._report = report
         self._thread = ThreadPoolExecutor(1, "disk guard")
-        self._job: asyncio.Task[None] | None = None
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self._questions: dict[str, FileQuestion] = {}
+        """By root."""
 
     def take(self, values: Sequence[Any]) -> None:
-        """Answer an order with a report, some time later; at once if it is busy."""
+        """Answer an order with a report, some time later. A mere look, of which there may be any number, is
+        refused at once if the guard is busy; what cleans waits for its turn."""
         task = DiskTask.of(values)
-        if self._job is not None:
-            self._tell(
-                task, Answer(message="the node's agent is busy with another look at its disks; ask again")
-            )
-            return
-        self._job = asyncio.create_task(self._do(task))
+        if self._jobs and task.deletes is None and not task.runs_sync:
+            self._tell(task, BUSY)
+        else:
+            self._jobs.add(asyncio.create_task(self._in_turn(task)))
+
+    async def _in_turn(self, task: DiskTask) -> None:
+        try:
+            async with asyncio.timeout(PASS_SECONDS) as waiting, self._turn:
+                waiting.reschedule(None)
+                await self._do(task)
+        except TimeoutError:
+            self._tell(task, BUSY)
+        finally:
+            self._jobs -= {asyncio.current_task()}
 
     async def _do(self, task: DiskTask) -> None:
-        """A thread that hangs keeps it busy."""
+        """A thread that hangs keeps it busy, unless the next pass leaves out what it hangs at."""
         loop = asyncio.get_running_loop()
-        seconds = PASS_SECONDS + sum(root.sync_seconds for root in task.roots if task.runs_sync)
-        working = loop.run_in_executor(self._thread, self.answer, task)
+        syncs = [root for root in task.roots if task.runs_sync and root.sync_command]
+        seconds = PASS_SECONDS + sum(root.sync_seconds for root in syncs)
         try:
+            asked = task._replace(away=await self._away(task))
+            working = loop.run_in_executor(self._thread, self.answer, asked)
             self._tell(task, await asyncio.wait_for(asyncio.shield(working), seconds))
         except TimeoutError:
-            self._tell(task, Answer(message=f"its disks did not answer within {seconds:g} s"))
-            await asyncio.wait([working])
-        finally:
-            self._job = None
+            away = await self._away(task)
+            what = ", ".join(away) or "its disks"
+            self._tell(task, Answer(message=f"{what} did not answer within {seconds:g} s"))
+            if away:
+                self._thread = ThreadPoolExecutor(1, "disk guard")
+            else:
+                await asyncio.wait([working])
+
+    async def _away(self, task: DiskTask) -> tuple[str, ...]:
+        paths = [root.path for root in task.roots]
+        self._questions = {path: self._questions.get(path) or FileQuestion(path, room_of) for path in paths}
+        asked = {path: question.begin() for path, question in self._questions.items()}
+        if waited := [answer for answer in asked.values() if answer is not None]:
+            await asyncio.wait(waited, timeout=ANSWER_SECONDS)
+        hung = (path for path, answer in asked.items() if answer is None or not answer.done())
+        return tuple(sorted({mount_point_of(path) for path in hung}))
 
     def answer(self, task: DiskTask) -> Answer:
         try:
@@ -136,110 +177,95 @@ class DiskCleaner:
         self._report(("disk", time.time(), task.request, files, kept, answer.is_first, answer.message))
 
     def _look(self, task: DiskTask) -> Answer:
-        """The first with this configuration is remembered, once it has looked at what may go."""
+        """The first at a root with this configuration is remembered, once it has seen what may go there."""
         spared = self._spared(task)
+        known, looked = self._known(), set[str]()
         messages: list[str] = []
         seen: dict[int, list[FileSeen]] = {}
         needed: dict[int, int] = {}
-        is_open = open_files()
+        live: set[str] = set()
         rules = DiskRules(task.warn, old_seconds=Seconds(task.old_seconds))
         for root in task.roots:
+            if is_at(root.path, task.away):
+                messages.append(f"{root.path} does not answer and is left out")
+                continue
             try:
-                total_bytes, free_bytes = room_of(root.path)
-                files = list(self._files_of(root, task, spared, is_open, messages))
+                disk = DiskSample(root.path, *room_of(root.path))
+                if disk.used_share < task.above:
+                    continue
+                files = list(self._files_of(root, task, spared, messages))
                 device = os.stat(root.path).st_dev
+                live |= task.live_at(root.path, (one.path for one in files))
             except (OSError, Unsafe) as fault:
                 messages.append(f"{root.path}: {getattr(fault, 'strerror', None) or fault}")
                 continue
-            needed[device] = needed_bytes(total_bytes, free_bytes, rules)
+            looked.add(task.digest(root))
+            needed[device] = needed_bytes(disk.total_bytes, disk.free_bytes, rules)
             seen.setdefault(device, []).extend(files)
-        chosen: list[FileSeen] = []
+        chosen: list[FoundFile] = []
         kept: Counter[str] = Counter()
-        live = {form for path in task.live for form in (path, os.path.realpath(path))}
         for device, files in seen.items():
-            cleaning = choose(files, live, needed[device], Instant(time.time()), rules)
-            chosen += cleaning.files
-            kept.update({str(why): count for why, count in cleaning.kept.items()})
+            cleaning = choose(
+                files, live, needed[device], Instant(time.time()), rules,
+                lambda one: self._left_because(_found_as(one), task, spared, deletes=False),
+            )  # fmt: skip
+            chosen += map(_found_as, cleaning.files)
+            kept.update(cleaning.kept)
         if len(chosen) > MOST_DELETED:
             kept["next_pass"] += len(chosen) - MOST_DELETED
-        is_first = self._known() != task.digest
+        is_first = not looked <= known
         if task.runs_sync and is_first:
-            self._remember(task.digest)
-        found = []
-        for one in chosen[:MOST_DELETED]:
-            file = FoundFile(one.root, one.path, one.file_class, one.size_bytes, one.modified_ns, one.inode)
-            if why := self._left_because(file, task, spared, deletes=False):
-                kept[why] += 1
-            else:
-                found.append(file)
-        return Answer(found, kept, is_first, "; ".join(messages))
+            self._remember(looked | (known & {task.digest(root) for root in task.roots}))
+        return Answer(chosen[:MOST_DELETED], kept, is_first, "; ".join(messages))
 
     def _files_of(
-        self,
-        root: WatchedRoot,
-        task: DiskTask,
-        spared: frozenset[FileId],
-        is_open: frozenset[FileId],
-        messages: list[str],
+        self, root: WatchedRoot, task: DiskTask, spared: frozenset[FileId], messages: list[str]
     ) -> Iterator[FileSeen]:
+        """Raises OSError, and Unsafe if nothing of this root may go."""
         walk = Walk(root.path, MOST_FILES, spared)
         walk.run()
         synced: Mapping[str, int] = {}
         if root.file_class is FileClass.REDUNDANT and task.runs_sync:
-            try:
-                synced = listing_of(root)  # of files that are known by now: what takes the place of one stays
-            except Unsafe as fault:
-                messages.append(str(fault))
+            synced = listing_of(root)  # of files that are known by now: what takes the place of one stays
         if not walk.is_complete:
-            messages.append(
-                f"{root.path}: not all of it could be read, or it has more than {MOST_FILES} files"
-            )
+            said = f"not all of it could be read, or it has more than {MOST_FILES} files"
             if root.file_class is FileClass.CHECKPOINT:
-                return  # the newest one may be among what was not seen
-        for entry in walk.entries:
-            yield self._seen(root, entry, task, spared, is_open, synced)
-
-    def _seen(
-        self,
-        root: WatchedRoot,
-        entry: Entry,
-        task: DiskTask,
-        spared: frozenset[FileId],
-        is_open: frozenset[FileId],
-        synced: Mapping[str, int],
-    ) -> FileSeen:
-        status, is_database = entry.status, root.file_class is FileClass.EMPTY_DATABASE
-        is_held = file_id(status) in is_open
-        may_go = is_database and not (is_held or entry.has_journal)
-        is_old = time.time() - status.st_mtime >= task.old_seconds
-        return FileSeen(
-            root.path,
-            entry.path,
-            root.file_class,
-            status.st_size,
-            Instant(status.st_mtime),
-            is_held,
-            entry.has_journal,
-            is_empty=may_go and is_old and is_empty_database(root.path, entry.path, spared),
-            is_synced=synced.get(entry.path) == status.st_size,
-            inode=status.st_ino,
-            modified_ns=max(0, status.st_mtime_ns),
-        )
+                raise Unsafe(said)  # the newest one may be among what was not seen
+            messages.append(f"{root.path}: {said}")
+        for path, status, has_journal in walk.entries:
+            may_be_empty = root.file_class is FileClass.EMPTY_DATABASE and not has_journal
+            is_old = time.time() - status.st_mtime >= task.old_seconds
+            yield FileSeen(
+                root.path,
+                path,
+                root.file_class,
+                status.st_size,
+                Instant(status.st_mtime),
+                has_journal,
+                is_empty=may_be_empty and is_old and is_empty_database(root.path, path, spared),
+                is_synced=synced.get(path) == status.st_size,
+                inode=status.st_ino,
+                modified_ns=max(0, status.st_mtime_ns),
+            )
 
     def _delete(self, task: DiskTask, files: Sequence[FoundFile]) -> Answer:
         """What has not changed since it was found, is below a root of the order, and is not open."""
-        if self._known() != task.digest:
+        known, spared = self._known(), self._spared(task)
+        shown = {(root.path, root.file_class) for root in task.roots if task.digest(root) in known}
+        if not shown.issuperset((file.root, file.file_class) for file in files):
             raise Unsafe("nothing is deleted in the first pass after a change of configuration")
-        spared = self._spared(task)
-        roots = {root.path: root.file_class for root in task.roots}
-        live = {form for path in task.live for form in (path, os.path.realpath(path))}
+        live: set[str] = set()
+        for root in {file.root for file in files if not is_at(file.root, task.away)}:
+            live |= task.live_at(root, (file.path for file in files if file.root == root))
         gone: list[FoundFile] = []
         kept: Counter[str] = Counter()
         until = time.monotonic() + PASS_SECONDS
         for file in files[:MOST_DELETED]:
             if time.monotonic() > until:
                 kept["next_pass"] += 1
-            elif roots.get(file.root) is not file.file_class or _is_live(file, live):
+            elif is_at(file.root, task.away):
+                kept["does_not_answer"] += 1
+            elif file.whole_path.startswith(tuple(live)):
                 kept["of_live_task"] += 1
             elif why := self._left_because(file, task, spared, deletes=True):
                 kept[why] += 1
@@ -258,24 +284,24 @@ class DiskCleaner:
                 opened_root(file.root, spared) as (root, mount),
                 opened_directory_of(root, file.path, mount, spared) as directory,
                 opened(name, _FILE, directory) as held,
+                not_opened_by_others(held) as is_ours,
             ):
-                status = os.fstat(held)
+                if not is_ours:
+                    return "may_be_open" if is_ours is None else "open"
+                status = os.fstat(held)  # nothing else opens the file from here on
                 same = file.inode, file.modified_ns, file.size_bytes
-                if not stat.S_ISREG(status.st_mode) or mount_of(held) != mount:
+                if mount_of(held) != mount or not is_named(held, name, directory):
                     return "changed"
                 if (status.st_ino, status.st_mtime_ns, status.st_size) != same:
                     return "changed"
                 if time.time() - status.st_mtime < task.old_seconds:
                     return "young"
+                if status.st_nlink > 1:
+                    return "has_links"  # no room would be made
                 if file.file_class is FileClass.EMPTY_DATABASE and _has_journal(name, directory):
                     return "has_journal"
-                with not_opened_by_others(held) as is_ours:
-                    if not is_ours:
-                        return "may_be_open" if is_ours is None else "open"
-                    if file_id(os.stat(name, dir_fd=directory, follow_symlinks=False)) != file_id(status):
-                        return "changed"
-                    if deletes:
-                        os.unlink(name, dir_fd=directory)
+                if deletes and not deleted(held, name, directory):
+                    return "changed"
         except (OSError, Unsafe) as fault:
             log.warning("a file is left", path=file.whole_path, fault=str(fault))
             return "changed"
@@ -295,18 +321,18 @@ class DiskCleaner:
     def _memory(self) -> Path:
         return self._folder / "disk-guard"
 
-    def _known(self) -> str:
-        return self._memory.read_text() if self._memory.exists() else ""
+    def _known(self) -> set[str]:
+        return set(self._memory.read_text().split()) if self._memory.exists() else set()
 
-    def _remember(self, digest: str) -> None:
+    def _remember(self, digests: set[str]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._memory.write_text(digest)
+        self._memory.write_text("\n".join(digests))
 
 
 def listing_of(root: WatchedRoot) -> Mapping[str, int]:
     """Run the sync command in the root. Path below the root -> size, of each file that its copy has. Raises
-    Unsafe if it fails, or prints anything else than lines `SIZE PATH`."""
-    said = f"{root.path}: its sync command {root.sync_command[0]}"
+    Unsafe if it fails, or prints anything else than `SIZE PATH` and a NUL for each: names may have lines."""
+    said = f"its sync command {root.sync_command[0]}"
     try:
         with subprocess.Popen(  # noqa: S603  # the operator's
             root.sync_command, cwd=root.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -322,11 +348,13 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
     if process.returncode:
         raise Unsafe(f"{said} ended with {process.returncode}")
     listing = {}
-    for line in os.fsdecode(printed).splitlines():
-        size, _, path = line.partition(" ")
-        if not size.isdecimal() or not path:
+    *entries, rest = os.fsdecode(printed).split("\0")
+    for entry in [*entries, *([rest] if rest else [])]:
+        size, _, path = entry.partition(" ")
+        if rest or not size.isdecimal() or not path:
             raise Unsafe(
-                f"{said} printed {line[:80]!r}; each line has to be a size in bytes, a space and a path"
+                f"{said} printed {entry[:80]!r}; each file has to be a size in bytes, a space, its path and "
+                "a NUL byte"
             )
         listing[path] = int(size)
     return listing
@@ -348,11 +376,6 @@ def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     raise Unsafe(f"it printed more than {LISTING_BYTES} bytes")
 
 
-def _is_live(file: FoundFile, live: set[str]) -> bool:
-    parts = file.whole_path.split("/")
-    return any("/".join(parts[:end]) in live for end in range(2, len(parts) + 1))
-
-
 def _has_journal(name: str, directory: int) -> bool:
     for beside in (f"{name}-wal", f"{name}-journal"):
         try:
@@ -361,19 +384,3 @@ def _has_journal(name: str, directory: int) -> bool:
             continue
         return True
     return False
-
-
-@contextmanager
-def not_opened_by_others(held: int) -> Iterator[bool | None]:
-    """Whether nothing else has the file open; while this lasts, the kernel lets nothing else open it. None
-    where the file system has no such leases, or lets only the file's owner have them."""
-    fcntl.fcntl(held, fcntl.F_SETSIG, signal.SIGURG)  # the signal of a waiting open would end this process
-    try:
-        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError as fault:
-        yield False if fault.errno == errno.EAGAIN else None
-        return
-    try:
-        yield True
-    finally:
-        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)

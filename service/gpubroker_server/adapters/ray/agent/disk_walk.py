@@ -1,12 +1,17 @@
 """The files below the roots of the disk guard. No symbolic link is followed, and nothing that is mounted
 there is entered: every directory is opened by its name relative to the descriptor of the one above it."""
 
+import errno
+import fcntl
 import os
+import signal
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import PurePath
 from typing import NamedTuple
 
 FileId = tuple[int, int]
@@ -54,10 +59,12 @@ class Walk:
 
     def _enter(self, directory: int, prefix: str, mount: Mount, depth: int) -> None:
         with os.scandir(directory) as listing:
-            names = sorted(entry.name for entry in listing)
+            names = sorted(entry.name for entry in islice(listing, self.most + 1))
+        self.is_complete &= len(names) <= self.most
         known = frozenset(names)
         for name in names:
             try:
+                name.encode()  # what is found is told as text
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode):
                     self._enter_below(directory, name, f"{prefix}{name}/", mount, depth + 1)
@@ -69,7 +76,7 @@ class Walk:
                     self.entries.append(Entry(prefix + name, status, has_journal))
             except FileNotFoundError:
                 continue
-            except OSError:
+            except (OSError, UnicodeEncodeError):
                 self.is_complete = False
 
     def _enter_below(self, directory: int, name: str, prefix: str, mount: Mount, depth: int) -> None:
@@ -137,17 +144,69 @@ def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[Fi
         os.close(here)
 
 
-def open_files() -> frozenset[FileId]:
-    """Of the processes that this one may look at."""
-    found: set[FileId] = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with suppress(FileNotFoundError):
-                    found.add(file_id(os.stat(f"/proc/{pid}/fd/{name}")))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return frozenset(found)
+def mount_point_of(path: str) -> str:
+    """Told from their names alone: what is mounted there may hang."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        points = [mount.split()[4] for mount in mounts]
+    return max((point for point in points if is_at(path, (point,))), key=len, default="/")
+
+
+def is_at(path: str, places: Iterable[str]) -> bool:
+    """Whether it is one of these, or below one."""
+    return any(f"{path}/".startswith(f"{place.rstrip('/')}/") for place in places)
+
+
+@contextmanager
+def not_opened_by_others(held: int) -> Iterator[bool | None]:
+    """Whether nothing else has the file open; while this lasts, the kernel lets nothing else open it. None
+    where the file system has no such leases, or lets only the file's owner have them."""
+    fcntl.fcntl(held, fcntl.F_SETSIG, signal.SIGURG)  # the signal of a waiting open would end this process
+    try:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as fault:
+        yield False if fault.errno == errno.EAGAIN else None
+        return
+    try:
+        yield True
+    finally:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def is_named(held: int, name: str, directory: int) -> bool:
+    """Whether the name stands for the file that is open as `held`."""
+    return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(held))
+
+
+def deleted(held: int, name: str, directory: int) -> bool:
+    """Delete the file, unless the name stands for another one by now, or something waits to open it, which a
+    lease holds up. It gets a name of its own first, for whatever has the name is what `unlink` deletes."""
+    aside = f".gpubroker-{os.urandom(8).hex()}"
+    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+    may_go = is_named(held, aside, directory) and fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK
+    if not may_go:
+        os.link(aside, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+    os.unlink(aside, dir_fd=directory)
+    return may_go
+
+
+def own_names(root: str, files: Iterable[str], paths: Iterable[str]) -> set[str]:
+    """What these paths are called from the root on, whatever links and mounts they lead through to it or to a
+    directory of its `files`. The root itself for what the root is in."""
+    known: dict[FileId, str] = {}
+    above = {file_id(os.stat(place)) for place in PurePath(os.path.realpath(root)).parents}
+    for below in {PurePath(), *(place for path in files for place in PurePath(path).parents)}:
+        with suppress(OSError):
+            known[file_id(os.stat(root / below))] = str(root / below)
+    found = set()
+    for form in {PurePath(form) for path in paths for form in (path, os.path.realpath(path))}:
+        for place in (form, *form.parents):
+            with suppress(OSError):
+                there = file_id(os.stat(place))
+                if there in known:
+                    found.add(os.path.join(known[there], form.relative_to(place)))
+                elif there in above and place == form:
+                    found.add(root)
+    return found
 
 
 def is_empty_database(root: str, path: str, spared: frozenset[FileId]) -> bool:
