@@ -1,5 +1,6 @@
 """Fleet control: how the controller of background work settles, what one look at a large fleet takes, what it
-adds to the leader's cycles, and what idle templates make of a simulated day.
+adds to the leader's cycles, what an idle fleet costs other processes, and what idle templates make of a
+simulated day.
 
 The controller follows loads of higher bands on a model of a fleet of 64 GPUs
 (`tests/core/control/fleet_model.py`): background tasks end by themselves, so the share that it gives shows
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from gpubroker_server.adapters.sql.session import json_text
+from gpubroker_server.broker.background import Publisher
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.controller import Gains
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
@@ -26,9 +29,12 @@ from gpubroker_server.core.control.fleet import FleetControl, FleetRules, backgr
 from gpubroker_server.core.control.targets import FleetTarget, Measure
 from gpubroker_server.core.domain.device import Device, DeviceSample, DiskSample, Node, NodeSample
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName, device_key
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Term, device_key
+from gpubroker_server.core.planning.fragmentation import fragmentation
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.diagnostics import stuck_task
+from gpubroker_server.ports.last_values import LastValues, LastValueStore, LeaderSeen
+from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
 from bench.busy_fleet import BusyFleet
 from bench.measuring import Figure, percentile, report
@@ -62,6 +68,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
     yield _look(options.nodes, options.looks)
     yield asyncio.run(_cycles(options.nodes, options.cycles))
     yield from _diagnoses(options.nodes, options.looks)
+    yield from asyncio.run(_idle(options.nodes, options.looks))
     yield from _day(options.hours, options.seeds)
 
 
@@ -119,6 +126,44 @@ def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:
         assert stuck_task(task, world, policy) is not None
         seconds.append(time.perf_counter() - began)
     yield Figure("control", "control.stuck_ms", statistics.median(seconds) * 1000, "ms", looks)
+
+
+async def _idle(nodes: int, looks: int) -> list[Figure]:
+    """With all GPUs idle: what the leader writes for other processes each second, and the CPU time of a
+    scrape, in which a gateway answers nothing else."""
+    world, policy, store = _fleet(nodes), Policy(), CountingStore()
+    control = FleetControl(FleetRules(), policy)
+    for now in (Instant(0.0), Instant(400.0)):
+        world.measure(DeviceSample(key, now, Mib(0), utilization=0.0) for key in world.ledgers)
+        control.step(world, {}, now)
+    leader = LeaderSeen(Term(1), "bench", now, {}, fleet=control.seen)
+    publisher = Publisher(world, {}, lambda _: leader, store)
+    for _ in range(2):  # the first one tells all
+        await publisher.publish(leader.term)
+    told = fragmentation(world, policy, now), None
+    telemetry = Telemetry(Sources(world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: told, str))
+    seconds = []
+    for _ in range(looks):
+        began = time.process_time()
+        telemetry.text()
+        seconds.append(time.process_time() - began)
+    return [
+        Figure("control", "control.published_kb", store.written_bytes / 1000, "kB", 1),
+        Figure("control", "control.scrape_ms", statistics.median(seconds) * 1000, "ms", looks),
+    ]
+
+
+class CountingStore(LastValueStore):
+    """Nobody reads it."""
+
+    written_bytes = 0
+    """At last."""
+
+    async def publish(self, _term: Term, _number: int, values: LastValues) -> None:
+        self.written_bytes = len(json_text(values))
+
+    async def published(self, after: int) -> tuple[int, LastValues]:
+        return after, LastValues()
 
 
 def _day(hours: float, seeds: int) -> Iterator[Figure]:

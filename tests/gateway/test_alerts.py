@@ -17,7 +17,6 @@ from gpubroker_server.core.domain.units import NodeName, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry.metrics import ServerRow, Telemetry
-from prometheus_client import generate_latest
 
 from tests.alerts import Alert, Alertmanager, Scrapes, documented
 from tests.builders import GIB, a_device, a_sample
@@ -38,7 +37,7 @@ class Watched:
         self._alerts = Alertmanager(Scrapes(one=self._metrics))
 
     def _metrics(self) -> str | None:
-        return generate_latest(self.telemetry.registry).decode() if self.answers else None
+        return self.telemetry.text() if self.answers else None
 
     def measure(self, **found: Any) -> None:
         """What is found on gpu0 from now on; the others are empty."""

@@ -10,7 +10,6 @@ import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend
 from gpubroker_server.gateway.proxy.health_checks import CheckRules, HealthChecks, rows_in
 from gpubroker_server.gateway.proxy.servers import Contents, Server
-from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import problem, until
@@ -389,7 +388,7 @@ async def test_metrics_show_servers_and_what_was_passed_on() -> None:
         for _ in range(3):
             server(stage, "b").in_flight = 1
             await stage.ask("POST", INFER, b"{}")
-        told = generate_latest(stage.gateway.app.state.telemetry.registry).decode()
+        told = stage.gateway.app.state.telemetry.text()
         for line in (
             'up{protocol="http",server="main"} 0.0',
             'up{protocol="http",server="b"} 1.0',

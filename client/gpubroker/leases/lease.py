@@ -4,17 +4,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
 from typing import TypedDict
 
 from gpubroker.errors import BrokerError
 from gpubroker.tasks.task import Failure, Pending, TaskDevice
-from gpubroker.transport.decoding import Answered
+from gpubroker.transport.decoding import Answered, KnownState
 
 _LONGEST_INTERVAL_SECONDS = 30.0
 
 
-class LeaseState(StrEnum):
+class LeaseState(KnownState):
     PENDING = "pending"
     HELD = "held"
     STOPPING = "stopping"
@@ -23,11 +22,6 @@ class LeaseState(StrEnum):
     """It has ended without a release: its memory still counts as used."""
     ENDED = "ended"
     UNKNOWN = "unknown"
-    """A state that this version of the SDK does not know; `lease.raw["state"]` names it."""
-
-    @classmethod
-    def _missing_(cls, _value: object) -> "LeaseState":
-        return cls.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from typing import Any, TypedDict, Unpack
 
 import cloudpickle
@@ -22,7 +21,7 @@ from gpubroker.tasks.submission import (
     submission_body,
 )
 from gpubroker.tasks.task import Failure
-from gpubroker.transport.decoding import Answered, Page, Raw, decode
+from gpubroker.transport.decoding import Answered, KnownState, Page, Raw, decode
 from gpubroker.transport.exchange import Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 
@@ -57,7 +56,7 @@ class ItemFilter(TypedDict, total=False):
     """number (default), or completed: as they were done."""
 
 
-class ArrayState(StrEnum):
+class ArrayState(KnownState):
     PENDING = "pending"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -65,11 +64,6 @@ class ArrayState(StrEnum):
     """Items failed, or are left although no worker is."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
-    """A state that this version of the SDK does not know; `raw["state"]` names it."""
-
-    @classmethod
-    def _missing_(cls, _value: object) -> "ArrayState":
-        return cls.UNKNOWN
 
     @property
     def is_terminal(self) -> bool:

@@ -121,20 +121,16 @@ class Preemption(Answered):
     runs: tuple[Run, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation(Answered):
-    """Why a task waits, or what it is doing. `reason` is the first blocker's; None if it does not wait."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook(Answered):
+    """Of a task that waits, or would. `reason` is the first blocker's; None if it does not wait."""
 
-    id: str
     message: str
-    state: TaskState
-    name: str = ""
     reason: str | None = None
     evaluated_at: datetime | None = None
     position: int | None = None
     """1 is next."""
     queue_length: int = 0
-    inherits: Inherited | None = None
     start: Expected | None = None
     """When there is room, unless another waiting task takes it first; None if it cannot be estimated."""
     start_record: ForecastsKept | None = None
@@ -151,17 +147,24 @@ class Explanation(Answered):
     """For a gang: for its first rank without room."""
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation(Answered):
-    """What would become of a task if it were submitted now. Fields not described here: see `Explanation`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation(Outlook):
+    """Why a task waits, or what it is doing."""
+
+    id: str
+    state: TaskState
+    name: str = ""
+    inherits: Inherited | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation(Outlook):
+    """What would become of a task if it were submitted now."""
 
     verdict: str
     """refused, starts (there is room), preempts (`victims` would be asked to leave) or waits."""
-    message: str
-    reason: str | None = None
     refusal: Raw | None = None
     """The problem that a submit would be refused with: `code`, `detail` and `errors`."""
-    evaluated_at: datetime | None = None
     priority: int | None = None
     resources: Raw | None = None
     """With all defaults."""
@@ -170,16 +173,6 @@ class Simulation(Answered):
     places: tuple[Raw, ...] = ()
     """Where it would start now: `node` and `devices`."""
     victims: tuple[Run, ...] = ()
-    position: int | None = None
-    queue_length: int = 0
-    start: Expected | None = None
-    start_record: ForecastsKept | None = None
-    preemption: Preemption | None = None
-    remedies: tuple[Remedy, ...] = ()
-    blockers: tuple[Blocker, ...] = ()
-    quota: Quota | None = None
-    ranks: tuple[RankVerdict, ...] = ()
-    devices: tuple[DeviceVerdict, ...] = ()
     as_of: datetime | None = None
     age_seconds: float | None = None
 

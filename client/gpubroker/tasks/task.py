@@ -7,16 +7,15 @@ from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
 from typing import Any
 from weakref import ref
 
 from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed, WrongArgument
 from gpubroker.tasks.estimates import Expected, Sizing
-from gpubroker.transport.decoding import Answered, Raw, decode
+from gpubroker.transport.decoding import Answered, KnownState, Raw, decode
 
 
-class TaskState(StrEnum):
+class TaskState(KnownState):
     PENDING = "pending"
     ADMITTED = "admitted"
     """Memory is leased; the run is being started."""
@@ -28,11 +27,6 @@ class TaskState(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     UNKNOWN = "unknown"
-    """A state that this version of the SDK does not know; `task.raw["state"]` names it."""
-
-    @classmethod
-    def _missing_(cls, _value: object) -> "TaskState":
-        return cls.UNKNOWN
 
     @property
     def is_terminal(self) -> bool:

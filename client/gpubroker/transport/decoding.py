@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from enum import StrEnum
 from functools import cache
-from typing import Any, Generic, TypeVar, get_args, get_origin
+from typing import Any, Generic, Self, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]
@@ -19,6 +19,14 @@ class Answered:
     """What the service answered; `raw` is all of it."""
 
     raw: Raw = field(default_factory=dict, repr=False)
+
+
+class KnownState(StrEnum):
+    """Of states that this version of the SDK knows; any other is UNKNOWN, and `raw["state"]` names it."""
+
+    @classmethod
+    def _missing_(cls, _value: object) -> Self:
+        return cls["UNKNOWN"]
 
 
 @dataclass(frozen=True, slots=True)

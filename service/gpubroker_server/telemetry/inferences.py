@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.core.world.model_index import WAIT_BOUNDS
 from gpubroker_server.core.world.world import World
+from gpubroker_server.telemetry.exposition import Buckets, Metric, histogram
 from gpubroker_server.telemetry.nodes import Read
 
 _WAITING, _RUNNING = "gpubroker_inferences_waiting", "gpubroker_inferences_running"
@@ -34,9 +32,6 @@ def inference_samples(world: World) -> Iterator[Read]:
 
 def wait_metric(world: World) -> Metric:
     answered = world.models.answered
-    return HistogramMetricFamily(
-        WAIT_SECONDS,
-        "Time until queued inferences were first sent to a model.",
-        buckets=list(zip([*map(str, WAIT_BOUNDS), "+Inf"], answered.waits(), strict=True)),
-        sum_value=answered.waited_seconds,
-    )
+    found = Buckets((), answered.waits(), answered.waited_seconds)
+    about = "Time until queued inferences were first sent to a model."
+    return histogram(WAIT_SECONDS, about, (), WAIT_BOUNDS, [found])

@@ -5,12 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from importlib.metadata import version
+from itertools import chain
 from typing import NamedTuple
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import LeaseState
@@ -28,6 +24,7 @@ from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry import fleet, inferences, nodes
 from gpubroker_server.telemetry.durations import DurationCollector
+from gpubroker_server.telemetry.exposition import Metric, counter, gauge, text_of
 from gpubroker_server.telemetry.nodes import GPU, Read
 
 _RELEASE = version("gpubroker-server")
@@ -150,24 +147,23 @@ class Sources:
 
 
 class Telemetry:
-    """One registry per app, so that two apps in one process do not mix their figures."""
+    """One per app, so that two apps in one process do not mix their figures."""
 
     def __init__(self, sources: Sources) -> None:
-        self.registry = CollectorRegistry()
-        self._world = WorldCollector(sources)
-        self.registry.register(self._world)
+        self._sources = sources
+        self._held_back: HeldBack | None = None
+        self._shown: list[Callable[[], Iterable[Read]]] = []
         requests = DurationCollector(
             REQUEST_SECONDS, "Time to answer, by route template.", ("method", "route", "status")
         )
         calls = DurationCollector(CALL_SECONDS, "Time to the end of a call over gRPC.", ("method", "code"))
         waits = DurationCollector(WAIT_SECONDS, "Time that requests waited for a slot, if they had to.", ())
-        for histogram in (requests, calls, waits):
-            self.registry.register(histogram)
+        self._durations = (requests, calls, waits)
         self._note_request, self._note_call, self._note_wait = requests.note, calls.note, waits.note
 
     def note_held_back(self, held_back: HeldBack | None) -> None:
         """Call it before a scrape, which does not wait."""
-        self._world.held_back = held_back
+        self._held_back = held_back
 
     def on_request(self, method: str, route: str, status: int, seconds: float) -> None:
         self._note_request((method if method in _METHODS else "other", route, status), seconds)
@@ -180,33 +176,17 @@ class Telemetry:
 
     def show_lanes(self, read: Callable[[], Iterable[LaneRow]]) -> None:
         """Only models that are asked have metrics: their names come from clients."""
-        self.registry.register(SamplesCollector(lambda: _lane_samples(read())))
+        self._shown.append(lambda: _lane_samples(read()))
 
     def show_servers(self, read: Callable[[], Iterable[ServerRow]]) -> None:
-        self.registry.register(SamplesCollector(lambda: _server_samples(read())))
+        self._shown.append(lambda: _server_samples(read()))
 
-
-class SamplesCollector(Collector):
-    """Of metrics that `read` names with their samples, at each scrape."""
-
-    def __init__(self, read: Callable[[], Iterable[Read]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        return _families(self._read())
-
-
-class WorldCollector(Collector):
-    """Reads the World. The cost grows with what is held and active and with how many demands differ, not
-    with the queue. No task is a label."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-        self.held_back: HeldBack | None = None
-
-    def collect(self) -> Iterable[Metric]:
-        yield from _families(_world_samples(self._sources, self.held_back))
-        yield inferences.wait_metric(self._sources.world)
+    def text(self) -> str:
+        """The cost grows with what is held and active and with how many demands differ, not with the queue.
+        No task is a label."""
+        read = chain(_world_samples(self._sources, self._held_back), *(shown() for shown in self._shown))
+        waits = inferences.wait_metric(self._sources.world)
+        return text_of([*map(_metric, read), waits, *(durations.metric() for durations in self._durations)])
 
 
 def _world_samples(sources: Sources, held_back: HeldBack | None) -> Iterator[Read]:
@@ -248,14 +228,11 @@ def _server_samples(rows: Iterable[ServerRow]) -> Iterator[Read]:
     yield "gpubroker_model_server_requests_passed_on", [((row.name,), float(row.passed_on)) for row in known]
 
 
-def _families(read: Iterable[Read]) -> Iterator[Metric]:
-    for name, samples in read:
-        is_counter = name in COUNTERS
-        about, labels = COUNTERS[name] if is_counter else GAUGES[name]
-        family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(name, about, labels=labels)
-        for values, value in samples:
-            family.add_metric(values, value)
-        yield family
+def _metric(read: Read) -> Metric:
+    name, samples = read
+    if name in COUNTERS:
+        return counter(name, *COUNTERS[name], samples)
+    return gauge(name, *GAUGES[name], samples)
 
 
 def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Read]:

@@ -5,7 +5,6 @@ import contextlib
 from typing import Annotated, Literal
 
 from fastapi import Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -117,7 +116,7 @@ async def get_metrics(parts: Parts, telemetry: Annotated[Telemetry, PARTS]) -> R
         telemetry.note_held_back(await parts.store.held_back())
     except StoreUnavailable:
         telemetry.note_held_back(None)
-    return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(telemetry.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @resource.route(
