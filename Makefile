@@ -80,6 +80,7 @@ evidence: .venv/.installed .tools/triton/.installed  ## 90 minutes: kills, pause
 	$(RUN) python -m tests.chaos kill --database postgres --engine gateways --kills 20 --tasks-per-kill 125 --batches 3
 	$(RUN) python -m tests.chaos kill --database sqlite --engine ray --kills 14 --tasks-per-kill 20 --batches 4
 	$(RUN) python -m tests.chaos kill --database postgres --engine ray --kills 14 --tasks-per-kill 20 --batches 4
+	$(RUN) python -m tests.chaos sweep --database postgres
 	$(RUN) python -m tests.chaos pause
 	$(RUN) python -m tests.chaos shutdown
 	$(RUN) python -m tests.chaos power-loss --batches 5

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from tests.patience import PATIENCE_SECONDS
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/monitor.md"
 
 HURRY = 10.0
+SCRAPE_SECONDS = 0.1
+"""Between two scrapes."""
 
 Labels = frozenset[tuple[str, str]]
 Series = tuple[str, Labels]
@@ -91,7 +93,7 @@ class Scrapes:
         return float(sum(before != after for before, after in pairwise(values)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Alert:
     text: str
     expression: promql.Expr
@@ -105,50 +107,52 @@ class Alert:
         return name
 
 
-def documented() -> list[Alert]:
+@cache
+def documented() -> tuple[Alert, ...]:
     """In the order of the page."""
     rows = re.findall(r"^\| `(.+?)` \| (\w*) *\|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return [
+    return tuple(
         Alert(text, promql.parse(text), promql.parse_duration(held).total_seconds() if held else 0.0)
         for text, held in rows
-    ]
+    )
 
 
 @dataclass
 class Alertmanager:
-    """Which of the documented alerts fire. `hurry`: how many times sooner than documented."""
+    """Which of the documented alerts fire."""
 
     scrapes: Scrapes
-    hurry: float = 1.0
-    _since: dict[tuple[str, Labels], float] = field(default_factory=dict)
+    _at: float = 0.0
+    _since: dict[tuple[Alert, Labels], float] = field(default_factory=dict)
 
-    def firing(self, at: float) -> set[str]:
-        """After a scrape at that time: the metrics of those that fire."""
+    def look(self, at: float) -> None:
         self.scrapes.scrape(at)
-        found: set[str] = set()
-        holding: dict[tuple[str, Labels], float] = {}
-        for alert in documented():
-            for labels in self.scrapes.evaluate(alert.expression):
-                since = holding[alert.text, labels] = self._since.get((alert.text, labels), at)
-                if at - since >= alert.hold_seconds / self.hurry:
-                    found.add(alert.metric)
-        self._since = holding
-        return found
+        holding = [(one, labels) for one in documented() for labels in self.scrapes.evaluate(one.expression)]
+        self._at, self._since = at, {one: self._since.get(one, at) for one in holding}
+
+    def firing(self, hurry: float = 1.0) -> set[str]:
+        """Their metrics, at the last look. `hurry`: how many times sooner than documented."""
+        return {
+            alert.metric
+            for (alert, _), since in self._since.items()
+            if self._at - since >= alert.hold_seconds / hurry
+        }
 
 
 class Prometheus:
-    """Scrapes these gateways, and evaluates all alerts twice: as documented, and ten times sooner."""
+    """Scrapes these gateways, and judges all alerts twice: as documented, and ten times sooner."""
 
     def __init__(self, *gateways: ServiceProcess) -> None:
         targets = {gateway.data_dir.name: partial(metrics_of, gateway) for gateway in gateways}
-        self._alerts, self._soon = (Alertmanager(Scrapes(**targets), hurry) for hurry in (1.0, HURRY))
+        self._alerts = Alertmanager(Scrapes(**targets))
         self.fired: set[str] = set()
         """As documented, until now."""
 
     def soon(self) -> set[str]:
-        now = time.monotonic()
-        self.fired |= self._alerts.firing(now)
-        return self._soon.firing(now)
+        time.sleep(SCRAPE_SECONDS)
+        self._alerts.look(time.monotonic())
+        self.fired |= self._alerts.firing()
+        return self._alerts.firing(HURRY)
 
     def until(self, *alerts: str) -> None:
         until(lambda: self.soon() == set(alerts), f"these alerts fire: {alerts}")

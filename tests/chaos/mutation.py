@@ -49,7 +49,7 @@ MUTANTS = (
         "memory without a proof that its process is gone is released after a timeout",
         "service/gpubroker_server/core/domain/lease.py",
         "return move_lease(lease, LeaseState.QUARANTINED, quarantined_at=now)",
-        "return moved_lease(lease, LeaseState.RELEASED, proof=Proof.PROCESS_ABSENT)",
+        "return move_lease(lease, LeaseState.RELEASED, proof=Proof.PROCESS_ABSENT)",
         "tests/core/lifecycle/test_deadlines.py",
     ),
     Mutant(

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,9 @@ from tests.contracts.scenes import next_term, picture
 
 _SURVIVED = 3
 _REFUSED = frozenset({CommitVerdict.UNAVAILABLE, CommitVerdict.STALE})
+
+Point = tuple[int, str]
+"""A boundary of an operation: its number, and its name."""
 
 
 class Violation(AssertionError):
@@ -93,8 +96,11 @@ class Attempt:
 class Sweep:
     """On one database, which nothing else uses."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, every: int = 1) -> None:
+        """`every`: of each operation's boundaries only every so many are tried, and another first one than of
+        the operation before."""
         self._url = url
+        self._every = every
         self._reader = Reader(url)
         self._checker = Checker(self._reader)
         self._term = Term(0)
@@ -110,15 +116,17 @@ class Sweep:
             asyncio.run(self._initialize())
             gc.freeze()
             self.result.operations = len(operations)
-            for name, operation in operations.items():
+            for number, (name, operation) in enumerate(operations.items()):
                 for fault in faults:
                     expected = asyncio.run(self._run_undisturbed(fault, operation))
+                    points = list(enumerate(expected.boundaries))
+                    points = points[number % min(self._every, len(points)) :: self._every]
                     if fault is Fault.CUT:
-                        asyncio.run(self._cut_everywhere(name, operation, expected))
+                        asyncio.run(self._cut_at(points, name, operation, expected))
                     else:
-                        self._kill_everywhere(name, operation, expected)
+                        self._kill_at(points, name, operation, expected)
                     asyncio.run(self._check_all_ended(name))
-                    self.result.points[fault] += len(expected.boundaries)
+                    self.result.points[fault] += len(points)
         return self.result
 
     async def _initialize(self) -> None:
@@ -137,9 +145,11 @@ class Sweep:
 
     # The connection is cut, and the process continues
 
-    async def _cut_everywhere(self, name: str, operation: Operation, expected: Undisturbed) -> None:
+    async def _cut_at(
+        self, points: Sequence[Point], name: str, operation: Operation, expected: Undisturbed
+    ) -> None:
         async with self._opened() as (scene, fault_point):
-            for point, boundary in enumerate(expected.boundaries):
+            for point, boundary in points:
                 where = f"{name}, cut {boundary}"
                 id, before = await self._prepare(scene, operation)
                 fault_point.arm(Fault.CUT, point)
@@ -157,9 +167,11 @@ class Sweep:
 
     # The process is killed, and another one takes over
 
-    def _kill_everywhere(self, name: str, operation: Operation, expected: Undisturbed) -> None:
+    def _kill_at(
+        self, points: Sequence[Point], name: str, operation: Operation, expected: Undisturbed
+    ) -> None:
         killed: Attempt | None = None
-        for point, boundary in enumerate(expected.boundaries):
+        for point, boundary in points:
             where = f"{name}, killed {boundary}"
             killed = asyncio.run(self._prepare_next(killed, expected, operation, where))
             self._kill_child(operation, killed, point)
@@ -302,13 +314,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     faults = [Fault.CUT.value, Fault.KILL.value]
     parser.add_argument("--fault", action="append", choices=faults, help="fault to inject (may be repeated)")
+    parser.add_argument("--every", type=int, default=1, help="try only every so many of the boundaries")
 
 
 def command(options: argparse.Namespace) -> None:
     faults = [Fault(name) for name in options.fault or (Fault.CUT, Fault.KILL)]
     operations = {name: OPERATIONS[name] for name in options.operation or OPERATIONS}
     if options.database_url is not None:
-        print(Sweep(options.database_url).run(faults, operations))
+        print(Sweep(options.database_url, options.every).run(faults, operations))
         return
     with tempfile.TemporaryDirectory() as folder, a_database(options.database, Path(folder)) as url:
-        print(Sweep(url).run(faults, operations))
+        print(Sweep(url, options.every).run(faults, operations))

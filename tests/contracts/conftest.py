@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.ports.store import TaskStore
 
-from tests.contracts.fake_runners import FakeRunners
+from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
 from tests.mounts import mounted
 
 Open = Callable[[], Awaitable[TaskStore]]
@@ -52,8 +53,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def runners() -> Iterator[FakeRunners]:
+    """Their processes are ended when the test's event loop is closed: no agent hears of it any more."""
     with closing(FakeRunners()) as runners:
         yield runners
+
+
+@pytest.fixture
+def open_leader(runners: FakeRunners, tmp_path: Path) -> Callable[..., Leader]:
+    return partial(a_leader, runners, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import PROTOCOL, Report, RunOrder
 from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.adapters.ray.agent.node_agent import NodeAgent
+from gpubroker_server.adapters.ray.agent.runner_pool import RunnerPool
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import WatchedProcess, process_id
 from gpubroker_server.adapters.ray.wire import PROTOCOL as AGENT_PROTOCOL
@@ -219,6 +220,17 @@ class Leader:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not true():  # noqa: ASYNC110  # processes and files send no events
                 await asyncio.sleep(0.005)
+
+    async def until_noted(self, runner: Runner) -> None:
+        """Until this one that was kept ready has ended, and the agent does nothing more about it."""
+        await self.until(lambda: runner.process.poll() is not None)
+        await self.until(lambda: runner.name not in [process.name for process in self.pool.ready])
+
+    @property
+    def pool(self) -> RunnerPool:
+        """The agent's."""
+        assert self.agent._runs is not None
+        return self.agent._runs.pool
 
     def kinds_of(self, task: str) -> list[str]:
         return [report[0] for report in self.received if report[1] == task]

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,10 @@ from gpubroker_server.adapters.ray.wire import MEASURE
 from ray.exceptions import RaySystemError
 from structlog.testing import capture_logs
 
-from tests.contracts.fake_runners import GPU, FakeRunners, Leader, Runner, a_leader
+from tests.contracts.fake_runners import GPU, FakeRunners, Leader, Runner
 from tests.patience import PATIENCE_SECONDS
 
 OpenLeader = Callable[..., Leader]
-
-
-@pytest.fixture
-def open_leader(runners: FakeRunners, tmp_path: Path) -> OpenLeader:
-    return partial(a_leader, runners, tmp_path)
 
 
 def files_of(config: AgentConfig) -> Path:
@@ -289,7 +283,8 @@ async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to
     _, idle = runners.make(shared=True)
     leader = open_leader(warm_runners=1)
     await leader.announce()
-    await leader.until(lambda: idle.process.poll() is not None)
+    await leader.until_noted(idle)
+    await leader.until(lambda: leader.pool.ready)
 
 
 async def test_a_warm_runner_of_an_earlier_agent_finishes_its_runs_and_takes_no_new_ones(
@@ -306,7 +301,7 @@ async def test_a_warm_runner_of_an_earlier_agent_finishes_its_runs_and_takes_no_
 
     old.report(ended(RunKey("left", 1, 0), failed("exception", "no"), b""))
     await leader.receive("gone", "left")
-    await leader.until(lambda: old.process.poll() is not None)
+    await leader.until_noted(old)
 
 
 async def test_a_rank_has_a_process_of_its_own_and_gets_go_after_its_start(

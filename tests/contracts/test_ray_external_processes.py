@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from gpubroker_server.adapters.ray.processes import disjoint_trees, marks_of, pr
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import ProcessGroup
 
-from tests.contracts.fake_runners import GPU, FakeRunners, Leader, a_leader
+from tests.contracts.fake_runners import GPU, FakeRunners, Leader
 from tests.nvml.machine import Gpu, Machine
 from tests.nvml.machine import Process as ProcessOn
 
@@ -29,12 +28,6 @@ Process = subprocess.Popen[bytes]
 
 LEASES = ((GPU, 7000),)
 KEY = ("task_lease", 1, 0)
-
-
-@pytest.fixture
-def runners() -> Iterator[FakeRunners]:
-    with contextlib.closing(FakeRunners()) as runners:
-        yield runners
 
 
 @pytest.fixture
@@ -69,11 +62,6 @@ def a_process_marked(instance: str) -> Iterator[int]:
     with subprocess.Popen(["sleep", "600"], env=os.environ | {INSTANCE_MARK: instance}) as process:
         yield process.pid
         process.kill()
-
-
-@pytest.fixture
-def open_leader(runners: FakeRunners, tmp_path: Path) -> OpenLeader:
-    return partial(a_leader, runners, tmp_path)
 
 
 async def watch(leader: Leader, pid: int, lease: str = "task_lease") -> None:

@@ -1,7 +1,6 @@
 """Objects that runs of one node open, without Ray: fetched once, and the leader is asked each time."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
 
 BYTES = b"0123456789"
 ID = hashlib.sha256(BYTES).hexdigest()
-
-
-@pytest.fixture
-def runners() -> Iterator[FakeRunners]:
-    runners = FakeRunners()
-    yield runners
-    runners.close()
 
 
 class Node:

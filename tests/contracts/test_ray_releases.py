@@ -8,7 +8,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId
 
-from tests.contracts.fake_runners import GPU, FakeRunners, Leader, a_leader
+from tests.contracts.fake_runners import GPU, FakeRunners, Leader
 
 NEWER = PROTOCOL + 1
 OpenLeader = Callable[..., Leader]
@@ -37,11 +36,6 @@ def newer_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of this test also speak the form after this one, with their leaders and with runners."""
     monkeypatch.setattr(messages, "SPOKEN", (PROTOCOL, NEWER))
     monkeypatch.setattr(node_agent, "SPOKEN", (wire.PROTOCOL, wire.PROTOCOL + 1))
-
-
-@pytest.fixture
-def open_leader(runners: FakeRunners, tmp_path: Path) -> OpenLeader:
-    return partial(a_leader, runners, tmp_path)
 
 
 @pytest.mark.usefixtures("newer_agent")
@@ -74,6 +68,7 @@ async def test_a_warm_process_of_the_release_before_finishes_its_runs(
     await leader.until(lambda: old._mailbox)
     old.report(ended(RunKey("left", 1, 0), failed("exception", "no"), b""))
     await leader.receive("gone", "left")
+    await leader.until_noted(old)
 
 
 @pytest.mark.usefixtures("newer_agent")

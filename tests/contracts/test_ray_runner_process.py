@@ -200,7 +200,7 @@ async def test_a_warm_process_that_has_touched_a_gpu_gets_no_other_run_and_is_re
     await leader.announce()
     await leader.until(lambda: len(runners.made) == 2)
     guilty, fresh = runners.made
-    await leader.until(lambda: guilty.process.poll() is not None)
+    await leader.until_noted(guilty)
     await leader.start("next", shareable=True)
     await leader.until(lambda: runners.started == ["next"])
     assert (guilty.tasks(), fresh.tasks()) == ([], ["next"])

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -51,8 +51,8 @@ class Probe:
 class Scene:
     """The runs of one node, and their reports."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.runners = FakeRunners()
+    def __init__(self, runners: FakeRunners, run_dir: Path) -> None:
+        self.runners = runners
         self.probe = Probe()
         self.reports: list[Report] = []
         self.config = an_agent_config(run_dir, warm_runners=1)
@@ -79,11 +79,10 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    scene = Scene(tmp_path)
+async def scene(runners: FakeRunners, tmp_path: Path) -> Scene:
+    scene = Scene(runners, tmp_path)
     await scene.runs.adopt()
-    yield scene
-    scene.runners.close()
+    return scene
 
 
 async def test_a_run_with_memory_is_gone_only_when_its_devices_can_be_measured(scene: Scene) -> None:

@@ -51,12 +51,11 @@ class Watched:
 
     def firing(self, seconds: float = 0.0) -> set[str]:
         """When the present state has lasted so long."""
-        found: set[str] = set()
         for _ in range(1 + ceil(seconds / STEP_SECONDS)):
             self.gateway.clock.advance(STEP_SECONDS)
             self._measure()
-            found = self._alerts.firing(self.gateway.clock.now())
-        return found
+            self._alerts.look(self.gateway.clock.now())
+        return self._alerts.firing()
 
 
 @asynccontextmanager

@@ -60,13 +60,6 @@ def facts(request: pytest.FixtureRequest) -> Iterator[Facts]:
 
 
 @pytest.fixture
-def runners() -> Iterator[FakeRunners]:
-    runners = FakeRunners()
-    yield runners
-    runners.close()
-
-
-@pytest.fixture
 async def leader(facts: Facts, runners: FakeRunners, tmp_path: Path) -> Leader:
     """Of an agent that has announced the real GPUs."""
     leader = a_leader(runners, tmp_path, devices=None, sample_period_seconds=0.2)

@@ -157,4 +157,3 @@ def test_an_idle_stream_blocks_no_other_and_goes_on_when_it_is_used_again(scene:
             told, result, error = answers.get(timeout=PATIENCE_SECONDS)
             assert (told, error) == (name, None)
             assert result is not None
-        until(lambda: scene.figure("requests_in_flight") == 0, "the streams are idle")

@@ -152,7 +152,7 @@ def seconds_to_leave(triton: Triton, model: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("times", "most_seconds"), [(20, 10.0), pytest.param(200, 0.5, marks=pytest.mark.evidence)]
+    ("times", "most_seconds"), [(6, 10.0), pytest.param(200, 0.5, marks=pytest.mark.evidence)]
 )
 def test_two_models_that_do_not_fit_together_take_turns(
     own_triton: Triton, tmp_path: Path, times: int, most_seconds: float

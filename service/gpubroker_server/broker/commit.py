@@ -73,9 +73,7 @@ class Committer:
 
     async def carry_out(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         """Commit, then dispatch what was committed. By then the World shows it, through the store's listener.
-
-        Raises StaleTerm, and StoreUnavailable.
-        """
+        Raises StaleTerm, and StoreUnavailable."""
         if not decisions:
             return ()
         self.check_leader_term()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote
 
-from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, level_of, nodes_to_clean
+from gpubroker_server.core.control.disk_guard import DiskGuard, level_of, nodes_to_clean
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Notice, Request
-from gpubroker_server.core.domain.device import DiskOrder, DiskReport, FoundFile, Node
+from gpubroker_server.core.domain.device import DiskOrder, DiskReport, FoundFile
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
@@ -156,6 +156,7 @@ class DiskPasses:
             kept.update(dict(one.kept))
         node, sample = self._world.nodes.get(report.node), self._world.node_samples.get(report.node)
         disks = () if node is None or sample is None else sample.disks
+        rules = self._guard.rules if node is None else self._guard.rules_of(node)
         return {
             "at": report.at,
             "deleted": found is not None,
@@ -168,7 +169,7 @@ class DiskPasses:
                     "path": disk.path,
                     "total_bytes": disk.total_bytes,
                     "free_bytes": disk.free_bytes,
-                    "level": self._level(node, disk.used_share).name.lower(),
+                    "level": level_of(disk.used_share, rules).name.lower(),
                 }
                 for disk in disks
             ],
@@ -182,9 +183,6 @@ class DiskPasses:
                 for file in report.files
             ],
         }
-
-    def _level(self, node: Node | None, used_share: float) -> DiskLevel:
-        return level_of(used_share, self._guard.rules if node is None else self._guard.rules_of(node))
 
 
 def _sum_of(report: DiskReport) -> Mapping[str, int]:

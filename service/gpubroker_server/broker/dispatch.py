@@ -93,10 +93,8 @@ class Dispatcher:
                 self._specs = await self.store.specs(starts)
 
     async def send(self, committed: Sequence[Decision]) -> Sequence[Report]:
-        """Send all orders in decision order. Returns reports about starts that could not be made.
-
-        Raises StoreUnavailable: then nothing was sent.
-        """
+        """Send all orders in decision order. Returns reports about starts that could not be made. Raises
+        StoreUnavailable: then nothing was sent."""
         orders = [order for decision in committed for order in decision.orders]
         starts = [order for order in orders if isinstance(order, Start) and not self._is_over(order)]
         rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}

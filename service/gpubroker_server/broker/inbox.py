@@ -13,11 +13,9 @@ MOST_REPORT_BYTES = 64 * 2**20
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeReport, ServerIndex, ServerGone or ModelsInUse, or that one alone.
-
-    These list all runs of an agent, all models of a server or all in use at one moment: earlier reports must
-    be committed when the list is read, and later ones must not.
-    """
+    """The reports up to the next NodeReport, ServerIndex, ServerGone or ModelsInUse, or that one alone. These
+    list all runs of an agent, all models of a server or all in use at one moment: earlier reports must be
+    committed when the list is read, and later ones must not."""
     batch: list[Report] = []
     for report in heard:
         if isinstance(report, NodeReport | ServerIndex | ServerGone | ModelsInUse):

@@ -102,11 +102,8 @@ class Leader:
         self._wound_up = asyncio.Event()
 
     async def cycle(self) -> None:
-        """Observe, plan, commit, act.
-
-        Raises StaleTerm, PictureDiverged, and StoreUnavailable: then the next cycle continues with what is
-        left.
-        """
+        """Observe, plan, commit, act. Raises StaleTerm, PictureDiverged, and StoreUnavailable: then the next
+        cycle continues with what is left."""
         is_last = self._is_winding_up
         self._commits.check_leader_term()
         await self._commits.dispatch()  # orders that the last cycle could not send

@@ -81,10 +81,7 @@ def forget_ended(progress: dict[TaskId, Any], events: Iterable[Event]) -> None:
 
 def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
     """The reports about a task without the values that the database refused: its run failed, without
-    checkpoints.
-
-    Nothing if they have no such values.
-    """
+    checkpoints. Nothing if they have no such values."""
     mine = [report for report in reports if getattr(report, "task", None) == task]
     plain: list[Report] = []
     for report in mine:
@@ -330,10 +327,8 @@ class Observer:
         forget_ended(self._loads, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
-        """Bytes before the row: a committed row never names an object that is not on disk.
-
-        Raises _Rejected, StoreUnavailable.
-        """
+        """Bytes before the row: a committed row never names an object that is not on disk. Raises _Rejected,
+        StoreUnavailable."""
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
         outcome = decision.outcome

@@ -17,7 +17,7 @@ from gpubroker_server.core.control.disk_guard import (
     DiskStanding,
     follow_disks,
 )
-from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
+from gpubroker_server.core.control.idle import Idle, IdleRules, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
 from gpubroker_server.core.control.memory_failures import MemoryFailureCount, MemoryFailures
@@ -127,7 +127,7 @@ class FleetControl:
             if one.constrained_since is not None
         }
         self._controls: dict[FleetTarget, Control] = {}
-        self._quiet = {one.name: Quiet(one.since, one.utilization) for one in before.idle}
+        self._quiet = {one.name: one for one in before.idle}
         self._idle = list(before.idle)
         self._idle_pace = Interval(rules.idle_check_seconds)
         self._filled: dict[str, Instant] = {}

@@ -23,25 +23,20 @@ class Reading(NamedTuple):
     """All that runs on it is the work of idle templates, which does not make it busy."""
 
 
-class Quiet(NamedTuple):
+class Idle(NamedTuple):
     """Something that is below the threshold."""
 
-    since: Instant
-    utilization: float
-
-
-class Idle(NamedTuple):
     name: str
     utilization: float
     since: Instant
 
 
 def follow(
-    before: Mapping[str, Quiet], readings: Iterable[Reading], now: Instant, rules: IdleRules
-) -> dict[str, Quiet]:
+    before: Mapping[str, Idle], readings: Iterable[Reading], now: Instant, rules: IdleRules
+) -> dict[str, Idle]:
     """What is below the threshold now, and since when. What is not measured stays what it was: a driver that
     does not answer for a moment says nothing about the work."""
-    after: dict[str, Quiet] = {}
+    after: dict[str, Idle] = {}
     for reading in readings:
         known = before.get(reading.name)
         if reading.utilization is None:
@@ -49,14 +44,11 @@ def follow(
                 after[reading.name] = known
         elif reading.fills_itself or reading.utilization < rules.below:
             since = now if known is None else min(known.since, now)
-            after[reading.name] = Quiet(since, 0.0 if reading.fills_itself else reading.utilization)
+            utilization = 0.0 if reading.fills_itself else reading.utilization
+            after[reading.name] = Idle(reading.name, utilization, since)
     return after
 
 
-def idle(quiet: Mapping[str, Quiet], now: Instant, rules: IdleRules) -> list[Idle]:
+def idle(quiet: Mapping[str, Idle], now: Instant, rules: IdleRules) -> list[Idle]:
     """In name order."""
-    return [
-        Idle(name, quiet[name].utilization, quiet[name].since)
-        for name in sorted(quiet)
-        if now - quiet[name].since >= rules.grace_seconds
-    ]
+    return [quiet[name] for name in sorted(quiet) if now - quiet[name].since >= rules.grace_seconds]

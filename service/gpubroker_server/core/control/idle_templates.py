@@ -101,11 +101,9 @@ def missing(
     paused: Container[str] = (),
 ) -> Counter[str]:
     """How many more tasks of each template fill these seats. `alive`: tasks that run or wait, by template.
-
     Each seat goes to the template for which (what it has, with this task, and has used lately) / weight is
     least, as far as its `max_running` allows; first to those with tasks that wait already. So a few seats are
-    shared by weight at each moment, and one seat is shared by weight as time goes by.
-    """
+    shared by weight at each moment, and one seat as time goes by."""
     held, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
 
     may_come: dict[str, int] = {}

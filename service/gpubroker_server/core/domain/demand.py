@@ -42,11 +42,9 @@ class _HashedOnce:
 
 @value
 class Demand(_HashedOnce):
-    """Sizes are per device; `cpu` and `memory_mb` are of the one node that the task runs on.
-
-    `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices. `custom` is
-    sorted by name, so that equal demands compare and hash equal.
-    """
+    """Sizes are per device, `cpu` and `memory_mb` of the one node that the task runs on. With neither
+    `gpu_mb` nor `gpu_fraction`, `gpus` are whole devices. `custom` is sorted by name: equal demands compare
+    and hash equal."""
 
     gpus: int = 0
     gpu_mb: Mib | None = None
@@ -73,7 +71,7 @@ class Demand(_HashedOnce):
     holds it."""
 
     def __hash__(self) -> int:
-        """Computed once: every task hashes its demand several times, which `bench accept` notices."""
+        """Computed once, which `bench accept` notices."""
         try:
             return self._hash
         except AttributeError:
@@ -115,11 +113,9 @@ def interned(demand: Demand) -> Demand:
 
 
 def need_mb(demand: Demand, device: Device) -> Mib | None:
-    """MiB to lease on this device; None if it is not allowed, or too small even when empty.
-
-    A stated size is increased by the device's `context_mb`. A whole device is all that may be leased of it; a
-    fraction is of the same amount, rounded down. Both include the process's context.
-    """
+    """MiB to lease on this device; None if it is not allowed, or too small even when empty. A stated size has
+    the device's `context_mb` on top; a whole device, or a fraction (rounded down) of what may be leased of
+    it, includes the context."""
     if not may_use_device(demand, device):
         return None
     room = device.allocatable_mb

@@ -31,10 +31,8 @@ _WORDS = re.compile(r"[a-z0-9]+")
 
 @lru_cache(4096)
 def is_of_kind(reported: str, name: str) -> bool:
-    """Whether the driver's name of a device contains the kind's words in sequence, in any case.
-
-    `H100` is in `NVIDIA H100 80GB HBM3`; `L40` is not in `NVIDIA L40S`.
-    """
+    """Whether the driver's name of a device contains the kind's words in sequence, in any case. `H100` is in
+    `NVIDIA H100 80GB HBM3`; `L40` is not in `NVIDIA L40S`."""
     words, wanted = _WORDS.findall(reported.lower()), _WORDS.findall(name.lower())
     starts = range(len(words) - len(wanted) + 1)
     return any(words[at : at + len(wanted)] == wanted for at in starts)
@@ -74,8 +72,8 @@ class Device:
     allocatable_mb: Mib = field(init=False, compare=False, repr=False)
     """The most that all leases may sum up to; a whole device is this much."""
     sort: str = field(init=False, compare=False, repr=False)
-    """Equal for devices that a demand can tell apart by name only. Derived, like `allocatable_mb`, and
-    computed once because every placement reads both."""
+    """Equal for devices that a demand can tell apart by name only. Computed once, like `allocatable_mb`:
+    every placement reads both."""
 
     def __post_init__(self) -> None:
         usable_mb = self.physical_mb - self.reserve_mb - self.declared_foreign_mb

@@ -90,10 +90,7 @@ class Proof(StrEnum):
 @value
 class Lease:
     """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
-
-    `holder` is the id of a task, model, worker, server or external lease. `priority` and `tenant` are the
-    holder's, so that a device's ledger needs no look-up of the holder.
-    """
+    `priority` and `tenant` are the holder's, so that a device's ledger needs no look-up of it."""
 
     holder_kind: HolderKind
     holder: str

@@ -252,9 +252,7 @@ _LARGEST_EXPONENT = 32
 
 def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:
     """`retry_first_seconds` after the first failure, then `retry_factor` times longer each, up to the cap.
-
-    `failures` counts the attempts that used up a retry, including the one that just failed.
-    """
+    `failures`: the attempts that used up a retry, with the one that just failed."""
     factor = policy.retry_factor ** min(failures - 1, _LARGEST_EXPONENT)
     return Instant(now + min(policy.retry_cap_seconds, policy.retry_first_seconds * factor))
 

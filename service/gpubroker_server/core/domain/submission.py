@@ -265,10 +265,8 @@ def withdrawn_entrypoints(patterns: EntrypointPatterns, waiting: Mapping[str, in
 
 
 def _matches(entrypoint: str, pattern: str) -> bool:
-    """Left of the colon a wildcard covers whole packages; right of it, one name.
-
-    Otherwise `jobs:*` would allow `jobs:os.system`, which reaches whatever the module imports.
-    """
+    """Left of the colon a wildcard covers whole packages; right of it, one name. Otherwise `jobs:*` would
+    allow `jobs:os.system`, which reaches whatever the module imports."""
     module, _, path = entrypoint.partition(":")
     wanted_module, _, wanted_path = pattern.partition(":")
     names, wanted_names = path.split("."), wanted_path.split(".")

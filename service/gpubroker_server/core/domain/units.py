@@ -1,7 +1,6 @@
 """Types for numbers and ids, so that MiB and bytes, or a fence and a version, are not confused."""
 
 import re
-from functools import lru_cache
 from typing import NewType
 
 Mib = NewType("Mib", int)
@@ -55,7 +54,6 @@ def release_numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", release)[:3]))
 
 
-@lru_cache(maxsize=4096)
 def in_gib(mb: float) -> str:
     """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'."""
     return f"{mb / 1024:.1f} GiB"

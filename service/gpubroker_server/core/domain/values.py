@@ -12,17 +12,13 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def value(kind: type[T]) -> type[T]:
     """A dataclass with slots, compared and hashed by its fields, that mypy treats as frozen.
-
-    `dataclass(frozen=True)` sets each field through a function call: a Task would cost five times as much.
-    """
+    `dataclass(frozen=True)` sets each field through a function call: a Task would cost five times as much."""
     return dataclass(slots=True, unsafe_hash="__hash__" not in vars(kind))(kind)
 
 
 def changed(old: T, **changes: Any) -> T:
-    """What `dataclasses.replace` makes of a value of two fields or more, at a quarter of its cost.
-
-    Raises AttributeError for a name that is not a field.
-    """
+    """What `dataclasses.replace` makes of a value of two fields or more, at a quarter of its cost. Raises
+    AttributeError for a name that is not a field."""
     kind: Any = type(old)
     new: T = kind(*_fields_of(kind)(old))
     for name, changed_to in changes.items():

@@ -90,9 +90,7 @@ MOST_BUNDLES = 1000
 
 def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
     """What Ray's autoscaler should have room for, in its words: a bundle for each run and each waiting task.
-
-    Ray takes parts of one GPU only, so parts of several count as whole ones.
-    """
+    Ray takes parts of one GPU only, so parts of several count as whole ones."""
     bundles: list[dict[str, float]] = []
     for (gpus, cpu, memory_mb), count in sorted(demand.bundles.items(), key=lambda item: (-item[1], item[0])):
         amounts = {

@@ -167,7 +167,11 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
     draft, task = survey.draft, survey.task
     pledges = draft.pledges_of(task.id)
     runs = map(draft.task, sorted(draft.world.active))
-    victims = [task_label(run.id, run.tenant, task) for run in runs if _frees_for(run, task)]
+    victims = [  # runs that were asked to stop for it, or of which a rank was
+        task_label(run.id, run.tenant, task)
+        for run in runs
+        if any(preemptor == task.id for preemptor, _ in stop_notices(run))
+    ]
     size = in_gib(sum(pledge.mb for pledge in pledges.values()))
     if needs_gpus(task.demand):
         kept = f"{size} on {_some(draft.ledger(device).device.label for device in sorted(pledges))}"
@@ -177,11 +181,6 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
     left = max(pledge.deadline_at for pledge in pledges.values()) - survey.now
     when = f"within {in_time(left)}" if left > 0 else f"due {in_time(-left)} ago"
     return Blocker(Reason.WAITING_FOR_PREEMPTION, f"{kept} are pledged to it; it waits for {event} ({when})")
-
-
-def _frees_for(run: Task, task: Task) -> bool:
-    """Whether the run, or one of its ranks, was asked to stop for that task."""
-    return any(preemptor == task.id for preemptor, _ in stop_notices(run))
 
 
 def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:

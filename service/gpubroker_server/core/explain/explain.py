@@ -58,7 +58,6 @@ class Explanation:
     state: TaskState
     message: str
     """The most structural blocker's, or what it is doing."""
-    evaluated_at: Instant
     queue_length: int
     """All pending tasks, held and delayed ones included."""
     reason: Reason | None = None
@@ -85,7 +84,7 @@ def explain(
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         doing = _statement(world, task, policy, now)
-        return Explanation(task_id, task.state, doing, now, len(world.queue))
+        return Explanation(task_id, task.state, doing, len(world.queue))
     return explain_pending(diagnose(survey_nodes(Draft(world), task, policy, now, forecasts)))
 
 
@@ -105,7 +104,6 @@ def explain_pending(found: Diagnosis) -> Explanation:
         task.id,
         task.state,
         blockers[0].message,
-        survey.now,
         len(world.queue),
         blockers[0].reason,
         position,
@@ -121,9 +119,7 @@ def position_of(
     world: World, task: Task, policy: Policy, now: Instant, shares: FairShares | None = None
 ) -> int | None:
     """A task's place in the queue, from 1, at today's shares; the place that an unsubmitted task would have.
-
-    Costs one step per equivalence class, and one per device unless `shares` are given.
-    """
+    Costs one step per equivalence class, and one per device unless `shares` are given."""
     is_new = task.id not in world.tasks
     if task.id not in world.queue and (not is_new or is_deferred(task, world)):
         return None

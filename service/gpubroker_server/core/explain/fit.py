@@ -127,12 +127,10 @@ def plan_fleet(
     now: Instant,
     forecasts: Sequence[Forecast] = (),
 ) -> FleetPlanSteps:
-    """Place all components beside what runs, the hardest to place first. Changes nothing.
-
-    A component that a submit would refuse is not placed. One without room displaces runs of lower priority,
-    as a task would. Stopping runs count as gone. Of the queue only tasks with `forecasts` count. Yields after
-    each task; the World must not change meanwhile.
-    """
+    """Place all components beside what runs, the hardest to place first. Changes nothing. A component that a
+    submit would refuse is not placed; one without room displaces runs of lower priority, as a task would.
+    Stopping runs count as gone; of the queue only tasks with `forecasts` count. Yields after each task; the
+    World must not change meanwhile."""
     draft = Draft(world)
     _receive_all(draft)
     what_if = WhatIf(draft, policy, now, forecasts)

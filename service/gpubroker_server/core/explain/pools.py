@@ -13,11 +13,9 @@ from gpubroker_server.core.domain.units import in_gib
 def apply_pool(
     demand: Demand, pool: str, tenant: str, labels: Mapping[str, str], policy: Policy
 ) -> Demand | Refusal:
-    """The demand with what its tenant, its labels and its pool add, or why the pool does not fit.
-
-    Done once, at submit: a later change of a pool or a limit changes its amount, not which limits a task
-    counts against.
-    """
+    """The demand with what its tenant, its labels and its pool add, or why the pool does not fit. Done once,
+    at submit: a later change of a pool or a limit changes its amount, not which limits a task counts
+    against."""
     slots = dict.fromkeys(_running_slots(tenant, labels, policy), 1.0)
     if not pool:
         return replace(demand, slots=tuple(sorted(slots.items()))) if slots else demand

@@ -36,11 +36,8 @@ MAX_NODES = 12
 def remedies(
     survey: Survey, now: Way, expected_ends: ExpectedEnds, what_if: WhatIf, highest_priority: int = 100
 ) -> tuple[Remedy, ...]:
-    """Remedies for a task without room, the smallest change first.
-
-    `now`: what the planner would decide today; `highest_priority`: the highest that the caller may set. Costs
-    a few plans for this one task.
-    """
+    """Remedies for a task without room, the smallest change first: a few plans for this one task. `now`: what
+    the planner would decide today; `highest_priority`: the highest that the caller may set."""
     planner = RemedyPlanner(survey, what_if)
     aside = planner.is_deferred
     if not isinstance(now, Wait):

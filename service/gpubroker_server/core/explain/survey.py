@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.demand import Demand, may_use_device, may_use_node, need_mb
-from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.demand import may_use_device, may_use_node, need_mb
+from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib
@@ -103,40 +103,18 @@ def survey_nodes(
 ) -> Survey:
     """Diagnosis at every node for this task. Changes nothing; costs as much as there are devices."""
     nodes = (draft.world.nodes[name] for name in sorted(draft.world.nodes))
-    needs = _DeviceNeeds(task.demand)
-    found = tuple(_judge(draft, task, policy, now, node, needs) for node in nodes)
+    found = tuple(_judge(draft, task, policy, now, node) for node in nodes)
     return Survey(task, draft, policy, now, found, tuple(forecasts), known)
 
 
-class _DeviceNeeds:
-    """What a demand needs on each device, computed once for equal devices."""
-
-    def __init__(self, demand: Demand) -> None:
-        self._demand = demand
-        self._known: dict[str, tuple[bool, Mib | None]] = {}
-
-    def of(self, device: Device) -> tuple[bool, Mib | None]:
-        """(whether the demand may use this device, MiB)"""
-        sort = device.key if self._demand.where.devices else device.sort
-        known = self._known.get(sort)
-        if known is None:
-            need = need_mb(self._demand, device) if self._demand.gpus else Mib(0)
-            known = self._known[sort] = may_use_device(self._demand, device), need
-        return known
-
-
-def _judge(
-    draft: Draft, task: Task, policy: Policy, now: Instant, node: Node, needs: _DeviceNeeds
-) -> NodeFinding:
+def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -> NodeFinding:
     demand, period = task.demand, policy.sample_period_seconds
     is_open = may_use_node(demand, node)
-    room, full_disk = (
-        draft.headroom(node.name, task=task.id, priority=task.priority),
-        draft.full_disk(node.name),
-    )
+    room = draft.headroom(node.name, task=task.id, priority=task.priority)
+    full_disk = draft.world.full_disks.get(node.name, "")
     closed = _closed(node, full_disk, gives_gpus=room.gives_gpus or not demand.gpus)
     devices = tuple(
-        _judge_device(ledger, task, closed, needs, is_open=is_open, is_stale=ledger.is_stale(now, period))
+        _judge_device(ledger, task, closed, is_open=is_open, is_stale=ledger.is_stale(now, period))
         for ledger in draft.ledgers_on(node.name)
     )
     matching = sum(finding.need_mb is not None for finding in devices)
@@ -167,17 +145,17 @@ def _judge_device(
     ledger: DeviceLedger,
     task: Task,
     closed: Verdict | None,
-    needs: _DeviceNeeds,
     *,
     is_open: bool,
     is_stale: bool,
 ) -> DeviceFinding:
     """`closed`: what keeps the task from the whole node. `is_open`: whether the task may use the node."""
-    may_use, need = needs.of(ledger.device)
+    demand, device = task.demand, ledger.device
+    need = need_mb(demand, device) if demand.gpus else Mib(0)
     free = Mib(max(0, ledger.free_mb(task=task.id, priority=task.priority)))
-    if not ledger.device.present:
+    if not device.present:
         verdict = Verdict.GONE
-    elif not (is_open and may_use):
+    elif not (is_open and may_use_device(demand, device)):
         verdict = Verdict.NOT_WANTED
     elif need is None:
         verdict = Verdict.TOO_SMALL

@@ -207,7 +207,7 @@ def reservation_blockers(survey: Survey) -> list[Blocker]:
     keepers = what_if.reserved_from(survey.task)
     if not keepers:
         return []
-    first = min(keepers, key=_start_at)
+    first = min(keepers, key=lambda one: (one.forecast.start_at, one.task.id))
     name, start = task_label(first.task.id, first.task.tenant, survey.task), seconds_until(first, survey)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
     if isinstance(first, FirstWaiting):
@@ -216,10 +216,6 @@ def reservation_blockers(survey: Survey) -> list[Blocker]:
         kept = f"it has room, which is reserved for {name}{more}, expected to start on {first.node}"
     message = f"{kept} in {in_time(start)}; this task is not known to end by then"
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
-
-
-def _start_at(one: Reservation | FirstWaiting) -> tuple[float, str]:
-    return one.forecast.start_at, one.task.id
 
 
 def seconds_until(one: Reservation | FirstWaiting, survey: Survey) -> float:

@@ -179,11 +179,9 @@ def reported(
     now: Instant,
     most_bytes: int,
 ) -> None:
-    """Store what is new, and answer. Results count as a checkpoint: they are not lost with the run.
-
-    A worker that reports has opened its function and its items, so its failures are forgotten: whatever ends
-    it later is the fault of an item, which has retries of its own.
-    """
+    """Store what is new, and answer. Results count as a checkpoint: they are not lost with the run. A worker
+    that reports has opened its function and its items, so its failures are forgotten: what ends it later is
+    the fault of an item, which has retries of its own."""
     task = update.live(report.fence, report.rank)
     work = None if task is None or task.array is None else arrays.get(task.array)
     if task is None or work is None:

@@ -69,10 +69,8 @@ def carry_out_all(world: World, requests: Iterable[Request], now: Instant, polic
 
 
 def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
-    """One decision that settles the request in any case; but a stack is asked for until it comes.
-
-    A request that comes too late, or that a newer release wrote and this one does not know, changes nothing.
-    """
+    """One decision that settles the request in any case; but a stack is asked for until it comes. A request
+    that comes too late, or that a newer release wrote, changes nothing."""
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
     if request.what == "resume":
@@ -191,10 +189,8 @@ def _read_stack(world: World, task: Task, request: Request, now: Instant, done: 
 def _cancel_stopping(
     world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
 ) -> Decision:
-    """A run that was to be requeued is cancelled; a run past its limit still ends as timed out.
-
-    A shorter grace period replaces the current one, a longer one does not.
-    """
+    """A run that was to be requeued is cancelled; a run past its limit still ends as timed out. A shorter
+    grace period replaces the current one."""
     assert task.stop_deadline_at is not None
     changes: dict[str, Any] = {}
     orders: tuple[AnyStopOrder, ...] = ()

@@ -53,12 +53,9 @@ def begin_evidence(wall: Instant, boot: MonotonicSeconds) -> ClockEvidence:
 
 
 def add_reading(known: ClockEvidence, wall: Instant, boot: MonotonicSeconds) -> ClockEvidence:
-    """What is known after another reading of both clocks.
-
-    A contradicted clock agrees again when it has come back. One that was set ahead and stays there for
-    STEADY_SECONDS counts from then on. One that was set back never does in this process: what has been lived
-    would be lived twice.
-    """
+    """What is known after another reading of both clocks. A contradicted clock agrees again when it has come
+    back. One that was set ahead counts from when it has stayed there for STEADY_SECONDS; one that was set
+    back never does in this process: what has been lived would be lived twice."""
     offset_seconds = wall - boot
     apart = offset_seconds - known.expected_seconds
     if abs(apart) <= BOUND_SECONDS:

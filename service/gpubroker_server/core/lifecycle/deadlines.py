@@ -63,12 +63,8 @@ def extend_window(watch: ObservationWindow | None, now: Instant) -> ObservationW
 
 
 def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | None) -> list[Decision]:
-    """Decisions that are due; `watch` is the window before this look.
-
-    A leader that was late, slept or has just taken over counts no run as unconfirmed before the whole
-    patience has passed again. Looks at active tasks at a limit, ended runs that are not confirmed gone,
-    pledges, and expired pending tasks.
-    """
+    """Decisions that are due; `watch` is the window before this look. A leader that was late, slept or has
+    just taken over counts no run as unconfirmed before the whole patience has passed again."""
     since = extend_window(watch, now).since
     decisions: list[Decision] = []
     moved: set[TaskId] = set()

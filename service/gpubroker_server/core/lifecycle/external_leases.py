@@ -1,6 +1,5 @@
 """Leases of external holders: released by their own request, or by proof that their process is gone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,11 +43,6 @@ def holders_on(world: World, node: NodeName) -> list[Task]:
     leases = (h.lease for key in world.by_node.get(node, ()) for h in world.ledgers[key].holdings.values())
     names = {lease.holder for lease in leases if lease.holder_kind is HolderKind.EXTERNAL}
     return [world.tasks[TaskId(name)] for name in sorted(names)]
-
-
-def watched_on(world: World, node: NodeName) -> Iterator[WatchOrder]:
-    for task in holders_on(world, node):
-        yield from watch_orders(world, task, world.leases_of(task))
 
 
 def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:

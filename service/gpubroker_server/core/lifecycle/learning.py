@@ -77,10 +77,8 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]
 
 
 def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
-    """(rank, whether it succeeded) of each run that ends with this.
-
-    A rank that ends well after its gang was asked to stop has succeeded only if the gang has.
-    """
+    """(rank, whether it succeeded) of each run that ends with this. A rank that ends well after its gang was
+    asked to stop has succeeded only if the gang has."""
     succeeded = write.what is Move.SUCCEEDED
     if not before.members:
         if succeeded or write.what in _OTHER_ENDS:

@@ -27,11 +27,9 @@ from gpubroker_server.core.world.world import World
 
 
 def take_over(world: World) -> Decision | None:
-    """The first decision of a term: no node takes anything before its agent has answered this term.
-
-    After that answer, starts that an older term ordered can no longer arrive, because agents refuse lower
-    terms. So the answer proves what never started.
-    """
+    """The first decision of a term: no node takes anything before its agent has answered this term. After
+    that, starts that an older term ordered can no longer arrive, because agents refuse lower terms: the
+    answer proves what never started."""
     ready = (node for name, node in sorted(world.nodes.items()) if node.ready)
     nodes = tuple(replace(node, ready=False, version=node.version + 1) for node in ready)
     return Decision("cluster", "take_over", nodes=nodes) if nodes else None
@@ -75,11 +73,8 @@ def never_joined(world: World, rules: InventoryRules) -> list[str]:
 def reconcile(
     world: World, seen: NodeReport, now: Instant, policy: Policy, rules: InventoryRules
 ) -> list[Decision]:
-    """First the node and its devices, then one decision per task with a missing run, then orders.
-
-    Runs that both sides know go on. Runs that only rows know are gone. Runs that only the agent knows are
-    killed.
-    """
+    """First the node and its devices, then one decision per task with a missing run, then orders. Runs that
+    only rows know are gone; runs that only the agent knows are killed."""
     decisions = []
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
     if nodes or devices:
@@ -226,9 +221,10 @@ def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
 def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
     """Stop, go and watch orders may have been lost with the leader or the agent."""
     there = set(seen.runs)
-    for watch in external_leases.watched_on(world, seen.node.name):
-        if (watch.task, watch.fence, watch.rank) not in there:
-            yield replace(watch, incarnation=seen.node.incarnation)
+    for outsider in external_leases.holders_on(world, seen.node.name):
+        for watch in external_leases.watch_orders(world, outsider, world.leases_of(outsider)):
+            if (watch.task, watch.fence, watch.rank) not in there:
+                yield replace(watch, incarnation=seen.node.incarnation)
     for task, rank in _active_on(world, seen):
         if (task.id, task.fence, rank) not in there:
             continue

@@ -207,11 +207,9 @@ class HeartbeatMonitor:
 
 
 def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[NodeLost]:
-    """Nodes with runs that have not answered this term, though others have; `since`: when the leader
-    began to listen without a gap.
-
-    While no agent at all answers, the leader is cut off, and giving up runs would free nothing.
-    """
+    """Nodes with runs that have not answered this term, though others have: while no agent answers, the
+    leader is cut off, and giving up runs would free nothing. `since`: when it began to listen without a
+    gap."""
     if now < since + NODE_PATIENCE_SECONDS or not any(node.ready for node in world.nodes.values()):
         return []
     nodes = (world.nodes[name] for name in sorted(world.runs) if world.runs[name])

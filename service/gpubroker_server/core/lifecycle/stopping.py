@@ -60,11 +60,8 @@ def cancel_pending(world: World, task: Task, now: Instant, done: Decision) -> De
 
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
-    """How a STOPPING task moves on when its runs are gone or given up.
-
-    A preemption, a move or a lost rank uses up no retry. An external holder does not come back; a model does
-    while it is wanted.
-    """
+    """How a STOPPING task moves on when its runs are gone or given up. A preemption, a move or a lost rank
+    uses up no retry; an external holder does not come back, a model does while it is wanted."""
     if task.model is not None:
         return _after_unload(task, now)
     if task.external is not None and task.stop_reason is not StopReason.CANCEL:
@@ -179,11 +176,8 @@ def forget_order(world: World, task: Task, rank: int) -> ForgetOrder:
 
 
 def overuse_decisions(world: World, now: Instant, policy: Policy) -> list[Decision]:
-    """Mark each lease that its run exceeds, once; by policy, stop the run.
-
-    Looks only at leases that were measured to be exceeded. A run that is not RUNNING, or is asked to stop, is
-    left alone.
-    """
+    """Mark each lease that its run exceeds, once; by policy, stop the run. One that is not RUNNING, or is
+    asked to stop, is left alone."""
     over: dict[TaskId, list[str]] = defaultdict(list)
     for key, holding in world.learned.above.items():
         lease = holding.lease

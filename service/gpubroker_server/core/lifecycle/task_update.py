@@ -21,11 +21,9 @@ from gpubroker_server.core.world.world import World
 
 
 class TaskUpdate:
-    """One task with the leases of all its claims, after the reports read so far.
-
-    The store guards each row by its version, so a decision writes a row once: the last move that changed the
-    state wins, changed fields add up, and a lease goes to its final state in one step.
-    """
+    """One task with the leases of all its claims, after the reports read so far. The store guards each row by
+    its version, so a decision writes a row once: the last move that changed the state wins, changed fields
+    add up, and a lease goes to its final state in one step."""
 
     def __init__(self, world: World, task: TaskId, now: Instant) -> None:
         self._id = task

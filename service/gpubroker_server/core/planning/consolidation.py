@@ -92,11 +92,8 @@ def consolidate(
 
 
 def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
-    """Whether the run may be moved for the task.
-
-    It has saved a checkpoint since it began, is of no higher band than the task, is not shielded and has no
-    deadline. A run that was preempted before stays where it is for an hour.
-    """
+    """Whether the run may be moved for the task: it has saved a checkpoint since it began, is of no higher
+    band, is not shielded and has no deadline. One that was preempted before stays where it is for an hour."""
     if run.state is not TaskState.RUNNING or run.started_at is None or run.checkpoint_at is None:
         return False
     has_saved = run.checkpoint_at > run.started_at
@@ -159,7 +156,7 @@ class _Search:
         return bool(needs) and free_mb >= task.demand.gpus * min(needs)
 
     def _movable(self, node: NodeName, task: Task) -> list[PossibleVictim]:
-        runs = self._offers.possible_victims(node)
+        runs = self._offers.rooms.possible_victims(node)
         return [run for run in runs if may_be_moved(run.task, task, self._policy, self._now)]
 
     def _may_go(self, gone: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:

@@ -80,10 +80,8 @@ def plan_cycle(
 
 
 class Slice:
-    """A part of a cycle whose decisions are committed together, planned in one turn or several.
-
-    Between two turns tasks may enter the queue; nothing else in the World may change. See `plan_cycle`.
-    """
+    """A part of a cycle whose decisions are committed together, planned in one turn or several. Between two
+    turns tasks may enter the queue; nothing else in the World may change. See `plan_cycle`."""
 
     def __init__(
         self,

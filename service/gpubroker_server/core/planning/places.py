@@ -147,17 +147,11 @@ class Places:
         places = [place for node, place in table.items() if node not in reservations.on]
         if not reservations.is_depth_reached:
             for node in reservations.on.keys() & table.keys():
-                place = self.on_beside(reservations, node, task, all_reservations=all_reservations)
+                window = reservations.backfill_window(task, node, all_reservations=all_reservations)
+                place = self.on(node, task, window.allows) if window.fits((task,)) else None
                 if place is not None:
                     places.append(place)
         return min(places)[1] if places else None
-
-    def on_beside(
-        self, reservations: Reservations, node: NodeName, task: Task, *, all_reservations: bool
-    ) -> Found | None:
-        """The same on one node."""
-        window = reservations.backfill_window(task, node, all_reservations=all_reservations)
-        return self.on(node, task, window.allows) if window.fits((task,)) else None
 
     def gang(self, task: Task, reservations: Reservations | None = None) -> Gang | None:
         """Places for all ranks of a gang, within its quota. `reservations`: only where it delays
@@ -185,7 +179,8 @@ class Places:
         if node not in self._nodes:
             return None
         is_kept = self._is_kept_for(node, task)
-        room = self._rooms.now_of(node, task) if is_kept else self._rooms.now(node, task.priority)
+        rooms, priority = self._rooms, task.priority
+        room = rooms.look(node, task.id, priority) if is_kept else rooms.now(node, priority)
         self._budget.spent += CLOSE_LOOK * is_kept
         if not room.may_fit(task):
             return None
@@ -195,10 +190,7 @@ class Places:
             far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(node, task, room.beside.cpu, far, allows)
-        if allows:
-            there = _allowed(room, task, allows)
-        else:
-            there = room.rows() if is_kept else self._rooms.rows(node, task.priority)
+        there = _allowed(room, task, allows) if allows else room.rows()
         return self._by_worth(node, task, far, self._scores, there)
 
     def _by_room(

@@ -20,11 +20,9 @@ MOST_UNASKED = 10_000
 
 
 class PlanCache:
-    """A pure cache: a plan made with it is the plan made without.
-
-    What it holds about a node is valid until the node's revision; a refusal, until a node grows. For one
-    World: another World, another policy or an earlier time empties it.
-    """
+    """A pure cache: a plan made with it is the plan made without. What it holds about a node is valid until
+    the node's revision; a refusal, until a node grows. Another World, another policy or an earlier time
+    empties it."""
 
     def __init__(self) -> None:
         self._forget(World(), Policy())

@@ -1,6 +1,6 @@
 """The order in which one cycle examines the queue, without touching more tasks than it examines."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
@@ -57,10 +57,8 @@ class AdmissionFilter(Protocol):
 
 class QueueOrder:
     """A k-way merge over the heads of the groups, band by band, from a place in the order onwards.
-
     Inadmissible groups are set aside until `requeue_inadmissible`. Tasks with pledges are merged one by one:
-    what is pledged to them is not free for equal tasks.
-    """
+    what is pledged to them is not free for equal tasks."""
 
     def __init__(
         self, world: World, policy: Policy, ordered_at: Instant, after: OrderKey | None, shares: FairShares
@@ -192,13 +190,12 @@ class QueueOrder:
             self._merge_equals([group for group in arriving if group], admission)
         elif self._band in arriving.bands:
             now, policy, rank = self._ordered_at, self._policy, self.shares.rank
-            groups = self._groups_of(arriving)
-            first = min((rank(group.tenant), group.first_key(now, policy), group) for group in groups)
+            groups = (group for equals in arriving.bands[self._band].values() for group in equals.values())
+            first = min(
+                (rank(group.tenant), group.order_within_tenant(group.member(0), now, policy), group)
+                for group in groups
+            )
             heappush(self._heads, Head(order_key(first[1], first[0]), False, first[1][-1], first[2], []))
-
-    def _groups_of(self, kin: EquivalenceClass) -> Iterator[QueueGroup]:
-        """Those of the open band."""
-        return (group for equals in kin.bands[self._band].values() for group in equals.values())
 
     def _merge_groups(self, kin: EquivalenceClass, admission: AdmissionFilter) -> None:
         """The earliest task of this demand is next: merge its groups, if it is still admissible."""

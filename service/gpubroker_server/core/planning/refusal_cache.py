@@ -119,9 +119,7 @@ class RefusalCache:
 
     def inadmissible(self, kins: Iterable[EquivalenceClass], band: int) -> Iterator[EquivalenceClass]:
         """Those demands of which every task in a band is refused, and every equal one of a lower priority.
-
-        None with quotas, for then it depends on what other tenants are given before.
-        """
+        None with quotas: then it depends on what other tenants are given before."""
         if self._view.policy.has_quotas:
             return
         is_depth_reached = self._view.reservations.is_depth_reached

@@ -23,11 +23,8 @@ class Inherited(NamedTuple):
 
 
 class PriorityInheritance:
-    """Per dependency, the highest priority among its direct and indirect dependents.
-
-    It counts what each dependent passes on, so a change costs as much as there are tasks whose place in the
-    queue changes, however many wait for them.
-    """
+    """Per dependency, the highest priority among its direct and indirect dependents. It counts what each
+    dependent passes on: a change costs as much as there are tasks whose place in the queue changes."""
 
     def __init__(
         self, remaining: Mapping[TaskId, Collection[TaskId]], dependents: Mapping[TaskId, Collection[TaskId]]
@@ -184,10 +181,8 @@ class DependencyIndex:
 def settle_dependencies(
     awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instant
 ) -> list[Decision]:
-    """Fail tasks after a failed dependency, and their dependents in turn; queue those that are ready.
-
-    Returns at most MAX_DECISIONS; to be repeated until there are none.
-    """
+    """Fail tasks after a failed dependency, and their dependents in turn; queue those that are ready. At most
+    MAX_DECISIONS: to be repeated until there are none."""
     decisions = list(_cascade(awaited, tasks, now))
     failed = {decision.subject for decision in decisions}
     ready = sorted(awaited.ready - failed - awaited.unsatisfiable.keys())[: MAX_DECISIONS - len(decisions)]

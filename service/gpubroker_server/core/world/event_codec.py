@@ -80,14 +80,11 @@ def demand_from(fields: Fields) -> Demand:
         if name in row:
             row[name] = tuple(sorted((str(what), float(amount)) for what, amount in row[name]))
     if "where" in row:
-        row["where"] = _where_from(row["where"])
+        where = {name: _as_tuples(value) for name, value in row["where"].items()}
+        row["where"] = PlacementConstraints(**where)
     if "bundles" in row:
         row["bundles"] = tuple(demand_from(bundle) for bundle in row["bundles"])
     return interned(Demand(**row))
-
-
-def _where_from(fields: Fields) -> PlacementConstraints:
-    return PlacementConstraints(**{name: _as_tuples(value) for name, value in fields.items()})
 
 
 def row_fields(row: Row) -> dict[str, Any]:

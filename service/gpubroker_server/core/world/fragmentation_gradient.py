@@ -73,10 +73,8 @@ def typical_shapes(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict
 
 
 class FragmentationMeasure:
-    """The room of a node that typical demands, weighted, could not use, and placement scores by it.
-
-    Answers are cached; they depend on the arguments alone.
-    """
+    """The room of a node that typical demands, weighted, could not use, and placement scores by it. Answers
+    are cached; they depend on the arguments alone."""
 
     def __init__(
         self, weights: Mapping[Shape, float], *, capacity_share: float, step: float, in_tasks: bool
@@ -236,11 +234,9 @@ def tasks_lost(shapes: Mapping[Shape, float], stock: Inventory) -> Fragmentation
 
 
 def scarcity(shape: Shape, stock: Inventory) -> float:
-    """1 for a shape that fits anywhere, more the less of the stock can host it, 0 if nothing can.
-
-    The square root is a compromise: without scarcity, demands for a rare kind find it taken; with the plain
-    ratio the rest of the stock is filled worse.
-    """
+    """1 for a shape that fits anywhere, more the less of the stock can host it, 0 if nothing can. The square
+    root is a compromise: without scarcity, demands for a rare kind find it taken; with the plain ratio the
+    rest of the stock is filled worse."""
     everything = sum(number * size for number, size in stock.values())
     usable = sum(stock[kind][0] * stock[kind][1] for kind, _ in shape.amounts if kind in stock)
     return math.sqrt(everything / usable) if usable else 0.0

@@ -52,14 +52,12 @@ class ModelIndex:
         if task.model is None:
             return
         if task.id in self._known:
-            self._leave_home(self._known[task.id])  # its server may have had another name
+            home = self._known[task.id].terms.home  # its server may have had another name
+            if self._live.get(home) == self._known[task.id]:
+                del self._live[home]
         self._known[task.id] = task
         if not task.is_terminal:
             self._live[task.model.home] = task
-
-    def _leave_home(self, task: Task) -> None:
-        if task.model is not None and self._live.get(task.model.home) == task:
-            del self._live[task.model.home]
 
     def drop(self, task: Task) -> None:
         self._known.pop(task.id, None)

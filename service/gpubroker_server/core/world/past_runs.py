@@ -9,10 +9,8 @@ from gpubroker_server.core.world.ledger import Holding
 
 
 class RunHistory:
-    """Learned sketches by topic, and measured peaks by lease. Owned by one World.
-
-    Peaks live in memory only: after a restart those of present runs start from 0.
-    """
+    """Learned sketches by topic, and measured peaks by lease, which live in memory only: after a restart
+    those of present runs start from 0."""
 
     def __init__(self) -> None:
         self.sketches: dict[SketchKey, Sketch] = {}

@@ -82,11 +82,9 @@ class PlacementScorer:
         self._measure = fgd(self.usual, _mean(stock)) if policy == "fgd" else tasks_lost(self.usual, stock)
 
     def spot(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
-        """Where on this node the demand strands the least; None if its devices do not suffice.
-
-        Of equally preferred devices the highest score wins, then the lowest device. For several devices per
-        demand: the most preferred, then the fullest that have room, then the lowest.
-        """
+        """Where on this node the demand strands the least; None if its devices do not suffice. Of equally
+        preferred devices the highest score wins, then the lowest device; for several devices the most
+        preferred, then the fullest that have room."""
         if not demand.gpus:
             rooms = [row.room for row in node]
             return ScoredPlacement(
@@ -251,10 +249,8 @@ class DemandMix:
     def worth(
         self, ledgers: Mapping[DeviceKey, DeviceLedger], version: int, policy: str
     ) -> PlacementScorer | None:
-        """The scorer for these devices; None while no demand is typical.
-
-        The same object until the edition or the devices change. `version`: of the devices.
-        """
+        """The scorer for these devices; None while no demand is typical. The same object until the edition or
+        the devices change. `version`: of the devices."""
         if policy not in ("stranded", "fgd"):
             return None
         if version != self._inventory_version:

@@ -4,7 +4,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from heapq import merge
-from math import inf
 
 from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import Demand
@@ -54,11 +53,8 @@ def order_key(own: TenantOrderKey, rank: Rank) -> OrderKey:
 
 def reserves_before(first: OrderKey, other: OrderKey) -> bool:
     """Whether a reservation of the first task binds the other one: it is ahead; or it has aged to the top of
-    its band and would be ahead at equal shares.
-
-    Else tasks that need little would keep their tenant's share small, or their end would make it so, and take
-    the room that a large task of another tenant needs at once: again and again.
-    """
+    its band and would be ahead at equal shares. Else tasks that need little, whose tenant's share stays
+    small, take the room that a large task of another tenant needs at once, again and again."""
     is_aged = first[3] == first[0]
     return first < other or (is_aged and (*first[:2], *first[3:]) < (*other[:2], *other[3:]))
 
@@ -99,7 +95,7 @@ class EquivalenceClass:
 class QueueGroup:
     """Pending tasks of one key in order of submission. Removal at the head is the common case, and cheap."""
 
-    __slots__ = ("_first", "_first_key", "_members", "_weight", "key", "kin")
+    __slots__ = ("_first", "_members", "_weight", "key", "kin")
 
     def __init__(
         self, key: GroupKey, kin: EquivalenceClass | None = None, weight: float | None = None
@@ -110,8 +106,6 @@ class QueueGroup:
         self.kin = EquivalenceClass(key[2]) if kin is None else kin
         self._members: list[Member] = []
         self._first = 0
-        self._first_key: tuple[Member, Policy, float, float, TenantOrderKey] | None = None
-        """(first member, policy, valid from, valid until, its key)"""
 
     @property
     def tenant(self) -> str:
@@ -144,21 +138,10 @@ class QueueGroup:
         return order_within_tenant(self.standing, weight, Instant(submitted_at), task, now, policy)
 
     def weigh(self, weight: float | None) -> None:
-        self._weight, self._first_key = weight, None
+        self._weight = weight
 
     def _weight_by(self, policy: Policy) -> float:
         return policy.weight_of(self.key[3]) if self._weight is None else self._weight
-
-    def first_key(self, now: Instant, policy: Policy) -> TenantOrderKey:
-        """The key of the first member; cached until that changes or ages."""
-        first, known = self._members[self._first], self._first_key
-        if known is None or known[0] is not first or known[1] is not policy or not known[2] <= now < known[3]:
-            key = self.order_within_tenant(first, now, policy)
-            points, per_point = -key[1] - self.standing, policy.ageing_seconds_per_point
-            # A little early: rounding must not matter.
-            ages_at = inf if key[1] == key[0] else first[0] + (points + 1) * per_point - 0.001
-            known = self._first_key = first, policy, now, ages_at, key
-        return known[4]
 
     def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
         """How many members are at or before this place of the queue, given their tenant's rank."""
@@ -174,9 +157,7 @@ class QueueGroup:
         def place(index: int) -> TenantOrderKey:
             return self.order_within_tenant(self._members[self._first + index], now, policy)
 
-        if not self or place(len(self) - 1) <= key:  # all, or else none, of most groups
-            return len(self)
-        return 0 if key < place(0) else bisect_right(range(len(self)), key, key=place)
+        return bisect_right(range(len(self)), key, key=place)
 
     def after(self, member: Member) -> Member | None:
         """The next member; `member` itself may be gone."""

@@ -20,10 +20,8 @@ class TenantUsage(NamedTuple):
 def decayed(
     mb_seconds: float, held_mb: int, seconds: float, half_life_seconds: Seconds = HALF_LIFE_SECONDS
 ) -> float:
-    """Usage after some seconds of constantly holding `held_mb`: exact, not sampled.
-
-    Holding it for ever comes to `held_mb * mean_life_seconds(half_life_seconds)`.
-    """
+    """Usage after some seconds of constantly holding `held_mb`: exact, not sampled. Holding it for ever comes
+    to `held_mb * mean_life_seconds(half_life_seconds)`."""
     left: float = 0.5 ** (max(0.0, seconds) / half_life_seconds)
     return mb_seconds * left + held_mb * mean_life_seconds(half_life_seconds) * (1.0 - left)
 

@@ -204,7 +204,7 @@ class World:
     def leases_of(self, task: Task) -> list[Lease]:
         """Unreleased leases of a task's newest claim, ordered by key."""
         run = self.leases.get((task.id, task.fence), {})
-        return [run[key] for key in sorted(run)] if len(run) > 1 else list(run.values())
+        return [run[key] for key in sorted(run)]
 
     def holder(self, holder: str, fence: int) -> Task | None:
         """The task with this newest claim; None if the claim has ended, or was never a task's."""
@@ -216,10 +216,8 @@ class World:
             self.queue.enter(self.tasks[task])
 
     def snapshot(self) -> "World":
-        """A copy without its queue, for planning in another thread: it shares nothing that changes.
-
-        Of pending tasks it knows only the tenants, so it cannot explain any of them.
-        """
+        """A copy without its queue, for planning in another thread: it shares nothing that changes. It cannot
+        explain pending tasks, of which it knows only the tenants."""
         twin = World(self.accounts.half_life_seconds)
         twin.position, twin.as_of, twin.inventory_version = self.position, self.as_of, self.inventory_version
         twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)

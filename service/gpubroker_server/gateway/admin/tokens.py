@@ -14,11 +14,10 @@ from gpubroker_server.gateway.http.bodies import NAME, Body
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope, new_token
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
+from gpubroker_server.gateway.http.times import Time
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.task_body import Priority
-from gpubroker_server.ports.store import TokenRow
 
 resource = Resource("administration")
 
@@ -62,7 +61,7 @@ class TokenList(TypedDict):
 @resource.route("GET /tokens", "tokens_list", Scope.ADMIN, TokenList)
 async def list_tokens(parts: Parts) -> Response:
     """List all tokens, without their secrets, which are not stored."""
-    view: TokenList = {"items": [_view(row) for row in await parts.store.tokens()]}
+    view: TokenList = {"items": [view_of(TokenView, row) for row in await parts.store.tokens()]}
     return answer(view)
 
 
@@ -93,7 +92,7 @@ async def create_token(call: Call, parts: Parts, body: CreateToken) -> Response:
     if not await parts.store.put_token(row, by=creator.name):
         raise Problem("token-exists", name=body.name)
     await parts.tokens.load()
-    view: NewToken = {**_view(row), "token": secret}
+    view: NewToken = {**view_of(TokenView, row), "token": secret}
     return answer(view, 201, {"Cache-Control": "no-store", "Location": f"/tokens/{row.name}"})
 
 
@@ -135,14 +134,3 @@ def _check_within(creator: Identity, body: CreateToken, max_priority: int) -> No
         faults.append(Fault(pointer="/max_priority", detail=detail, code="not-yours"))
     if faults:
         raise Problem("forbidden", f"{faults[0]['detail']}; ask with a token that has it", errors=faults)
-
-
-def _view(row: TokenRow) -> TokenView:
-    return {
-        "name": row.name,
-        "tenant": row.tenant,
-        "scopes": list(row.scopes),
-        "max_priority": row.max_priority,
-        "created_at": rfc3339(row.created_at),
-        "expires_at": rfc3339_or_none(row.expires_at),
-    }

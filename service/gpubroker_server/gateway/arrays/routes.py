@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal
 
 import structlog
 from fastapi import Query as QueryMark
@@ -33,9 +33,9 @@ from gpubroker_server.gateway.arrays.submit import (
     terms_text,
 )
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, json_answer
-from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Problem
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, json_answer, view_of
+from gpubroker_server.gateway.http.times import Time, rfc3339_or_none
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.again import again
 from gpubroker_server.gateway.submission.batches import SentBatch, sent_batch
@@ -82,13 +82,7 @@ class ArrayView(TypedDict):
     retry_of: Annotated[str | None, Field(description="The array of which it does the failed items again.")]
 
 
-_REFUSALS = (
-    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
-    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes backpressure not-found result-damaged leader-outdated "
-    "store-unavailable"
-)
+_REFUSALS = f"{SUBMIT_PROBLEMS} not-found result-damaged"
 
 
 @resource.route(
@@ -274,25 +268,17 @@ async def _view(parts: Parts, terms: ArrayTerms) -> ArrayView:
     state = _state(terms, counts, workers)
     is_under_way = state == "running" and rate is not None and counts.last_at is not None
     eta_at = Instant(counts.last_at + left / rate) if is_under_way and rate and counts.last_at else None
-    return {
-        "id": terms.id,
-        "name": terms.name,
-        "tenant": terms.tenant,
-        "state": cast("Any", state),
-        "total": terms.total,
-        "done": counts.done,
-        "failed": counts.failed,
-        "fraction": counts.done / terms.total,
-        "items_per_second": rate,
-        "eta_at": rfc3339_or_none(eta_at),
-        "chunk": terms.chunk,
-        "item_timeout_seconds": terms.item_timeout_seconds,
-        "item_retries": terms.item_retries,
-        "result_format": cast("Any", terms.result_format),
-        "workers": [
+    return view_of(
+        ArrayView,
+        terms,
+        state=state,
+        done=counts.done,
+        failed=counts.failed,
+        fraction=counts.done / terms.total,
+        items_per_second=rate,
+        eta_at=rfc3339_or_none(eta_at),
+        workers=[
             {"id": worker, "state": workers[worker].value} for worker in terms.workers if worker in workers
         ],
-        "submitted_at": rfc3339(Instant(terms.submitted_at)),
-        "last_item_at": rfc3339_or_none(counts.last_at),
-        "retry_of": terms.retry_of,
-    }
+        last_item_at=rfc3339_or_none(counts.last_at),
+    )

@@ -1,15 +1,13 @@
 """What an array is asked to be: its body, and the workers and terms that are made of it."""
 
 import asyncio
-import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
-from pydantic_core import PydanticCustomError, from_json, to_json
+from pydantic_core import from_json, to_json
 
 from gpubroker_server.core.domain.orders import MOST_HELD, ItemRange
 from gpubroker_server.core.domain.submission import (
@@ -31,7 +29,7 @@ from gpubroker_server.gateway.submission.named_objects import (
     objects_in_run,
 )
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
-from gpubroker_server.gateway.submission.task_body import Function, SubmitTask
+from gpubroker_server.gateway.submission.task_body import Function, SubmitTask, decoded
 from gpubroker_server.ports.store import Submission
 
 MAX_WORKERS = 256
@@ -46,15 +44,6 @@ _LENGTH_BYTES = 8
 
 class GivenObjects(Protocol):
     async def copied(self, tenant: str, object_id: str, at: str) -> bytes: ...
-
-
-def _decoded(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError):
-        raise PydanticCustomError("base64", "must be standard base64 with padding") from None
 
 
 Count = Annotated[int, Field(ge=1, le=MAX_ITEMS, description="How many items a pickled list has.")]
@@ -72,7 +61,7 @@ class PickledItems(Body):
 
     pickled: Annotated[
         bytes,
-        BeforeValidator(_decoded),
+        BeforeValidator(decoded),
         Field(min_length=1),
         WithJsonSchema({"type": "string", "contentEncoding": "base64", "minLength": 4}),
     ]

@@ -12,7 +12,7 @@ from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.http.routing import Resource, answer
+from gpubroker_server.gateway.http.routing import Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf
 from gpubroker_server.gateway.parts import Parts
 
@@ -99,33 +99,29 @@ async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) 
     view: AutoscalingView = {
         **parts.freshness.as_of(),
         "unmet": {
-            **_amounts(found.lacking),
+            **view_of(CapacityView, found.lacking),
             "tasks": found.tasks,
             "waiting_seconds": max((group.waiting_seconds for group in found.unmet), default=0.0),
         },
-        "used": _amounts(found.used),
-        "needed": _amounts(found.used.plus(found.lacking)),
+        "used": view_of(CapacityView, found.used),
+        "needed": view_of(CapacityView, found.used.plus(found.lacking)),
         "groups": [
             {
                 "pool": group.pool,
                 "kinds": list(group.kinds),
                 "tasks": group.tasks,
                 "waiting_seconds": group.waiting_seconds,
-                **_amounts(group.amounts),
+                **view_of(CapacityView, group.amounts),
             }
             for group in found.unmet
         ],
         "limited_tasks": found.limited_tasks,
         "spare": {
-            **_amounts(spare),
+            **view_of(CapacityView, spare),
             "nodes": [
-                {"name": node.name, "kinds": list(node.kinds), **_amounts(node.amounts)}
+                {"name": node.name, "kinds": list(node.kinds), **view_of(CapacityView, node.amounts)}
                 for node in found.spare
             ],
         },
     }
     return answer(view)
-
-
-def _amounts(of: CapacityAmounts) -> CapacityView:
-    return {"gpus": of.gpus, "gpu_mb": of.gpu_mb, "cpu": of.cpu, "memory_mb": of.memory_mb}

@@ -22,7 +22,7 @@ from gpubroker_server.core.explain.admission import check_demand, check_task
 from gpubroker_server.core.world.queue import Member
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
 
@@ -143,12 +143,5 @@ def longest_waiting(world: World, now: Instant, may_see: Callable[[str], bool]) 
 
 def _view(one: Finding) -> FindingView:
     assert one.first_seen is not None, "it has been remembered"
-    return {
-        "kind": one.kind,
-        "subject": one.subject,
-        "severity": one.severity.value,
-        "cause": one.cause,
-        "evidence": dict(one.evidence),
-        "remedy": one.remedy,
-        "first_seen_at": rfc3339(one.first_seen),
-    }
+    first_seen_at = rfc3339(one.first_seen)
+    return view_of(FindingView, one, evidence=dict(one.evidence), first_seen_at=first_seen_at)

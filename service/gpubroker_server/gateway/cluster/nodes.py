@@ -354,21 +354,18 @@ def _node_view(call: Call, parts: Parts, node: Node, query: HistoryQuery) -> Nod
 
 def _measured_view(parts: Parts, sample: NodeSample) -> MeasuredView:
     store = sample.store
-    return {
-        "sampled_at": rfc3339(sample.at),
-        "stale": sample.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
-        "cpu": sample.cpu,
-        "memory_total_mb": sample.memory_total_mb,
-        "memory_available_mb": sample.memory_available_mb,
-        "memory_pressure": sample.memory_pressure,
-        "disks": [
-            {"path": disk.path, "total_mb": disk.total_bytes // MIB, "free_mb": disk.free_bytes // MIB}
-            for disk in sample.disks
-        ],
-        "received_bytes": sample.received_bytes,
-        "sent_bytes": sample.sent_bytes,
-        "object_store": None if store is None else view_of(ObjectStoreView, store),
-    }
+    disks = [
+        {"path": disk.path, "total_mb": disk.total_bytes // MIB, "free_mb": disk.free_bytes // MIB}
+        for disk in sample.disks
+    ]
+    return view_of(
+        MeasuredView,
+        sample,
+        sampled_at=rfc3339(sample.at),
+        stale=sample.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
+        disks=disks,
+        object_store=None if store is None else view_of(ObjectStoreView, store),
+    )
 
 
 def _holder_views(world: World, node: NodeName, viewer: Identity) -> list[NodeHolderView]:

@@ -68,15 +68,8 @@ async def list_tenants(call: Call, parts: Parts) -> Response:
 
 
 def _cohorts(parts: Parts) -> list[CohortView]:
-    return [
-        {
-            "name": cohort.name,
-            "guaranteed_mb": cohort.guaranteed_mb,
-            "held_mb": cohort.held_mb,
-            "message": cohort.message,
-        }
-        for cohort in cohort_holdings(dict(parts.world.accounts.held()), parts.policy)
-    ]
+    cohorts = cohort_holdings(dict(parts.world.accounts.held()), parts.policy)
+    return [view_of(CohortView, cohort) for cohort in cohorts]
 
 
 def may_compare(viewer: Identity, tenant: str) -> bool:

@@ -13,7 +13,7 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.gateway.http.bodies import Body, line
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
+from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.quarantine import QuarantinedView, quarantined_view
@@ -195,11 +195,4 @@ async def resume_detection(call: Call, parts: Parts, body: Resume) -> Response:
 def detection_view(paused: PausedDetection | None) -> DetectionView:
     if paused is None:
         return {"state": "watching", "since": None, "message": "", "nodes": [], "runs": 0, "of_runs": 0}
-    return {
-        "state": "paused",
-        "since": rfc3339(paused.since),
-        "message": paused.message,
-        "nodes": list(paused.nodes),
-        "runs": paused.runs,
-        "of_runs": paused.of_runs,
-    }
+    return view_of(DetectionView, paused, state="paused", since=rfc3339(paused.since))

@@ -19,7 +19,7 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.pauses import PausedView, paused_views
 from gpubroker_server.gateway.cluster.quarantine import DetectionView, detection_view
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Resource, answer
+from gpubroker_server.gateway.http.routing import Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
@@ -76,13 +76,8 @@ def _rounded(of: FreeMemory) -> float | None:
 
 
 def _scattered_view(scattered: ScatteredDemand) -> ScatteredView:
-    return {
-        "gpus": scattered.demand.gpus,
-        "gpu_mb": scattered.need_mb,
-        "waiting": scattered.waiting,
-        "free_mb": scattered.free_mb,
-        "largest_mb": scattered.largest_mb,
-    }
+    gpus, gpu_mb = scattered.demand.gpus, scattered.need_mb
+    return view_of(ScatteredView, scattered, gpus=gpus, gpu_mb=gpu_mb)
 
 
 resource = Resource("cluster")

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.control.fleet import TargetSeen
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
 
@@ -73,14 +73,12 @@ async def list_targets(call: Call, parts: Parts) -> Response:
 
 def _target_view(one: TargetSeen, background_mb: dict[str, int]) -> TargetView:
     is_controlled = one.share is not None
-    return {
-        "scope": one.scope,
-        "measure": one.measure,
-        "least": one.least,
-        "most": one.most,
-        "value": one.value,
-        "state": "in" if one.is_in else "out",
-        "changed_at": rfc3339(one.since),
-        "background_share": one.share,
-        "background_left_mb": max(0, background_mb.get(one.scope, 0)) if is_controlled else None,
-    }
+    left_mb = max(0, background_mb.get(one.scope, 0)) if is_controlled else None
+    return view_of(
+        TargetView,
+        one,
+        state="in" if one.is_in else "out",
+        changed_at=rfc3339(one.since),
+        background_share=one.share,
+        background_left_mb=left_mb,
+    )

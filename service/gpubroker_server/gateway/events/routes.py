@@ -13,7 +13,7 @@ from gpubroker_server.core.world.events import Event, task_of
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
 
@@ -154,17 +154,11 @@ async def _hidden_tasks(call: Call, parts: Parts, events: Sequence[Event]) -> fr
 
 
 def _view(event: Event, hidden: Container[str]) -> EventView:
-    return {
-        "position": event.position,
-        "at": rfc3339(event.at),
-        "kind": event.kind,
-        "key": event.key,
-        "version": event.version,
-        "fields": {
-            name: None if name == "freeing_for" and value in hidden else _readable(name, value)
-            for name, value in event.fields.items()
-        },
+    fields = {
+        name: None if name == "freeing_for" and value in hidden else _readable(name, value)
+        for name, value in event.fields.items()
     }
+    return view_of(EventView, event, at=rfc3339(event.at), fields=fields)
 
 
 def _readable(name: str, value: Any) -> Any:

@@ -82,10 +82,7 @@ def plan_view(
         "places": [place for placed in plan.placed for place in _placed_views(world, placed)],
         "displaced": [_displaced_view(world, one, viewer, now) for one in plan.displaced],
         "missing": {
-            "gpus": [
-                {"kinds": list(one.kinds), "whole_gpus": one.whole_gpus, "gpu_mb": one.gpu_mb}
-                for one in plan.missing.gpus
-            ],
+            "gpus": [view_of(MissingGpus, one) for one in plan.missing.gpus],
             "cpu": plan.missing.cpu,
             "memory_mb": plan.missing.memory_mb,
         },

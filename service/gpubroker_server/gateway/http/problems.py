@@ -297,6 +297,14 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-server-silent": ProblemKind(504, "The model server does not answer"),
 }
 
+SUBMIT_PROBLEMS = (
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
+    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
+    "tenant-queue-bytes backpressure leader-outdated store-unavailable"
+)
+"""Codes, as routes declare them."""
+
 _NOT_NOW = frozenset({429, 503})
 _RETRY_AFTER_SECONDS = "1"
 

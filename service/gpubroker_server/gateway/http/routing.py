@@ -9,7 +9,6 @@ endpoint is called. That is about 40 % more requests per second, and a refusal h
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -34,6 +33,7 @@ from gpubroker_server.gateway.http.faults import (
 )
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import CATALOGUE, MEDIA_TYPE, Fault, Problem
+from gpubroker_server.gateway.http.times import rfc3339_or_none
 
 V = TypeVar("V")
 
@@ -106,10 +106,12 @@ def json_answer(text: bytes, status: int = 200, headers: Mapping[str, str] | Non
     return Response(text, status, headers, JSON)
 
 
-def view_of(view: type[V], source: object) -> V:
-    """The TypedDict `view`: each of its fields is an attribute of the source."""
-    names = view.__annotations__
-    return cast(V, dict(zip(names, attrgetter(*names)(source), strict=True)))
+def view_of(view: type[V], source: object, **others: object) -> V:
+    """The TypedDict `view`: the `others`, and an attribute of the source for each other field; times (`_at`)
+    as RFC 3339."""
+    own = {name: getattr(source, name) for name in view.__annotations__ if name not in others}
+    times = {name: rfc3339_or_none(value) for name, value in own.items() if name.endswith("_at")}
+    return cast(V, {**own, **times, **others})
 
 
 _BEARER = HTTPBearer(scheme_name="token", description="`Authorization: Bearer gpb_...`", auto_error=False)
@@ -243,8 +245,6 @@ def _reader_of(name: str, hint: Any, default: Any, is_path: bool) -> Reader:
             return _header_reader(mark.alias or name, TypeAdapter(hint))
     if isinstance(kind, type) and issubclass(kind, ListBody):
         return _list_reader(kind)
-    if isinstance(kind, type) and issubclass(kind, BinaryBody):
-        return _binary_reader(kind)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return _body_reader(kind, default)
     raise TypeError(
@@ -255,34 +255,18 @@ def _reader_of(name: str, hint: Any, default: Any, is_path: bool) -> Reader:
 def _body_reader(model: type[BaseModel], default: Any) -> Reader:
     """A parameter with a default is an optional body: an empty body means the default."""
     validate = TypeAdapter(model).validator.validate_json
-    optional = default is not inspect.Parameter.empty
+    optional, is_binary = default is not inspect.Parameter.empty, issubclass(model, BinaryBody)
 
     def read(call: Call, raw: bytes) -> Any:
         if optional and not raw:
             return default
-        _check_content_type(call.header(b"content-type"))
+        json_bytes = call.json_length(raw) if is_binary else None
+        if json_bytes is None:
+            _check_content_type(call.header(b"content-type"))
+        raw = raw[:json_bytes]
         _check_keys(raw)
         try:
             return validate(raw)
-        except ValidationError as error:
-            raise InvalidPart(body_faults(error, model)) from None
-
-    return read
-
-
-def _binary_reader(model: type[BinaryBody]) -> Reader:
-    read_json, validate = (
-        _body_reader(model, inspect.Parameter.empty),
-        TypeAdapter(model).validator.validate_json,
-    )
-
-    def read(call: Call, raw: bytes) -> Any:
-        json_bytes = call.json_length(raw)
-        if json_bytes is None:
-            return read_json(call, raw)
-        _check_keys(raw[:json_bytes])
-        try:
-            return validate(raw[:json_bytes])
         except ValidationError as error:
             raise InvalidPart(body_faults(error, model)) from None
 

@@ -128,10 +128,10 @@ class ModelParts:
         for residency in self.residencies if holding is None else [holding]:
             task, fault = residency.of(name), place_fault(self.app.world, residency.rules)
             if task is not None:
-                return _view(residency, name, task, fault)
+                return _view(residency.rules.name, name, task, fault)
             known = await residency.repository()
             if name in (known or ()) or name in residency.rules.models:
-                return _view(residency, name, None, fault or _reason(residency, known, name))
+                return _view(residency.rules.name, name, None, fault or _reason(residency, known, name))
         raise no_such_model(name, "it is in no repository")
 
     async def views(self, residency: Residency) -> list[ModelView]:
@@ -139,7 +139,8 @@ class ModelParts:
         names = sorted({*(known or ()), *held, *residency.rules.models})
         fault = place_fault(self.app.world, residency.rules)
         return [
-            _view(residency, name, held.get(name), fault or _reason(residency, known, name)) for name in names
+            _view(residency.rules.name, name, held.get(name), fault or _reason(residency, known, name))
+            for name in names
         ]
 
 
@@ -167,11 +168,11 @@ def _reason(residency: Residency, known: Mapping[str, IndexedModel] | None, name
     return known[name].reason if name in known else ""
 
 
-def _view(residency: Residency, name: str, task: Task | None, reason: str = "") -> ModelView:
+def _view(server: str, name: str, task: Task | None, reason: str = "") -> ModelView:
     terms = None if task is None else task.model
     return {
         "name": name,
-        "server": residency.rules.name,
+        "server": server,
         "state": "cold" if task is None or is_unasked(task) else _STATES.get(task.state, "cold"),
         "task": None if task is None else task.id,
         "priority": None if task is None else task.priority,
@@ -187,17 +188,5 @@ def _view(residency: Residency, name: str, task: Task | None, reason: str = "") 
 
 def _outside_view(server: str, name: str, row: Mapping[str, object]) -> ModelView:
     """`row` is from the server's index."""
-    return {
-        "name": name,
-        "server": server,
-        "state": _STATES_OUTSIDE.get(str(row.get("state")), "cold"),
-        "task": None,
-        "priority": None,
-        "pinned": False,
-        "gpu_mb": None,
-        "node": None,
-        "load_seconds": None,
-        "loaded_at": None,
-        "wanted_until_at": None,
-        "reason": str(row.get("reason", "")),
-    }
+    view = _view(server, name, None, str(row.get("reason", "")))
+    return {**view, "state": _STATES_OUTSIDE.get(str(row.get("state")), "cold")}

@@ -25,8 +25,8 @@ from gpubroker_server.gateway.http.bodies import (
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
-from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, view_of
+from gpubroker_server.gateway.http.times import Time
 from gpubroker_server.gateway.objects.transfer import PART_BYTES, Span, Upload, span_of
 from gpubroker_server.gateway.submission.named_objects import is_object_id, unknown_object
 from gpubroker_server.ports.objects import (
@@ -328,9 +328,4 @@ async def delete_object(call: Call, storage: Storage, object_id: str) -> Respons
 
 
 def _view(kept: StoredObject) -> ObjectView:
-    return {
-        "id": kept.digest,
-        "size_bytes": kept.size_bytes,
-        "created_at": rfc3339(kept.created_at),
-        "expires_at": rfc3339(kept.expires_at),
-    }
+    return view_of(ObjectView, kept, id=kept.digest)

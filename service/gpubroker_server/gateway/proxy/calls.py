@@ -113,7 +113,7 @@ class GrpcCall(ProxiedRequest):
             self.target = self.target._replace(operation=replace(operation, fan_out=None))
         elif operation.sets and self.identity is not None:
             what = f"{operation.name} with settings"
-            self.plane.check_scope(self.identity, Scope.MODELS_MANAGE, what)
+            self.identity.require(Scope.MODELS_MANAGE, what)
         if self.plane.reads_load(operation) and brings_files(message):
             raise no_files()
 

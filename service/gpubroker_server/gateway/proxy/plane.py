@@ -1,7 +1,7 @@
 """What all connections of the data plane share: tokens, limits, counters, servers, lanes and models."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from gpubroker_server.gateway.http.identity import Callers, Identity, Scope
@@ -49,14 +49,6 @@ _PLAIN_CONNECTIONS: Final = frozenset({b"", b"close", b"keep-alive"})
 
 TENANT_REQUESTS: Final = 4096
 """What a tenant may have under way if no setting says otherwise."""
-
-
-class OnRequest(Protocol):
-    def __call__(self, method: str, route: str, status: int, seconds: float) -> None: ...
-
-
-class OnCall(Protocol):
-    def __call__(self, method: str, code: str, seconds: float) -> None: ...
 
 
 class Audit(Protocol):
@@ -154,8 +146,8 @@ class Plane:
         *,
         callers: Callers,
         ids: Ids,
-        on_request: OnRequest,
-        on_call: OnCall,
+        on_request: Callable[[str, str, int, float], None],
+        on_call: Callable[[str, str, float], None],
         fleet: Fleet,
         lanes: Lanes,
         most_body_bytes: int,
@@ -167,7 +159,8 @@ class Plane:
         access_log: bool = False,
     ) -> None:
         """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers with
-        models in the ledger."""
+        models in the ledger. `on_request`: method, route, status, seconds. `on_call`: method, code,
+        seconds."""
         self.residencies = residencies
         self.ids = ids
         self._on_request = on_request
@@ -218,7 +211,7 @@ class Plane:
     def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:
         """The identity of the token, if it has that scope. Raises Problem."""
         identity = self._callers.identify(authorization)
-        self.check_scope(identity, scope, what)
+        identity.require(scope, what)
         return identity
 
     async def note(self, target: Target, identity: Identity | None) -> None:
@@ -237,15 +230,6 @@ class Plane:
         if self.residencies is None or not model or self.residencies.have(model):
             return False
         return not self.fleet.is_outside_ledger(model)
-
-    def check_scope(self, identity: Identity, scope: Scope, what: str) -> None:
-        """Raises Problem."""
-        if not identity.may(scope):
-            raise Problem(
-                "forbidden",
-                f'token "{identity.name}" lacks the scope {scope}, which {what} needs; '
-                "ask an admin for a token that has it",
-            )
 
     def check_size(self, operation: Operation, body_bytes: int) -> None:
         """Raises Problem."""

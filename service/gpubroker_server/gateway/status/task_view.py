@@ -17,6 +17,7 @@ from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, Size
 from gpubroker_server.core.world.phases import Phase
 from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.routing import view_of
 from gpubroker_server.gateway.http.times import rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.status.quarantine import QuarantinedView
 from gpubroker_server.gateway.status.views import (
@@ -154,17 +155,9 @@ def demand_view(demand: Demand) -> DemandView:
 
 
 def _amounts_view(demand: Demand) -> AmountsView:
-    return {
-        "gpus": demand.gpus,
-        "gpu_mb": demand.gpu_mb,
-        "gpu_fraction": demand.gpu_fraction,
-        "exclusive": demand.exclusive,
-        "cpu": demand.cpu,
-        "memory_mb": demand.memory_mb,
-        "custom": dict(demand.custom),
-        "kinds": list(demand.where.kinds),
-        "nodes": {label: list(values) for label, values in demand.where.nodes},
-    }
+    where = demand.where
+    nodes = {label: list(values) for label, values in where.nodes}
+    return view_of(AmountsView, demand, custom=dict(demand.custom), kinds=where.kinds, nodes=nodes)
 
 
 def sizing_view(sizing: Mapping[str, Any]) -> SizingView:
@@ -186,14 +179,8 @@ def expected_view(expected: Remaining | ExpectedStart, now: Instant) -> Expected
     if isinstance(expected, Remaining):
         p50_at, p90_at = Instant(now + expected.p50_seconds), Instant(now + expected.p90_seconds)
         expected = ExpectedStart(p50_at, p90_at, expected.n, Basis.LEARNED if expected.n else Basis.STATED)
-    return {
-        "p50_at": rfc3339(expected.p50_at),
-        "p90_at": rfc3339(expected.p90_at),
-        "p50_seconds": round(expected.p50_at - now, 3),
-        "p90_seconds": round(expected.p90_at - now, 3),
-        "n": expected.n,
-        "basis": expected.basis.value,
-    }
+    p50_seconds, p90_seconds = round(expected.p50_at - now, 3), round(expected.p90_at - now, 3)
+    return view_of(ExpectedView, expected, p50_seconds=p50_seconds, p90_seconds=p90_seconds)
 
 
 def forecasts_views(world: World) -> list[ForecastsView]:
@@ -274,10 +261,4 @@ def _phases_view(phases: Mapping[Phase, Seconds]) -> PhasesView:
 
 
 def _progress_view(progress: Progress) -> ProgressView:
-    return {
-        "fraction": progress.fraction,
-        "message": progress.message,
-        "at": rfc3339(progress.at),
-        "rate_per_second": progress.rate_per_second,
-        "eta_at": rfc3339_or_none(progress.eta_at),
-    }
+    return view_of(ProgressView, progress, at=rfc3339(progress.at))

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Fault, Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.records import (
@@ -45,10 +45,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
     "tasks_submit",
     Scope.TASKS_WRITE,
     TaskView,
-    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
-    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes backpressure leader-outdated store-unavailable",
+    SUBMIT_PROBLEMS,
     status_code=202,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from typing import Annotated, Any, Literal
+from dataclasses import asdict
+from typing import Annotated, Literal
 
 import structlog
 from fastapi import Query, Response
@@ -18,9 +19,9 @@ from gpubroker_server.gateway.http.bodies import Body, PageQuery, page_in_order
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.ids import is_task_id
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer, json_answer
-from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Fault, Problem
+from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer, json_answer, view_of
+from gpubroker_server.gateway.http.times import Time
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.batches import sent_batch
 from gpubroker_server.gateway.submission.demand import first
@@ -131,12 +132,7 @@ class CallView(TypedDict):
     data_base64: Annotated[str | None, Field(description="The pickled result of a pickled call.")]
 
 
-_REFUSALS = (
-    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
-    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes backpressure store-unavailable not-found leader-outdated"
-)
+_REFUSALS = f"{SUBMIT_PROBLEMS} not-found"
 _CALL_PROBLEMS = (
     "malformed-json not-found validation-failed payload-too-large no-ray-driver worker-queue-full "
     "call-failed worker-lost no-worker call-timeout tenant-waits task-already-finished"
@@ -324,30 +320,19 @@ async def end_worker_set(call: Call, parts: Parts, set_id: str) -> Response:
     return answer(seen, 200 if seen["state"] == "over" else 202)
 
 
-def view(workers: WorkerSet, world: World) -> Any:
-    scaling = workers.scaling
+def view(workers: WorkerSet, world: World) -> WorkerSetView:
     rows = (world.tasks.get(worker) for worker in workers.workers)
     alive = [row for row in rows if row is not None and not row.is_terminal]
-    return {
-        "id": workers.id,
-        "name": workers.name,
-        "tenant": workers.tenant,
-        "state": "active" if alive else "over",
-        "count": workers.count,
-        "min_count": workers.least,
-        "max_count": workers.most,
-        "places": len(workers.workers),
-        "max_concurrency": workers.max_concurrency,
-        "scale": None
-        if scaling is None
-        else {
-            "by": scaling.by,
-            "target": scaling.target,
-            "down_after_seconds": scaling.down_after_seconds,
-        },
-        "signal": workers.signal,
-        "states": dict(states_of(workers, world)),
-        "workers": [
+    return view_of(
+        WorkerSetView,
+        workers,
+        state="active" if alive else "over",
+        min_count=workers.least,
+        max_count=workers.most,
+        places=len(workers.workers),
+        scale=None if workers.scaling is None else asdict(workers.scaling),
+        states=dict(states_of(workers, world)),
+        workers=[
             {
                 "id": row.id,
                 "state": "held" if row.held and not row.is_active else str(row.state),
@@ -357,8 +342,7 @@ def view(workers: WorkerSet, world: World) -> Any:
             }
             for row in alive
         ],
-        "created_at": rfc3339(workers.created_at),
-    }
+    )
 
 
 def _accepted(workers: WorkerSet, parts: Parts, *, is_new: bool) -> Response:

@@ -42,11 +42,9 @@ def make_forecasts(
     world: World, policy: Policy, now: Instant, before: Iterable[Forecast] = ()
 ) -> Iterator[list[Forecast]]:
     """For the first `policy.forecasts` tasks that wait for room, and as many of the first that wait for a
-    limit or a quota, in queue order.
-
-    Yields the list so far, every few nodes; the last one is complete. No forecast uses room that an earlier
-    one needs. A task without an end in sight counts but has none. `before`: the previous forecasts.
-    """
+    limit or a quota, in queue order; none uses room that an earlier one needs. A task without an end in sight
+    counts but has none. Yields the list so far, every few nodes; the last one is complete. `before`: the
+    previous forecasts."""
     if not len(world.queue) or not policy.forecasts:
         yield []
         return

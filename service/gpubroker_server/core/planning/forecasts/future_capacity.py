@@ -50,8 +50,6 @@ class ExpectedEnds:
         self._as_of = now if as_of is None else as_of
         self._sketches = draft.world.learned.sketches
         self._known: dict[tuple[TaskId, int, TaskState], ExpectedEnd] = {}
-        self._learned: dict[tuple[str, str, str], Sketch | None] = {}
-        """(tenant, subject, kind) -> run times."""
 
     def of_holding(self, holding: Holding) -> ExpectedEnd:
         """A quarantined lease never ends."""
@@ -77,10 +75,7 @@ class ExpectedEnds:
 
     def _work_out(self, run: Task) -> ExpectedEnd:
         kind = self._kind_of(run)
-        known = self._seconds_of(run, kind)
         at = max(self._as_of, run.started_at or run.admitted_at or self.now)
-        if known is None and run.expected_seconds is None:
-            return self._guessed(run, 0.0, at)
         if run.started_at is None:
             left = run_seconds(run, self._sketches, self.policy, kind=kind)
         else:
@@ -88,7 +83,8 @@ class ExpectedEnds:
         if left is not None:
             p50_at, p90_at = at + left.p50_seconds, at + left.p90_seconds
             return self._bounded(run, p50_at, p90_at, left.n, is_guess=False)
-        learned = 0.0 if known is None else known.quantile(1.0) or 0.0
+        known = self._sketches.get(SketchKey(run.tenant, run.subject, kind, What.SECONDS), Sketch())
+        learned = known.quantile(1.0) or 0.0
         return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds, at)
 
     def _guessed(self, run: Task, known_seconds: float, at: Instant) -> ExpectedEnd:
@@ -102,26 +98,16 @@ class ExpectedEnds:
         latest = inf
         if run.timeout_seconds is not None:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
-        if (
-            run.deadline_at is not None and run.external is None
-        ):  # a renewal moves the deadline of an external lease
+        if run.deadline_at is not None and run.external is None:  # a renewal moves that of an external lease
             latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
         return ExpectedEnd(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
-
-    def _seconds_of(self, run: Task, kind: str) -> Sketch | None:
-        about = run.tenant, run.subject, kind
-        if about not in self._learned:
-            self._learned[about] = self._sketches.get(SketchKey(*about, What.SECONDS))
-        return self._learned[about]
 
     def _kind_of(self, run: Task) -> str:
         """Kind of its devices; empty if it has none."""
         known = [lease.device for lease in self.draft.world.leases_of(run)]
         if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
             known = [d for d in self.draft.given_to(run.id) if self.draft.ledger(d).device.node == run.node]
-        if len(known) == 1:
-            return self.draft.ledger(known[0]).device.kind
         return min((self.draft.ledger(device).device.kind for device in known), default="")
 
 
@@ -245,12 +231,10 @@ class CapacityAt:
 
     def has_room(self, planned: Iterable[Task], parts: Sequence[Task]) -> bool:
         """Whether these parts fit beside the planned ones."""
-        before = list(planned)
-        now = self._leaving.room_now(self._node, self._waiter)
-        return _fit(now, before, parts) or _fit(self.room(), before, parts)
+        return _fit(self.room(), planned, parts)
 
     def has_mb(self, device: DeviceKey, mb: int) -> bool:
-        return mb <= self._leaving.mb_now(device, self._waiter) or mb <= self.mb(device)
+        return mb <= self.mb(device)
 
     def room(self) -> NodeHeadroom:
         if self._room is None:
@@ -279,6 +263,7 @@ class CapacityAt:
                 self._mb[device] -= mb
 
 
+@dataclass(eq=False)
 class FutureCapacity:
     """The capacity of a draft's nodes over time, computed on demand and again after a node changes.
 
@@ -287,23 +272,18 @@ class FutureCapacity:
     submitted are taken to stay.
     """
 
-    def __init__(
-        self,
-        expected_ends: ExpectedEnds,
-        *,
-        for_plans: bool,
-        protected_tenants: Callable[[Task], frozenset[str]] = lambda _: frozenset(),
-    ) -> None:
-        """`protected_tenants`: those whose runs with GPUs are not preempted for a task."""
-        self._protected_tenants = protected_tenants
-        self._expected_ends = expected_ends
-        self._for_plans = for_plans
-        self._leaving = _CapacityReleases(expected_ends, for_plans=for_plans)
+    expected_ends: ExpectedEnds
+    for_plans: bool
+    protected_tenants: Callable[[Task], frozenset[str]] = lambda _: frozenset()
+    """Those whose runs with GPUs are not preempted for a task."""
+
+    def __post_init__(self) -> None:
+        self._leaving = _CapacityReleases(self.expected_ends, for_plans=self.for_plans)
         self._known: dict[tuple[NodeName, _WaitingTask], tuple[int, CapacityProfile]] = {}
         self._later: dict[NodeName, dict[tuple[_WaitingTask, float], CapacityAt]] = {}
 
     def of(self, node: NodeName, task: Task) -> CapacityProfile:
-        waiter, revision = self._waiter(task), self._expected_ends.draft.changes.at(node)
+        waiter, revision = self._waiter(task), self.expected_ends.draft.changes.at(node)
         known = self._known.get((node, waiter))
         if known is None or known[0] != revision:
             known = self._known[node, waiter] = revision, self._work_out(node, waiter)
@@ -312,7 +292,7 @@ class FutureCapacity:
     def capacity_at(self, node: NodeName, task: Task, at: float) -> CapacityAt:
         waiter, there = self._waiter(task), self._later.setdefault(node, {})
         known = there.get((waiter, at))
-        if known is None or known.revision != self._expected_ends.draft.changes.at(node):
+        if known is None or known.revision != self.expected_ends.draft.changes.at(node):
             known = there[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
         return known
 
@@ -323,11 +303,11 @@ class FutureCapacity:
                 capacity.on_placement(run, place)
 
     def _waiter(self, task: Task) -> _WaitingTask:
-        stops = preempts(task, self._expected_ends.policy)
+        stops = preempts(task, self.expected_ends.policy)
         below = stops_below(task) if stops else NOTHING
-        since = self._expected_ends.now if self._for_plans else task.submitted_at
-        protected = self._protected_tenants(task) if stops else frozenset[str]()
-        pledged = task.id if self._expected_ends.draft.pledges_of(task.id) else None
+        since = self.expected_ends.now if self.for_plans else task.submitted_at
+        protected = self.protected_tenants(task) if stops else frozenset[str]()
+        pledged = task.id if self.expected_ends.draft.pledges_of(task.id) else None
         return _WaitingTask(task.priority, below, since, protected, pledged)
 
     def _work_out(self, node: NodeName, waiter: _WaitingTask) -> CapacityProfile:

@@ -161,9 +161,6 @@ class Reservations:
         )
         self.on: dict[NodeName, list[Reservation]] = {}
         """In queue order."""
-        self._keys: dict[TaskId, OrderKey] = {}
-        """Queue places of the tasks with reservations, valid for `_keys_at`, a revision of the draft."""
-        self._keys_at = -1
         self._kinds: list[str] | None = None
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         """Key: everything that a run time estimate depends on."""
@@ -278,18 +275,7 @@ class Reservations:
 
     def _is_ahead(self, planned: Reservation, key: OrderKey) -> bool:
         """Whether the reservation is ahead of this place in the queue."""
-        return reserves_before(self._key_of(planned), key)
-
-    def _key_of(self, planned: Reservation) -> OrderKey:
-        """Computed once between two decisions."""
-        if self._keys_at != self.draft.changes.revision:
-            self._keys_at = self.draft.changes.revision
-            self._keys.clear()
-        task = planned.task
-        key = self._keys.get(task.id)
-        if key is None:
-            key = self._keys[task.id] = self.order(task)
-        return key
+        return reserves_before(self.order(planned.task), key)
 
     def backfill_window(self, task: Task, node: NodeName, *, all_reservations: bool) -> BackfillWindow:
         """What the task may use of the node without delaying a reservation: ahead of it, or any at all."""

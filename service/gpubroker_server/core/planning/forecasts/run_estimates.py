@@ -102,10 +102,8 @@ class Remaining:
 
 
 def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str = "") -> Remaining | None:
-    """As stated at submission, else from runs like it. `kind`: of the run's device.
-
-    None if it does not run, or has outlasted every estimate.
-    """
+    """As stated at submission, else from runs like it; None if it does not run, or has outlasted every
+    estimate. `kind`: of the run's device."""
     if task.started_at is None or not task.is_active:
         return None
     elapsed = max(0.0, now - task.started_at)
@@ -123,10 +121,8 @@ def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str
 
 
 def run_seconds(task: Task, sketches: Sketches, policy: Policy, *, kind: str = "") -> Remaining | None:
-    """How long a run that begins now takes: as stated at submission, else from enough runs like it.
-
-    Ignores checkpoints. None if unknown.
-    """
+    """How long a run that begins now takes: as stated at submission, else from enough runs like it. Ignores
+    checkpoints. None if unknown."""
     if task.expected_seconds is not None:
         return Remaining(task.expected_seconds, task.expected_seconds, 0)
     known = sketches.get(SketchKey(task.tenant, task.subject, kind, What.SECONDS))

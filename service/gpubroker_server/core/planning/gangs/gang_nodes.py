@@ -56,11 +56,9 @@ class GangNode:
         return 0 if spot is None else spot.score
 
     def device_choices(self, part: Task) -> Iterator[Chosen]:
-        """Every choice of devices for a rank, the best first, without equivalent ones.
-
-        Preferred kinds come first; then, for one device, the one where the rank strands the least; then
-        `pack` takes the fullest devices and `spread` the emptiest.
-        """
+        """Every choice of devices for a rank, the best first, without equivalent ones: preferred kinds; then,
+        for one device, the one where the rank strands the least; then the fullest devices (`spread`: the
+        emptiest)."""
         demand = part.demand
         if not self.room.fits(part):
             return

@@ -20,8 +20,7 @@ Gang = tuple[Placement, ...]
 def place_gang(task: Task, gang_nodes: Sequence[GangNode], most: int | None = None) -> Gang | None:
     """A place for every rank, by the gang's strategy; for an elastic gang as many as fit, from `min_ranks` up
     to `most`. None if there is no room, or none was found in MOST_STEPS tries. Deterministic; the nodes are
-    not changed.
-    """
+    not changed."""
     demand = task.demand
     count = len(demand.bundles) if most is None else most
     found = place_ranks(task, count, gang_nodes)

@@ -43,7 +43,6 @@ class Draft:
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
 
     def copy(self) -> "Draft":
-        """An independent copy."""
         twin = Draft(self.world)
         twin.custom_use, twin.given = dict(self.custom_use), list(self.given)
         twin.background = self.background.copy()
@@ -68,8 +67,7 @@ class Draft:
 
     def ledgers_on(self, node: NodeName) -> Iterator[DeviceLedger]:
         """In key order; to read only."""
-        look_up = self.ledger if self._books else self.world.ledgers.__getitem__
-        return map(look_up, self.world.by_node.get(node, ()))
+        return map(self.ledger, self.world.by_node.get(node, ()))
 
     def usable_nodes(self) -> Iterator[NodeName]:
         """Nodes on which something may be placed, in no order."""
@@ -93,8 +91,7 @@ class Draft:
 
     def runs_on(self, node: NodeName) -> Iterator[Task]:
         """Runs that were on the node before this draft, as they are now, in no order."""
-        look_up = self.task if self._tasks else self.world.tasks.__getitem__
-        return map(look_up, self.world.runs.get(node, ()))
+        return map(self.task, self.world.runs.get(node, ()))
 
     def active_on(self, node: NodeName) -> Iterator[Task]:
         """Each of its runs as a task of its own, those admitted in this draft included."""
@@ -111,26 +108,17 @@ class Draft:
         return {ledger.device.kind for ledger in self.ledgers_on(node)} if needs_gpus(task.demand) else {""}
 
     def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> NodeHeadroom:
-        """What a task of this id and priority could take of the node: unused and not pledged to others.
-
-        A preemptor with pledges here needs a run slot, CPU and host memory too when its devices are free.
-        """
+        """What a task of this id and priority could take of the node: unused and not pledged to others. A
+        preemptor with pledges needs a run slot, CPU and host memory too when its devices are free."""
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
-        is_open = task in self._pledges or not self.is_closed_to(priority, node)
+        is_closed = priority <= BACKGROUND_TOP and self.background.is_closed(node)
+        is_open = task in self._pledges or not is_closed
         room = NodeHeadroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row, is_open)
         for other in self._respected(node, task, priority):
             room = room.with_room_of(other, sign=-1)
         return room
-
-    def full_disk(self, node: NodeName) -> str:
-        """Which disk is too full for anything to start there; empty if none is."""
-        return self.world.full_disks.get(node, "")
-
-    def is_closed_to(self, priority: int, node: NodeName) -> bool:
-        """Whether work of this priority is background work, which may take no more of the node's GPUs."""
-        return priority <= BACKGROUND_TOP and self.background.is_closed(node)
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> NodeHeadroom:
         """The same once every run under notice has left the node."""
@@ -144,10 +132,8 @@ class Draft:
                     yield part
 
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
-        """The cluster-wide resources of which too little is left for this task now, in name order.
-
-        What is reserved for higher priorities counts as used. The resources of a node: `NodeHeadroom`.
-        """
+        """The cluster-wide resources of which too little is left for this task now, in name order. What is
+        reserved for higher priorities counts as used. The resources of a node: `NodeHeadroom`."""
         left = self.left_of(task, limits) if task.demand.counted else {}
         return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
 

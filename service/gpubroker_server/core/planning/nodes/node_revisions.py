@@ -22,11 +22,9 @@ EARLY_SECONDS = 0.001
 
 
 class NodeRevisions:
-    """Revisions of the nodes of one World, for everything the planner remembers about a node.
-
-    Marks come from the World, from drafts that share `changes` and `growth`, and from the clock: a sample
-    goes stale, a run leaves its shield, a run admitted in the last cycle becomes a possible victim.
-    """
+    """Revisions of the nodes of one World, for all that the planner remembers about a node. Marks come from
+    the World, from drafts that share `changes` and `growth`, and from the clock: a sample goes stale, a run
+    leaves its shield, a run admitted in the last cycle becomes a possible victim."""
 
     def __init__(self, world: World, policy: Policy) -> None:
         self.changes = RevisionLog()
@@ -57,9 +55,7 @@ class NodeRevisions:
 
     def open(self, now: Instant, cycle_at: Instant) -> tuple[frozenset[NodeName], frozenset[NodeName]]:
         """Mark the nodes that changed since the last slice; returns them, and those of them that grew.
-
-        `cycle_at`: when the cycle began.
-        """
+        `cycle_at`: when the cycle began."""
         world = self._world
         grown = set(world.marks.growth.since(self._world_growth))
         if cycle_at != self._cycle_at:

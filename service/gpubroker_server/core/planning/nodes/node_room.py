@@ -65,8 +65,6 @@ class _Facts:
     pledges: list[int]
     """Priorities of its pledges."""
     now: dict[int, Room] = field(default_factory=dict)
-    rows: dict[int, tuple[Room, tuple[Row, ...]]] = field(default_factory=dict)
-    """Of `now`, by class of device."""
     soon: dict[int, Room] = field(default_factory=dict)
     runs: Mapping[TaskId, Sequence[PossibleVictim]] | None = None
     """Runs that could be victims of some task; None until asked for."""
@@ -98,23 +96,11 @@ class NodeRooms:
         above = bisect_left(facts.pledges, priority)
         room = facts.now.get(above)
         if room is None:
-            room = facts.now[above] = self._look(node, None, priority)
+            room = facts.now[above] = self.look(node, None, priority)
         return room
 
-    def rows(self, node: NodeName, priority: int) -> tuple[Row, ...]:
-        """`now` by class of device."""
-        room, facts = self.now(node, priority), self._facts(node)
-        above = bisect_left(facts.pledges, priority)
-        known = facts.rows.get(above)
-        if known is None or known[0] is not room:
-            known = facts.rows[above] = room, room.rows()
-        return known[1]
-
-    def now_of(self, node: NodeName, task: Task) -> Room:
-        """For a task with pledges."""
-        return self._look(node, task.id, task.priority)
-
-    def _look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
+    def look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
+        """Now; `task`: one with pledges."""
         ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
         devices = [(ledger.device, ledger.free_mb(task=task, priority=priority)) for ledger in ledgers]
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))

@@ -89,18 +89,13 @@ class Offers:
 
     def of(self, node: NodeName, task: Task) -> Offer:
         """For a task without pledges."""
-        revision, key = self.draft.changes.at(node), (node, task.priority, stops_below(task))
+        revision, below = self.draft.changes.at(node), stops_below(task)
+        key = node, task.priority, below
         known = self._known.get(key)
         if known is None or known[0] != revision:
-            known = self._known[key] = revision, self._offer(*key)
+            offer = self.among(node, task.priority, self.rooms.leavers(node, below))
+            known = self._known[key] = revision, offer
         return known[1]
-
-    def _offer(self, node: NodeName, priority: int, below: int) -> Offer:
-        return self.among(node, priority, self.rooms.leavers(node, below))
-
-    def possible_victims(self, node: NodeName) -> Iterable[PossibleVictim]:
-        """Possible victims for any task, in no order."""
-        return self.rooms.possible_victims(node)
 
     def among(self, node: NodeName, priority: int, runs: Iterable[PossibleVictim]) -> Offer:
         """The offer if only these may be preempted."""

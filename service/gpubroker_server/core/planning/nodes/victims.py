@@ -67,12 +67,9 @@ class Candidate(PossibleVictim):
 def possible_victims(
     draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Sequence[PossibleVictim]]
 ) -> dict[TaskId, Sequence[PossibleVictim]]:
-    """Task -> possible victims with a run on the node, in no order.
-
-    A run admitted in the cycle that began at `began_at` is left alone, since it may not have started.
-    `known`: what was found here before; it holds for a task that has not changed if nothing was measured
-    since.
-    """
+    """Task -> possible victims with a run on the node, in no order. A run admitted in the cycle that began at
+    `began_at` is left alone, since it may not have started. `known`: what was found here before, which holds
+    for a task that has not changed if nothing was measured since."""
     found: dict[TaskId, Sequence[PossibleVictim]] = {}
     for run in draft.runs_on(node):
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):

@@ -102,12 +102,10 @@ def search_eviction(
     offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant, budget: ProbeBudget
 ) -> Steps[Eviction | RoomBeingFreed | None]:
     """The eviction that costs least: lost GPU-seconds, number of victims, then the rank that joined its gang
-    last, node and devices.
-
-    Only runs of strictly lower priority are victims, and only if the task fits once they have left. Room
-    that is being given back and promised to no other task counts first: if it is enough, no run is stopped.
-    Nodes are tried in the order of what a victim there costs at least, until no other can be better.
-    """
+    last, node and devices. Only runs of strictly lower priority are victims, and only if the task fits once
+    they have left. If room that is being given back, and promised to no other task, is enough, no run is
+    stopped. Nodes are tried in the order of what a victim there costs at least, until no other can be
+    better."""
     ways: list[_NodeBound] = []
     for node in sorted(nodes):
         budget.spent += 1

@@ -24,11 +24,9 @@ from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Surp
 def reclaim(
     offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
-    """The cheapest way to take room back from borrowers on these nodes; None if there is none.
-
-    Borrowers of the same band or a lower one may be preempted, whatever their priority, unless protected; no
-    tenant is left with less than its guarantee.
-    """
+    """The cheapest way to take room back from borrowers on these nodes; None if there is none. Borrowers of
+    the same band or a lower one may be preempted, whatever their priority, unless protected; no tenant is
+    left with less than its guarantee."""
     there = (offer for offer in _borrowers_on(offers, task, surplus, nodes) if offer.found)
     return _cheapest_of(
         there, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
@@ -141,7 +139,7 @@ def _used_of(name: str, gone: Iterable[Candidate]) -> float:
 def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
     """What these nodes offer if only borrowers that must give back may be preempted."""
     for node in sorted(nodes):
-        runs = offers.possible_victims(node)
+        runs = offers.rooms.possible_victims(node)
         asked = [run for run in runs if run.task.tenant in surplus and _may_be_asked(run, task, offers)]
         yield offers.among(node, task.priority, asked)
 

@@ -21,11 +21,8 @@ class TenantPosition(NamedTuple):
 
 
 class FairShareLevels:
-    """How much of its fair share each tenant has used, at one instant.
-
-    A level is (usage + present claims) / weight, each as a share of the whole: at 1 the tenant has had what
-    its weight entitles it to.
-    """
+    """How much of its fair share each tenant has used, at one instant: (usage + present claims) / weight,
+    each as a share of the whole. At 1 the tenant has had what its weight entitles it to."""
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self._policy = policy
@@ -58,11 +55,8 @@ class FairShareLevels:
 
 
 class FairShares:
-    """The ranks of tenants in one cycle.
-
-    What the cycle gives a tenant counts at once, so that one cycle does not give everything to one tenant.
-    Within a cycle no rank improves.
-    """
+    """The ranks of tenants in one cycle; no rank improves within it. What the cycle gives a tenant counts at
+    once, so that one cycle does not give everything to one tenant."""
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self.passed: dict[str, TenantOrderKey] = {}

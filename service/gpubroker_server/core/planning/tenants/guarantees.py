@@ -18,8 +18,8 @@ Surplus = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class BorrowerRule:
-    """A borrower cannot preempt a tenant of its cohort that is within its guarantee. Otherwise the two would
-    preempt each other in turn, one by its guarantee, the other by its priority."""
+    """A borrower cannot preempt a tenant of its cohort that is within its guarantee: the two would preempt
+    each other in turn, one by its guarantee, the other by its priority."""
 
     tenant: str
     surplus: Surplus
