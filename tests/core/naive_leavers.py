@@ -1,6 +1,7 @@
 """Who leaves, for the naive planner: tasks, gangs, and ranks that their gangs can do without."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -169,23 +170,33 @@ class NaiveLeavers(NaiveTenants):
     def gives_back(self, run: Task) -> int:
         return sum(self.takes(lease) for lease in self.leases_of(run))
 
+    def room_after(self, node: Any, task: Task, gone: Sequence[Task]) -> tuple[float, int, int]:
+        """What the node has beside its devices, once these and everybody who is leaving anyway have left."""
+        cpu, memory, slots = self.room(node, task)
+        for run in self.gone_from(node, gone):
+            cpu, memory, slots = cpu + run.demand.cpu, memory + run.demand.memory_mb, slots + 1
+        return round(cpu, 6), memory, slots
+
+    def gone_from(self, node: Any, gone: Sequence[Task]) -> list[Task]:
+        here = [run for one in gone for run in runs(one) if run.node == node.name]
+        return [run for run in self.runs_on(node) if run.state is TaskState.STOPPING] + here
+
     def would_fit(self, node: Any, devices: Sequence[Any], task: Task, gone: Sequence[Task]) -> bool:
         """Once these, and everybody who is leaving anyway, have left the node."""
-        cpu, memory, slots = self.room(node, task)
-        here = [run for one in gone for run in runs(one) if run.node == node.name]
-        leaving = [run for run in self.runs_on(node) if run.state is TaskState.STOPPING]
-        for run in [*leaving, *here]:
-            cpu, memory, slots = cpu + run.demand.cpu, memory + run.demand.memory_mb, slots + 1
-        if max(0.0, round(cpu, 6)) < task.demand.cpu or max(0, memory) < task.demand.memory_mb or slots < 1:
+        cpu, memory, slots = self.room_after(node, task, gone)
+        if max(0.0, cpu) < task.demand.cpu or max(0, memory) < task.demand.memory_mb or slots < 1:
             return False
-        if not self.node_has(node, task, [*leaving, *here]):
+        if not self.node_has(node, task, self.gone_from(node, gone)):
             return False
         return all(self.left_after(device, task, gone) >= 0 for device in devices)
 
     def left_after(self, device: Any, task: Task, gone: Sequence[Task]) -> int:
-        freed = sum(self.takes(ls) for run in gone for ls in self.leases_of(run) if ls.device == device.key)
         need = self.needs(task.demand, device)
-        return -1 if need is None else self.soon(device, task) + freed - need
+        return -1 if need is None else self.free_after(device, task, gone) - need
+
+    def free_after(self, device: Any, task: Task, gone: Sequence[Task]) -> int:
+        freed = sum(self.takes(ls) for run in gone for ls in self.leases_of(run) if ls.device == device.key)
+        return self.soon(device, task) + freed
 
     def evictions(self, task: Task) -> Iterator[tuple[Any, list[Any], list[Task]]]:
         """Every way to make room: (rank, devices, victims). Tries every subset of runs on every node."""
@@ -207,10 +218,14 @@ class NaiveLeavers(NaiveTenants):
                             yield (self.cost(victims), node.name, by_place, left, keys), what, victims
 
     def eviction(self, task: Task, closed: Sequence[str] = ()) -> tuple[list[Any], list[Task]] | None:
-        """The cheapest, of open nodes; ties go by node, then (one GPU) device or (several) by who leaves."""
+        """Of idle work what is in the way, else the cheapest, of open nodes; ties go by node, then (one GPU)
+        device or (several) by who leaves."""
         options = [option for option in self.evictions(task) if option[0][1] not in closed]
         if not options:
             return None
+        idle = self.idle_eviction(task, closed)
+        if idle is not None and self.may_be_stopped_for(task, idle[1]):
+            return idle
 
         if any(one.members for option in options for one in option[2]):
             return self.as_taken(task, [o for o in options if self.may_be_stopped_for(task, o[2])])
@@ -220,10 +235,42 @@ class NaiveLeavers(NaiveTenants):
             return (cost, node, keys, by_place) if task.demand.gpus == 1 else (cost, node, by_place, left)
 
         best = min(options, key=rank)
-        if not self.may_be_stopped_for(task, best[2]):
+        if idle is not None or not self.may_be_stopped_for(task, best[2]):
             options = [option for option in options if self.may_be_stopped_for(task, option[2])]
             best = min(options, key=lambda option: option[0][:4], default=best)
         return (best[1], best[2]) if best[2] and self.may_be_stopped_for(task, best[2]) else None
+
+    def idle_eviction(self, task: Task, closed: Sequence[str]) -> Any:
+        """Where the task would go if there were no idle work, the cheapest of it that is in the way there."""
+        if task.priority < 10:
+            return None
+        idle = {
+            node.name: [run for run in self.possible_victims(node, task) if run.priority < 10]
+            for node in self.nodes
+        }
+        without: Any = copy(self)
+        without.nodes = [node for node in self.nodes if node.name not in closed]
+        without.free = lambda device, task: self.free_after(device, task, idle[device.node])
+        without.room = lambda node, task: self.room_after(node, task, idle[node.name])
+        without.node_has = lambda node, task: self.node_has(node, task, self.gone_from(node, idle[node.name]))
+        places = list(without.places(task))
+        if not places:
+            return None
+        _, name, chosen = min(places, key=lambda place: place[0])
+        node = next(node for node in self.nodes if node.name == name)
+        devices = [device for device in self.devices(name) if device.key in dict(chosen)]
+        ways = [
+            (
+                (self.cost([run for _, run in gone]), tuple(place for place, _ in gone)),
+                [run for _, run in gone],
+            )
+            for count in range(1, len(idle[name]) + 1)
+            for gone in combinations(enumerate(idle[name]), count)
+            if self.would_fit(node, devices, task, [run for _, run in gone])
+        ]
+        if any(one.members for _, gone in ways for one in gone):
+            return self.as_taken(task, [(rank, devices or [node], gone) for rank, gone in ways])
+        return devices or [node], min(ways, key=lambda way: way[0])[1]
 
     def as_taken(self, task: Task, options: Sequence[Any]) -> Any:
         """Of the cheapest ways, the one that was taken if it is one of them."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
@@ -177,6 +178,24 @@ def test_idle_work_makes_room_for_all_other_work_however_often_it_had_to_before(
     assert victims(world, policy=policy, gpu_mb=10 * GIB, priority=10) == ["idle"]
     other = a_world(a_run("idle", "gpu0", 80, priority=3, preemptions=9))
     assert chosen(other, policy=policy, gpu_mb=10 * GIB, priority=9) is Reason.WAITING_FOR_MEMORY
+
+
+def test_a_task_goes_where_it_would_go_without_idle_work():
+    """Not to the only node with two GPUs, although the idle work there has the least to lose."""
+    world = a_world(
+        *(
+            a_device(gpu, node)
+            for gpu, node in (("gpu0", "n1"), ("gpu1", "n1"), ("gpu0", "n2"), ("gpu0", "n3"))
+        ),
+        *(a_run(f"new{n}", f"n1/gpu{n}", 80, seconds=5.0, priority=9) for n in range(2)),
+        a_run("old", "n2/gpu0", 80, seconds=900.0, priority=9),
+        a_run("saved", "n3/gpu0", 80, seconds=0.0, priority=10),
+    )
+    for _ in range(9):
+        world.mix.add(Demand(gpus=2))
+    submit(world, a_task("task", priority=20, gpu_mb=10 * GIB))
+    [decision] = plan_cycle(world, POLICY, NOW).decisions
+    assert [write.task.id for write in decision.tasks] == ["old"]
 
 
 def test_a_run_is_left_alone_until_it_has_run_for_a_while_except_by_critical_tasks():

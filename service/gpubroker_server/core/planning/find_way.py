@@ -21,6 +21,7 @@ from gpubroker_server.core.planning.places import CLOSE_LOOK, Found, Places
 from gpubroker_server.core.planning.preemption.eviction import (
     Eviction,
     RoomBeingFreed,
+    clear_of_idle_work,
     could_make_room,
     is_coming,
     may_preempt,
@@ -36,6 +37,7 @@ from gpubroker_server.core.planning.preemption.reclaim import (
 )
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
+from gpubroker_server.core.world.background import IDLE_TOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,10 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     found = yield from search_eviction(offers, task, open_nodes, view.now, view.budget)
     if isinstance(found, RoomBeingFreed):
         return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)
+    if found is not None and task.priority > IDLE_TOP:
+        # Idle work is as if it were not there: the place is chosen as in free room.
+        place = yield from view.places.without_idle_work(task, open_nodes)
+        found = found if place is None else clear_of_idle_work(offers, task, place, view.now)
     rule = None if found is None else view.guarantees.borrower_rule_for(task)
     if found is not None and rule is not None and not rule.allows(found.victims, found.surplus):
         view.budget.spent += CLOSE_LOOK * len(offers.nodes)

@@ -17,6 +17,7 @@ from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms, Room
 from gpubroker_server.core.planning.tenants.quota import Quotas
+from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.placement_scores import PlacementScorer, Row, rows
 from gpubroker_server.core.world.world import World
 
@@ -172,9 +173,20 @@ class Places:
             self._budget.spent += CLOSE_LOOK * (scores.worked_out - before)
         return found
 
+    def without_idle_work(self, task: Task, nodes: Set[NodeName]) -> Steps[Placement | None]:
+        """The best place on these nodes once all idle work has left, and all that is leaving anyway."""
+        places: list[Found] = []
+        for node in nodes:
+            room = self._rooms.most(node, task.priority, IDLE_TOP + 1)
+            place = self._in(room, node, task, None) if room.may_fit(task) else None
+            if place is not None:
+                places.append(place)
+            if self._budget.calls_for_a_pause:
+                yield
+        return min(places)[1] if places else None
+
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
         """The best place on one node, of the devices that are allowed."""
-        demand = task.demand
         self._budget.spent += 1
         if node not in self._nodes:
             return None
@@ -182,24 +194,26 @@ class Places:
         rooms, priority = self._rooms, task.priority
         room = rooms.look(node, task.id, priority) if is_kept else rooms.now(node, priority)
         self._budget.spent += CLOSE_LOOK * is_kept
-        if not room.may_fit(task):
-            return None
+        return self._in(room, node, task, allows) if room.may_fit(task) else None
+
+    def _in(self, room: Room, node: NodeName, task: Task, allows: Allows | None) -> Found | None:
+        demand = task.demand
         self._budget.spent += CLOSE_LOOK
         far = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
         if demand.gpus == 0:
             far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
-            return self._by_room(node, task, room.beside.cpu, far, allows)
+            return self._by_room(room, node, task, far, allows)
         there = _allowed(room, task, allows) if allows else room.rows()
         return self._by_worth(node, task, far, self._scores, there)
 
     def _by_room(
-        self, node: NodeName, task: Task, cpu: float, far: int, allows: Allows | None
+        self, room: Room, node: NodeName, task: Task, far: int, allows: Allows | None
     ) -> Found | None:
         demand = task.demand
         is_spread = "spread" in (demand.placement, self._policy.placement)
         sign, runs = (-1, self._draft.use(node).runs) if is_spread else (1, 0)
-        options = self._devices(node, task, sign)
+        options = _devices(room, task, sign)
         if allows is not None:
             options = (option for option in options if allows(option[1], option[2]))
         chosen = nsmallest(demand.gpus, options)
@@ -208,7 +222,7 @@ class Places:
         devices = tuple(sorted((key, mb) for _, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
         rank = far + sum(left for left, _, _ in chosen)
-        return (rank, runs, sign * cpu, names), Placement(node, devices)
+        return (rank, runs, sign * room.beside.cpu, names), Placement(node, devices)
 
     def _by_worth(
         self, node: NodeName, task: Task, far: int, worth: PlacementScorer, there: tuple[Row, ...]
@@ -230,14 +244,13 @@ class Places:
         """Whether room on the node is pledged to this task."""
         return any(node_of(device) == node for device in self._draft.pledges_of(task.id))
 
-    def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
-        for ledger in self._draft.usable_ledgers(node, self._policy, self._now):
-            need = need_mb(task.demand, ledger.device)
-            if need is not None and need <= ledger.unallocated_mb():
-                left = ledger.free_mb(task=task.id, priority=task.priority) - need
-                if left >= 0:
-                    far = FAR_MB * device_preference_rank(task.demand, ledger.device)
-                    yield sign * left + far, ledger.device.key, need
+
+def _devices(room: Room, task: Task, sign: int) -> Iterator[Option]:
+    for device, mb in room.devices:
+        need = need_mb(task.demand, device)
+        if need is not None and need <= mb:
+            far = FAR_MB * device_preference_rank(task.demand, device)
+            yield sign * (mb - need) + far, device.key, need
 
 
 def _allowed(room: Room, task: Task, allows: Allows) -> tuple[Row, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import need_mb
 from gpubroker_server.core.domain.ranks import stop_deadline_of
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, node_key
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -28,6 +28,7 @@ from gpubroker_server.core.planning.nodes.victims import (
     filled_back,
     named,
 )
+from gpubroker_server.core.world.background import IDLE_TOP
 
 CLOSE_LOOK = 10
 """Cost of looking at all possible victims of a node, in units of one quick capacity check."""
@@ -163,6 +164,16 @@ def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
     node = best.offer.node
     devices = sorted((site.device.key, need) for site, need in best.targets) or [(node_key(node), Mib(0))]
     return Eviction(node, tuple(devices), victims, Instant(max(deadlines)), surplus=surplus)
+
+
+def clear_of_idle_work(offers: Offers, task: Task, place: Placement, now: Instant) -> Eviction:
+    """The idle work that is in the way there."""
+    idle = offers.rooms.leavers(place.node, IDLE_TOP + 1)
+    offer, chosen = offers.among(place.node, task.priority, idle), dict(place.devices)
+    targets = [(site, chosen[site.device.key]) for site in offer.sites if site.device.key in chosen]
+    victims = cheapest(offer.found, _suffices(offer, task, targets))
+    assert victims, "there is room once all of it has left, and not before"
+    return eviction_of(_option(offer, task, targets, victims), offers.draft, now)
 
 
 def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
