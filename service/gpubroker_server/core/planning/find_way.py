@@ -123,7 +123,8 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
     2. over its tenant's quota: runs of that tenant make room, or it waits
     3. a place that delays no reservation ahead of it
     4. what its tenant is guaranteed is taken back from borrowers
-    5. runs of lower priority are preempted, where no reservation is in the way
+    5. runs of lower priority are preempted, where no reservation is in the way: idle work where the task
+       would go without it, if that is enough
 
     A task with pledges waits for its victims. If what leaves will not be enough, since one of them is in
     quarantine, it looks for another way from the second rung on, and keeps its pledges until it has one.
@@ -257,7 +258,7 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     if isinstance(found, RoomBeingFreed):
         return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)
     if found is not None and task.priority > IDLE_TOP:
-        # Idle work is as if it were not there: the place is chosen as in free room.
+        # As if idle work were not there: what it has to lose has no say in where other work goes.
         place = yield from view.places.without_idle_work(task, open_nodes)
         found = found if place is None else clear_of_idle_work(offers, task, place, view.now)
     rule = None if found is None else view.guarantees.borrower_rule_for(task)

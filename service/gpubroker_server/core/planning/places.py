@@ -176,7 +176,8 @@ class Places:
     def without_idle_work(self, task: Task, nodes: Set[NodeName]) -> Steps[Placement | None]:
         """The best place on these nodes once all idle work has left, and all that is leaving anyway."""
         places: list[Found] = []
-        for node in nodes:
+        for node in nodes & self._nodes:
+            self._budget.spent += 1
             room = self._rooms.most(node, task.priority, IDLE_TOP + 1)
             place = self._in(room, node, task, None) if room.may_fit(task) else None
             if place is not None:
