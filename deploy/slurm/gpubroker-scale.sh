@@ -7,6 +7,7 @@ demand=$(gpubroker demand --waited "${WAITED:-30s}" -o json)
 read_demand() {
     printf '%s' "$demand" | python3 -c "import json, sys; found = json.load(sys.stdin); print($1)"
 }
+spare_nodes() { read_demand '*(node["name"] for node in found["spare"]["nodes"])'; }
 
 lacking=$(read_demand 'found["unmet"]["gpus"]')
 coming=$(squeue --me --noheader --name=gpubroker-node --states=PENDING,CONFIGURING | wc -l)
@@ -15,6 +16,18 @@ while [ "$coming" -lt "$lacking" ]; do
     coming=$((coming + 1))
 done
 
-for node in $(read_demand '*(node["name"] for node in found["spare"]["nodes"])'); do
-    case $node in slurm-*) scancel "${node#slurm-}" ;; esac
+closed=""
+for node in $(spare_nodes); do
+    case $node in slurm-*) gpubroker cordon "$node" --because "Slurm ends it" && closed="$closed $node" ;; esac
+done
+[ -n "$closed" ] || exit 0
+
+# Some may have got work before they were closed.
+demand=$(gpubroker demand -o json)
+spare=" $(spare_nodes) "
+for node in $closed; do
+    case $spare in
+    *" $node "*) scancel "${node#slurm-}" ;;
+    *) gpubroker uncordon "$node" ;;
+    esac
 done

@@ -15,6 +15,7 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
     "pydantic_core": "pydantic-core",
     "pydantic_settings": "pydantic-settings",
+    "prometheus_client": "prometheus-client",
     "pynvml": "nvidia-ml-py",
     "typing_extensions": "typing-extensions",
     "yaml": "pyyaml",

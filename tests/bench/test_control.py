@@ -22,5 +22,5 @@ def test_it_measures_each_load_a_look_and_a_day() -> None:
     assert figures["control.day.filled.held"] > figures["control.day.plain.held"]
     assert figures["control.cycle.p99_ms"] > 0.0
     assert figures["control.published_kb"] > 0.0
-    assert figures["control.scrape_ms"] > 0.0
-    assert len(figures) == 24
+    assert figures["control.scrape_text_ms"] > 0.0
+    assert len(figures) == 25

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ def test_a_key_of_another_certificate_is_refused(certificates: Certificates, tmp
     other = Certificates.made_in(tmp_path)
     with pytest.raises(StartRefused, match=r"are not a certificate, its key .*KEY_VALUES_MISMATCH"):
         check_ray_access(joined(tls=tls_of(certificates, key=other.key)), {})
+
+
+def test_a_key_with_a_passphrase_is_refused_and_not_asked_for(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    locked = ("-aes256", "-passout", "pass:secret", "-out", tmp_path / "key.pem")
+    subprocess.run(["openssl", "pkey", "-in", certificates.key, *locked], check=True, capture_output=True)
+    with pytest.raises(StartRefused, match="its key without a passphrase"):
+        check_ray_access(joined(tls=tls_of(certificates, key=tmp_path / "key.pem")), {})
 
 
 def test_what_the_environment_names_is_checked_too(certificates: Certificates, tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("ray: {address: 'ray://head:10001'}\n", "write that of the head itself: head:6379"),
         ("ray: {address: 'ray://h:1/x?y'}\n", "h:6379"),
         ("ray: {address: head}\n", "write host:6379"),
+        ("ray: {address: 'http://head:8265'}\n", "is not the address of a Ray head; write host:6379"),
         ("ray: {cluster: lab/a}\n", "ray.cluster: 'lab/a' has a slash"),
         ("ray: {node_name: rack/n1}\n", "ray.node_name: 'rack/n1' has a slash"),
         ("ray: {address: 'h:6379', node_name: n1}\n", "node_name has no effect on the cluster at h:6379"),

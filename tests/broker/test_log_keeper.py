@@ -9,6 +9,7 @@ from gpubroker_server.core.domain.orders import Logged, LogName
 from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, TaskId
 from gpubroker_server.core.lifecycle.run_logs import FollowedLogs
 from gpubroker_server.ports.run_logs import LogChanges, LogPart
+from gpubroker_server.ports.store import BlobTooLarge, StoreUnavailable
 
 from tests.builders import NOW, a_task, a_world, holding
 from tests.contracts.scenes import next_term
@@ -105,6 +106,38 @@ async def test_the_whole_log_replaces_what_was_told_while_it_was_read(stage: Sta
     assert await stage.blobs.get(first.digest) == b"a" * 50
     await keeper.keep([told(0, b"a" * 50, is_final=True), told(0, b"c", is_final=True)])
     assert await stage.kept() == [(0, 1)], "an agent that was asked again has told it twice"
+
+
+async def test_what_a_followed_run_prints_takes_no_more_of_the_disk_than_the_limit(stage: Stage) -> None:
+    """Objects of the removed middle would stay until a sweep, an hour later."""
+    keeper = await stage.leader()
+    await stage.read(LOG)
+    await keeper.ask_nodes()
+    for first_byte in range(0, 300, 40):
+        await keeper.keep([told(first_byte, b"x" * 40)])
+    assert stage.blobs.objects == {}
+    assert sum(end - begin for begin, end in await stage.kept()) <= 100 + 2 * 40
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("disk full"), BlobTooLarge("too large")])
+async def test_a_disk_that_takes_no_object_keeps_the_log_in_its_row_and_the_leader_at_work(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    async def refuse(data: bytes, *, owner: str) -> str:
+        raise fault
+
+    monkeypatch.setattr(stage.blobs, "put", refuse)
+    keeper = await stage.leader()
+    await keeper.keep([told(0, b"a" * 50, is_final=True)])
+    [part] = await stage.store.log_parts(LOG, -1, 9)
+    assert (part.data, part.digest) == (b"a" * 50, None)
+
+
+async def test_an_answer_that_comes_after_the_whole_log_does_not_take_its_place(stage: Stage) -> None:
+    keeper = await stage.leader()
+    await keeper.keep([told(0, b"a" * 20, is_final=True), told(20, b"b" * 9, is_final=True)])
+    await keeper.keep([told(0, b"a" * 10), told(10, b"a" * 10)])
+    assert await stage.kept() == [(0, 20), (20, 29)]
 
 
 async def test_a_log_of_an_unknown_task_is_not_kept(stage: Stage) -> None:

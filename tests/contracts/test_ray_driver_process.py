@@ -10,6 +10,7 @@ import ray.autoscaler.sdk
 from gpubroker_server.adapters.ray.driver import link
 from gpubroker_server.adapters.ray.driver.process import Driver, Opening
 from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.ray.wire import read_frame
 from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
 from gpubroker_server.ports.worker_calls import WorkerCall, WorkerRun
 
@@ -52,7 +53,7 @@ async def test_an_order_waits_behind_one_call_to_a_worker_at_most(bench: Bench) 
         waiting.cancel()
 
 
-async def test_what_is_asked_of_the_executor_is_asked_of_the_autoscaler_again_after_a_failure(
+async def test_the_autoscaler_is_asked_again_after_a_failure_and_for_nothing_when_the_service_stops(
     bench: Bench,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,6 +79,13 @@ async def test_what_is_asked_of_the_executor_is_asked_of_the_autoscaler_again_af
                 heard.clear()
                 await driver.on_message(await service.next("resources"))
                 await asyncio.wait_for(heard.wait(), PATIENCE_SECONDS)
+            closing = tasks.create_task(bench.executor.close(stop_cluster=False))
+            await driver.on_message(await service.next("leave"))
+            said, told = await asyncio.open_unix_connection(sock=theirs)
+            assert await asyncio.wait_for(read_frame(said), PATIENCE_SECONDS) == ("left",)
+            service.say("left")
+            await closing
             asking.cancel()
+            told.close()
         writer.close()
-    assert asked == [FEW, MANY]
+    assert asked == [FEW, MANY, []], "Ray would keep nodes for them for ever"

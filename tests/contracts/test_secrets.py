@@ -33,6 +33,23 @@ async def test_a_secret_belongs_to_one_tenant_and_is_replaced_and_dropped(secret
     assert await secrets.read("zeta", ["B", "../acme/A"]) == {"B": "of another"}
 
 
+async def test_a_power_cut_loses_no_secret_that_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new name is in a folder, which is synced after it."""
+    synced: list[str] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    root = tmp_path / "secrets"
+    await SecretFiles(root).put("acme", "A", "text")
+    assert synced[1:] == [str(folder) for folder in (root / "acme", root, tmp_path)]
+
+
 async def test_other_users_can_read_neither_files_nor_names(tmp_path: Path) -> None:
     root = tmp_path / "secrets"
     await SecretFiles(root).put("acme", "A", "text")

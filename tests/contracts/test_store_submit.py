@@ -31,8 +31,9 @@ async def test_what_was_submitted_reads_back_as_it_was(store: TaskStore) -> None
     )  # fmt: skip
     spec = RunSpec(
         kind="function", entrypoint="a:b", command=("echo", "ü"), arguments=b"\x80\x00\xff",
-        arguments_digest="ab" * 32, python="3.11", env={"A": "1"}, result_format="cloudpickle",
-        labels={"team": "vision", "run": "7"}, model_type="llm", working_directory="/srv",
+        arguments_digest="ab" * 32, python="3.11", objects=("cd" * 32,), env={"A": "1"},
+        result_format="cloudpickle", labels={"team": "vision", "run": "7"}, model_type="llm",
+        working_directory="/srv",
         sizing={"gpu_mb": 9420, "p95_mb": 8192, "n": 12, "kind": "H100", "message": "ü"},
     )  # fmt: skip
     await store.submit(Submission(task, spec, "key", "hash"))

@@ -21,7 +21,7 @@ class RayNode:
 
     def __init__(self, address: str, name: str, env: Mapping[str, str], cpus: int = 2) -> None:
         self.name = name
-        self._command = [sys.executable, "-m", __name__, address, name, str(cpus), "0", ""]
+        self._command = [sys.executable, "-m", __name__, address, str(cpus), "0", ""]
         self._env = os.environ | env
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -36,7 +36,7 @@ class RayNode:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            self._command, env=self._env, stdout=subprocess.PIPE, start_new_session=True
+            [*self._command, self.name], env=self._env, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdout is not None
         told, _, _ = select.select([self._process.stdout], [], [], PATIENCE_SECONDS)
@@ -101,7 +101,7 @@ class RayHead(RayNode):
         self._command[-2:] = str(port), str(temp_dir)
 
 
-def start(address: str, name: str, cpus: str, port: str, temp_dir: str) -> None:
+def start(address: str, cpus: str, port: str, temp_dir: str, name: str) -> None:
     """`ray start` refuses to join a head on 127.0.0.1; what it calls does not."""
     from gpubroker_server.adapters.ray.head.node_to_start import NodeToStart
     from gpubroker_server.adapters.ray.head.start import start_node

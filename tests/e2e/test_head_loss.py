@@ -140,8 +140,9 @@ class Cluster:
 
 
 @pytest.mark.evidence
+@pytest.mark.parametrize("name", ["n1", "renamed"])
 def test_a_head_that_comes_back_without_its_nodes_needs_nobody_to_say_that_they_are_lost(
-    tmp_path: Path,
+    tmp_path: Path, name: str
 ) -> None:
     with ExitStack() as stack:
         cluster = Cluster(stack, tmp_path)
@@ -153,9 +154,10 @@ def test_a_head_that_comes_back_without_its_nodes_needs_nobody_to_say_that_they_
         assert {broker.get(run).node for run in runs} == {"n2", "n3"}
         cluster.head.kill()
         until(lambda: broker.stats().detection["state"] == "paused", "no node is heard")
+        cluster.head.name = name
         cluster.head.start()
         back_at = time.monotonic()
-        until(lambda: "n1" in cluster.ready(), "the head's own node is back")
+        until(lambda: cluster.ready() == [name], "the head's own node is back")
         until(lambda: all(broker.get(run).attempt == 2 for run in runs), "both run on it", 120.0)
         print(f"on the node that came back after {time.monotonic() - back_at:.1f} s")
         held = sorted(one.id for one in broker.quarantine().items)

@@ -94,6 +94,9 @@ def test_a_cluster_with_token_and_tls_is_joined_and_its_head_may_start_again(
         assert broker.result(run) == 2
         assert broker.result(broker.submit("tests.e2e.work:add", 3, 4)) == 7
         assert [gpu.leased_mb for gpu in broker.gpus()] == [0, 0]
+        broker.submit(["true"], gpus=2, cpu=1.0)
+        until(lambda: requested(site) != [], "it is asked for room again")
+    assert requested(site) == [], "Ray would keep nodes for ever"
 
 
 def requested(site: Site) -> list[dict[str, float]]:

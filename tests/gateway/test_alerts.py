@@ -16,6 +16,7 @@ from gpubroker_server.core.domain.orders import Gone, NodeLost
 from gpubroker_server.core.domain.units import NodeName, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.ports.store import HeldBack
+from gpubroker_server.telemetry.exposition import text_of
 from gpubroker_server.telemetry.metrics import ServerRow, Telemetry
 
 from tests.alerts import Alert, Alertmanager, Scrapes, documented
@@ -37,7 +38,7 @@ class Watched:
         self._alerts = Alertmanager(Scrapes(one=self._metrics))
 
     def _metrics(self) -> str | None:
-        return self.telemetry.text() if self.answers else None
+        return text_of(self.telemetry.metrics()).decode() if self.answers else None
 
     def measure(self, **found: Any) -> None:
         """What is found on gpu0 from now on; the others are empty."""

@@ -267,20 +267,23 @@ async def test_a_retried_array_needs_the_objects_of_its_common_arguments_and_of_
         await api.post("/objects", content=b"left")
 
 
-async def test_a_retried_function_needs_the_objects_of_its_json_items_and_none_of_pickled_ones(
+async def test_a_retried_function_needs_its_objects_and_those_of_its_json_items_and_none_of_pickled_ones(
     gateway: Gateway, api: Client
 ) -> None:
+    own = (await api.post("/objects", content=b"own")).json()["id"]
     named = {"object": (await api.post("/objects", content=b"named")).json()["id"]}
     pickled = base64.b64encode(json.dumps([named]).encode()).decode()
     in_json, opaque = [
-        await submitted(api, items, run=FUNCTION, max_parallel=1)
+        await submitted(api, items, run=FUNCTION | {"objects": [own]}, max_parallel=1)
         for items in ((1, named), {"pickled": pickled, "count": 1})
     ]
     for seen in (in_json, opaque):
         await api.post(f"/arrays/{seen['id']}/cancel")
     await gateway.carry_out_requests()
     await api.delete(f"/objects/{named['object']}")
-    assert "you have no object" in fault(await api.post(f"/arrays/{in_json['id']}/retry"), "/items/1")
+    await api.delete(f"/objects/{own}")
+    for where in ("/items/1", "/run/objects/0"):
+        assert "you have no object" in fault(await api.post(f"/arrays/{in_json['id']}/retry"), where)
     assert (await api.post(f"/arrays/{opaque['id']}/retry")).status_code == 202
 
 

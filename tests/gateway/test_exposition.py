@@ -18,7 +18,7 @@ def test_what_is_written_is_what_is_read() -> None:
             gauge("nothing", "None of it.", ("node",), []),
         ]
     )
-    read = {family.name: family for family in text_string_to_metric_families(text)}
+    read = {family.name: family for family in text_string_to_metric_families(text.decode())}
     assert {name: (family.type, family.documentation) for name, family in read.items()} == {
         "used": ("gauge", "What is used."),
         "age_seconds": ("gauge", "Its age."),

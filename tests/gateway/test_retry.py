@@ -138,6 +138,18 @@ async def test_a_retry_needs_the_objects_that_its_arguments_name_and_uses_them(
     assert "you have no object" in fault(await api.post(f"/tasks/{first}/retry"), "/run/args/0")
 
 
+async def test_a_retry_needs_the_objects_that_its_function_said_it_names(
+    gateway: Gateway, api: Client
+) -> None:
+    mine, other = [(await upload(api, data))["id"] for data in (b"mine", b"other")]
+    run = {"function": "AAAA", "python": PYTHON, "objects": [other, mine]}
+    first = await a_failed_task(gateway, api, run)
+    again = (await api.post(f"/tasks/{first}/retry")).json()["id"]
+    await gateway.end(again)
+    await api.delete(f"/objects/{mine}")
+    assert "you have no object" in fault(await api.post(f"/tasks/{again}/retry"), "/run/objects/1")
+
+
 async def test_what_a_function_pickled_is_not_opened_to_find_objects(gateway: Gateway, api: Client) -> None:
     packed = base64.b64encode(b'\x80{"object":"').decode()
     first = await a_failed_task(gateway, api, {"function": packed, "python": PYTHON})

@@ -8,6 +8,7 @@ from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.run_logs import FOLLOWED_SECONDS
 from gpubroker_server.gateway.status.log_readers import LOOK_SECONDS, LOOKS_PER_SECOND, LogReaders
+from gpubroker_server.gateway.tasks.logs import PARTS_AT_ONCE
 from gpubroker_server.ports.run_logs import LogChanges, LogPart
 from gpubroker_server.ports.store import BlobMissing
 
@@ -152,8 +153,20 @@ async def test_a_gateway_that_ends_answers_its_readers(gateway: Gateway, api: Cl
     task = await api.submit()
     reading = asyncio.create_task(api.get(f"/tasks/{task}/logs?follow=true"))
     await until(lambda: bool(gateway.store._followed))
+    await say(gateway, task, *((n, b"x") for n in range(PARTS_AT_ONCE + 1)))
     gateway.parts.waiters.close()
-    assert (await before(PATIENCE_SECONDS, reading)).status_code == 200
+    everything = "x" * (PARTS_AT_ONCE + 1)
+    assert (await before(PATIENCE_SECONDS, reading)).text == everything
+    assert (await api.get(f"/tasks/{task}/logs")).text == everything
+
+
+async def test_parts_that_overlap_are_read_once(gateway: Gateway, api: Client) -> None:
+    """Each leader asks for itself, and an answer may come twice."""
+    task = await api.submit()
+    await say(gateway, task, (0, b"one\ntwo\n"), (4, b"two\n"), (8, b"three\n"), (9, b"hree"))
+    await say(gateway, task, (14, b"four\n"))
+    await gateway.end(task)
+    assert (await api.get(f"/tasks/{task}/logs")).text == "one\ntwo\nthree\nfour\n"
 
 
 async def test_a_tenant_has_a_bounded_number_of_readers(gateway: Gateway, api: Client) -> None:

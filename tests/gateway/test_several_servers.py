@@ -10,6 +10,7 @@ import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend
 from gpubroker_server.gateway.proxy.health_checks import CheckRules, HealthChecks, rows_in
 from gpubroker_server.gateway.proxy.servers import Contents, Server
+from gpubroker_server.telemetry.exposition import text_of
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import problem, until
@@ -388,7 +389,7 @@ async def test_metrics_show_servers_and_what_was_passed_on() -> None:
         for _ in range(3):
             server(stage, "b").in_flight = 1
             await stage.ask("POST", INFER, b"{}")
-        told = stage.gateway.app.state.telemetry.text()
+        told = text_of(stage.gateway.app.state.telemetry.metrics()).decode()
         for line in (
             'up{protocol="http",server="main"} 0.0',
             'up{protocol="http",server="b"} 1.0',

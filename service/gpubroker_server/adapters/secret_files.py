@@ -59,7 +59,8 @@ class SecretFiles:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        for folder in (path.parent, self._root, self._root.parent):
+            sync_folder(folder)
 
     def _text(self, tenant: str, name: str) -> str:
         path = self._path(tenant, name)

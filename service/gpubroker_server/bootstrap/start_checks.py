@@ -121,7 +121,7 @@ def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.env
     (_, certificate), (_, key), (_, ca) = named.items()
     try:
         context = ssl.create_default_context(cafile=ca)
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, lambda: "")  # without it OpenSSL asks the terminal
     except ssl.SSLError as fault:
         raise StartRefused(
             f"{certificate}, {key} and {ca} ({', '.join(named)}) are not a certificate, its key without a "

@@ -11,7 +11,7 @@ from gpubroker_server.core.lifecycle.run_logs import KnownLog, WantedLog, cut_be
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.run_logs import LogChanges, LogPart, LogRows
-from gpubroker_server.ports.store import BlobStore, Clock, ReadTicks, StoreUnavailable
+from gpubroker_server.ports.store import BlobStore, BlobTooLarge, Clock, ReadTicks, StoreUnavailable
 
 READ_SECONDS = Seconds(0.2)
 """Between two questions to an agent for what is new in a log."""
@@ -35,7 +35,7 @@ class LogKeeper:
     limit_bytes: int
     """What is kept of each stream."""
     inline_bytes: int
-    """Larger parts become objects."""
+    """Larger parts of what an ended run printed become objects."""
 
     def __post_init__(self) -> None:
         self._wanted: Mapping[LogName, WantedLog] = {}
@@ -74,19 +74,21 @@ class LogKeeper:
         known = dict(self._known)
         replaced: set[LogName] = set()
         cut: dict[LogName, tuple[int, int]] = {}
-        parts: list[LogPart] = []
+        kept: list[tuple[Logged, str]] = []
+        """With the tenant."""
         for one in told:
             task = self.world.tasks.get(one.task)
             if task is None or not is_kept(one, known.get(one.log, KnownLog()), self._wanted.get(one.log)):
                 continue
             if one.is_final and one.first_byte == 0:
                 replaced.add(one.log)
-                parts = [part for part in parts if part.log != one.log]
+                kept = [(part, tenant) for part, tenant in kept if part.log != one.log]
             known[one.log] = KnownLog(one.end_byte, one.at)
-            parts.append(await self._part_of(one, task.tenant))
+            kept.append((one, task.tenant))
             if not one.is_final and (between := cut_between(one, self.limit_bytes)):
                 cut[one.log] = between
-        if parts:
+        if kept:
+            parts = await asyncio.gather(*(self._part_of(*one) for one in kept))
             await self.store.keep_logs(self.term, LogChanges(replaced, cut, parts))
         for one in told:
             self._asked.pop(one.log, None)
@@ -94,6 +96,10 @@ class LogKeeper:
 
     async def _part_of(self, told: Logged, tenant: str) -> LogPart:
         part = LogPart(told.log, told.first_byte, len(told.data), told.at, tenant, told.data)
-        if len(told.data) <= self.inline_bytes:
+        # While a run goes on, its parts stay in their rows, which go with the middle of a long log.
+        if not told.is_final or len(told.data) <= self.inline_bytes:
             return part
-        return replace(part, data=None, digest=await self.blobs.put(told.data, owner=told.task))
+        try:
+            return replace(part, data=None, digest=await self.blobs.put(told.data, owner=told.task))
+        except (BlobTooLarge, StoreUnavailable):
+            return part  # the leader must not wait for the disk of the objects because of a log

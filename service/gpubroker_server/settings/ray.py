@@ -66,10 +66,10 @@ class RaySettings(Section):
     @field_validator("address")
     @classmethod
     def _address_is_of_a_head(cls, address: str) -> str:
-        if "://" in address:
+        if address.startswith("ray://"):
             raise ValueError(client_server_refused(address))
         host, _, port = address.rpartition(":")
-        if address and (not host or not port.isdigit()):
+        if address and (not host or "/" in host or not port.isdigit()):
             raise ValueError(f"{address!r} is not the address of a Ray head; write host:6379")
         return address
 

@@ -24,7 +24,7 @@ from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry import fleet, inferences, nodes
 from gpubroker_server.telemetry.durations import DurationCollector
-from gpubroker_server.telemetry.exposition import Metric, counter, gauge, text_of
+from gpubroker_server.telemetry.exposition import Metric, counter, gauge
 from gpubroker_server.telemetry.nodes import GPU, Read
 
 _RELEASE = version("gpubroker-server")
@@ -181,12 +181,12 @@ class Telemetry:
     def show_servers(self, read: Callable[[], Iterable[ServerRow]]) -> None:
         self._shown.append(lambda: _server_samples(read()))
 
-    def text(self) -> str:
-        """The cost grows with what is held and active and with how many demands differ, not with the queue.
-        No task is a label."""
+    def metrics(self) -> list[Metric]:
+        """For `text_of`. The cost grows with what is held and active and with how many demands differ, not
+        with the queue. No task is a label."""
         read = chain(_world_samples(self._sources, self._held_back), *(shown() for shown in self._shown))
         waits = inferences.wait_metric(self._sources.world)
-        return text_of([*map(_metric, read), waits, *(durations.metric() for durations in self._durations)])
+        return [*map(_metric, read), waits, *(durations.metric() for durations in self._durations)]
 
 
 def _world_samples(sources: Sources, held_back: HeldBack | None) -> Iterator[Read]:

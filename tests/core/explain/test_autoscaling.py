@@ -120,15 +120,18 @@ def test_an_autoscaler_is_asked_for_a_bundle_of_each_run_and_each_waiting_task()
     tasks.append(waiting("parts", gpus=3, gpu_mb=30 * GIB, cpu=0.0))
     assert room_for_all(demand_of(a_full_world(*tasks))) == [
         {"GPU": 0.5, "CPU": 1.0, "memory": 2.0**30},
-        {"GPU": 0.5, "CPU": 1.0, "memory": 2.0**30},
         {"GPU": 1.0, "CPU": 2.0},
         {"GPU": 2.0},
+        {"GPU": 0.5, "CPU": 1.0, "memory": 2.0**30},
     ]
 
 
 def test_an_autoscaler_is_not_asked_for_more_bundles_than_it_can_plan_for() -> None:
     tasks = [waiting(f"t{n}", cpu=1.0) for n in range(MOST_BUNDLES + 10)]
-    assert len(room_for_all(demand_of(a_full_world(*tasks)))) == MOST_BUNDLES
+    tasks.append(waiting("large", gpus=8, cpu=0.0))
+    asked = room_for_all(demand_of(a_full_world(*tasks)))
+    assert len(asked) == MOST_BUNDLES
+    assert asked[:4] == [{"CPU": 1.0}, {"GPU": 1.0, "CPU": 2.0}, {"GPU": 8.0}, {"CPU": 1.0}]
 
 
 def test_inferences_need_no_node() -> None:

@@ -55,13 +55,22 @@ def test_a_node_that_joins_it_again_in_time_keeps_its_runs() -> None:
     assert set(cluster.lost) == {"n3", "n4"}
 
 
-def test_another_cluster_at_the_same_address_says_nothing_of_the_nodes() -> None:
+def test_nodes_of_other_names_make_it_certain_too() -> None:
+    """Machines may have new names when they come back; runs of those that never do are needed elsewhere."""
     cluster = after_the_loss_of_its_head(n1=1, n2=2, n3=2)
-    join(cluster, "theirs")
-    comes_back(cluster, "theirs")
-    cluster.run(3 * UNLISTED_SECONDS)
+    join(cluster, "another")
+    comes_back(cluster, "another")
+    cluster.run(UNLISTED_SECONDS - 2.0)
     assert (cluster.lost, cluster.paused) == ({}, ("n1", "n2", "n3"))
-    assert "it may be another cluster at the same address" in message_of(cluster)
+    assert "they are given up, if any node is there then" in message_of(cluster)
+    cluster.run(2.0)
+    assert (set(cluster.lost), cluster.paused) == ({"n1", "n2", "n3"}, ())
+
+
+def test_while_no_node_is_there_none_is_given_up() -> None:
+    cluster = after_the_loss_of_its_head(n1=1, n2=2, n3=2)
+    cluster.run(2 * UNLISTED_SECONDS)
+    assert (cluster.lost, cluster.paused) == ({}, ("n1", "n2", "n3"))
     comes_back(cluster, "n1")
     cluster.run(PATIENCE)
     assert set(cluster.lost) == {"n2", "n3"}

@@ -71,11 +71,16 @@ def test_each_rank_of_a_gang_is_asked_where_it_runs() -> None:
 
 
 def test_what_was_told_before_is_not_kept_again() -> None:
-    known = KnownLog(10, NOW)
-    assert is_kept(told(b"new", 10), known, None)
-    assert is_kept(told(b"later", 12), known, None)
-    assert not is_kept(told(b"old", 9), known, None)
+    known, reader = KnownLog(10, NOW), WantedLog("n1", NOW)
+    assert is_kept(told(b"new", 10), known, reader)
+    assert is_kept(told(b"later", 12), known, reader)
+    assert not is_kept(told(b"old", 9), known, reader)
     assert is_kept(told(b"old", 0, is_final=True), known, None), "the whole log replaces its parts"
+
+
+def test_an_answer_that_comes_after_the_whole_log_of_an_ended_run_is_not_kept() -> None:
+    """Such a run is not wanted any more, and what is kept of it is not known."""
+    assert not is_kept(told(b"late"), KnownLog(), None)
 
 
 def test_an_answer_without_news_is_kept_for_a_reader_who_waits_for_it() -> None:

@@ -88,14 +88,16 @@ def test_a_command_runs_for_each_item(broker: Broker, tmp_path: Path) -> None:
 def test_an_item_that_takes_too_long_fails_and_the_others_are_done(
     broker: Broker, tmp_path: Path, how: str
 ) -> None:
-    """In Python code it is interrupted; otherwise its process ends with it."""
+    """In Python code it is interrupted; otherwise its process ends with it. It is tried again."""
     kwargs = {"witness": str(tmp_path / "witness"), "bad": f"{how} 2"}
-    options: dict[str, Any] = {"item_timeout_seconds": 0.5, "max_parallel": 1, "cpu": 0.1}
-    array = ended(broker, broker.submit_array(ITEM, range(5), kwargs=kwargs, **options))
+    options: dict[str, Any] = {"item_timeout_seconds": 0.5, "item_retries": 1}
+    submitted = broker.submit_array(ITEM, range(5), kwargs=kwargs, max_parallel=1, cpu=0.1, **options)
+    array = ended(broker, submitted)
     found = items(broker, array)
     assert [item.error.kind if item.error else item.result for item in found] == [0, 1, "timeout", 9, 16]
-    processes = {pid for pid, _ in lines(tmp_path / "witness")}
-    assert len(processes) == (1 if how == "spin" else 2)
+    calls = lines(tmp_path / "witness")
+    assert (found[2].tries, [item for _, item in calls].count(2)) == (2, 2)
+    assert len({pid for pid, _ in calls}) == (1 if how == "spin" else 3)
 
 
 def test_items_of_killed_workers_are_done_by_others_and_each_has_one_result(

@@ -72,12 +72,17 @@ def test_a_rank_that_is_shot_takes_the_others_with_it_and_all_come_again(
     until(lambda: is_free(broker), "all ranks gave their memory back")
 
 
+@pytest.mark.parametrize("amount", ["gpu_mb", pytest.param("cpu", marks=pytest.mark.evidence)])
 def test_ranks_that_a_gang_can_do_without_make_room_and_others_join_when_it_is_free_again(
-    broker: Broker, witness: str
+    broker: Broker, witness: str, amount: str
 ) -> None:
-    gang = a_gang(broker, "go_on_with_those_at_work", witness, priority="background", min_ranks=2)
+    [node] = broker.nodes()
+    cpus = node.cpu["total"]
+    of_one, of_two = {"gpu_mb": (10_000, 20_000), "cpu": (cpus / 4, cpus / 2)}[amount]
+    options: dict[str, Any] = {"bundles": [{"count": 4, amount: of_one}], "priority": "background"}
+    gang = a_gang(broker, "go_on_with_those_at_work", witness, min_ranks=2, **options)
     until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
-    urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
+    urgent = broker.submit("tests.e2e.work:add", 20, 22, priority="critical", **{amount: of_two})
     assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
     for rank in (0, 1):
         until(

@@ -54,7 +54,9 @@ def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(
             sys.exit(1)
 
     scale = {"by": "signal", "target": 10, "down_after_seconds": 0}
-    made = broker.create_worker_set(Adder, 1, max_count=2, cpu=0.1, max_concurrency=4, scale=scale)
+    sizes: dict[str, Any] = {"profile": "rollout_worker", "cpu": 0.1}
+    made = broker.create_worker_set(Adder, 1, max_count=2, scale=scale, **sizes)
+    assert (made.max_concurrency, broker.get(made.id).resources["cpu"]) == (100, 0.1)
     handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS)
     values, pid = handle.add(5)
     assert values == {1, 5}
@@ -225,14 +227,16 @@ def test_roles_share_the_largest_demand_and_an_unhealthy_worker_is_restarted_aft
     broker: Broker,
 ) -> None:
     judge = {"run": {"entrypoint": COUNTER, "args": [100]}, "gpu_mb": 8 * GIB}
+    scorer = {"run": {"entrypoint": COUNTER}, "profile": "weight_sync"}
     made = broker.create_worker_set(
-        COUNTER, gpu_mb=4 * GIB, colocate_with={"judge": judge},
+        COUNTER, gpu_mb=4 * GIB, profile="colocated", colocate_with={"judge": judge, "scorer": scorer},
         health={"method": "is_healthy", "period_seconds": 0.1, "failures": 2},
     )  # fmt: skip
     handle, other = broker.workers(made, **PLAIN), broker.workers(made, role="judge", **PLAIN)
     assert (handle.add(1), other.add(1), handle.pid() == other.pid()) == (1, 101, True)
     [held] = [holder for gpu in broker.gpus() for holder in gpu.holders]
     assert (held.id, held.gpu_mb) == (made.id, 8 * GIB)
+    assert (made.max_concurrency, broker.get(made.id).resources["cpu"]) == (10, 1)
 
     handle.add(-10)
     until(lambda: broker.worker_set(made).workers[0].attempt == 2, "it is restarted")

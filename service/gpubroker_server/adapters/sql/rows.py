@@ -102,7 +102,7 @@ def spec_head(submission: Submission) -> Row:
 def spec_tail(submission: Submission) -> Row:
     spec = submission.spec
     return (
-        submission.task.tenant, spec.kind, spec.entrypoint, json_text(spec.command),
+        submission.task.tenant, spec.kind, spec.entrypoint, json_text(spec.command), json_text(spec.objects),
         spec.python, json_text(spec.env), spec.result_format, json_text(spec.labels), spec.model_type,
         spec.working_directory, None if spec.sizing is None else json_text(spec.sizing),
     )  # fmt: skip
@@ -177,7 +177,7 @@ def _by_likeness(submissions: Sequence[Submission]) -> list[list[Submission]]:
     found: dict[Row, list[Submission]] = defaultdict(list)
     for submission in submissions:
         spec = submission.spec
-        run = (spec.kind, spec.entrypoint, spec.command, spec.python, spec.working_directory)
+        run = (spec.kind, spec.entrypoint, spec.command, spec.objects, spec.python, spec.working_directory)
         found[id(submission.like or submission), *run].append(submission)
     return list(found.values())
 
@@ -356,6 +356,7 @@ def spec_of_row(row: Mapping[str, Any]) -> RunSpec:
         kind=row["kind"],
         entrypoint=row["entrypoint"],
         command=tuple(from_json(row["command"])),
+        objects=tuple(from_json(row["objects"])),
         arguments=bytes(row["arguments"]),
         arguments_digest=row["arguments_digest"],
         python=row["python"],

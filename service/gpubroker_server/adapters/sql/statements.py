@@ -99,8 +99,8 @@ TASK_IN = (
     "expires_at", "not_before", "idem_key", "body_hash",
 )  # fmt: skip
 SPEC_IN = (
-    "task", "arguments", "arguments_digest", "tenant", "kind", "entrypoint", "command", "python", "env",
-    "result_format", "labels", "model_type", "working_directory", "sizing",
+    "task", "arguments", "arguments_digest", "tenant", "kind", "entrypoint", "command", "objects",
+    "python", "env", "result_format", "labels", "model_type", "working_directory", "sizing",
 )  # fmt: skip
 EVENT_IN = ("position", "at", "key", "task", "fields", "kind", "version", "tenant", "reader")
 """In each of these three, the columns that differ among the tasks of a batch come first."""

@@ -115,8 +115,9 @@ task_spec = Table(
     Column("model_type", Text, nullable=False),
     Column("working_directory", Text, nullable=False),
     Column("sizing", Text),
+    Column("objects", Text, nullable=False, server_default=text("'[]'")),
 )
-"""The half of a task that never changes. `command`, `env`, `labels` and `sizing` are JSON."""
+"""The half of a task that never changes. `command`, `env`, `labels`, `sizing` and `objects` are JSON."""
 
 Index("ix_task_spec_arguments_digest", task_spec.c.arguments_digest, **where("arguments_digest IS NOT NULL"))
 
@@ -387,11 +388,10 @@ run_log = Table(
     Column("data", LargeBinary),
     Column("digest", Text),
     PrimaryKeyConstraint("task", "fence", "rank", "stream", "first_byte"),
+    Index("ix_run_log_digest", "digest", **where("digest IS NOT NULL")),
 )
 """Parts of what runs printed, each with its bytes or with the digest of the object that has them. An empty
 part says that there was no more at that time."""
-
-Index("ix_run_log_digest", run_log.c.digest, **where("digest IS NOT NULL"))
 
 DIGESTS = (
     task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, item_page.c.digest,

@@ -34,6 +34,8 @@ class RunSpec:
     """The blob of `arguments` that are too large for the row."""
     python: str = ""
     """`3.11`: the Python minor that pickled a function."""
+    objects: tuple[str, ...] = ()
+    """Ids of those that the arguments of a function name, which only its pickle knows otherwise."""
     env: Mapping[str, str] = field(default_factory=dict)
     result_format: str = "json"
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -144,7 +146,7 @@ def secrets_named(env: Mapping[str, str]) -> Mapping[str, str]:
 def bytes_of(spec: RunSpec) -> int:
     """What a task keeps for its run. `spec` has its arguments, also those that become an object."""
     pairs = (*spec.env.items(), *spec.labels.items())
-    texts = (*spec.command, *(text for pair in pairs for text in pair))
+    texts = (*spec.command, *spec.objects, *(text for pair in pairs for text in pair))
     return len(spec.arguments) + sum(len(text.encode()) for text in texts)
 
 

@@ -85,13 +85,14 @@ class AutoscalingDemand:
 
 
 MOST_BUNDLES = 1000
-"""An autoscaler plans for each of them. Those of the most tasks come first."""
+"""An autoscaler plans for each of them. One of each shape comes first, then those of the most tasks."""
 
 
 def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
     """What Ray's autoscaler should have room for, in its words: a bundle for each run and each waiting task.
     Ray takes parts of one GPU only, so parts of several count as whole ones."""
-    bundles: list[dict[str, float]] = []
+    first: list[dict[str, float]] = []
+    more: list[dict[str, float]] = []
     for (gpus, cpu, memory_mb), count in sorted(demand.bundles.items(), key=lambda item: (-item[1], item[0])):
         amounts = {
             "GPU": gpus if gpus <= 1 else float(ceil(gpus)),
@@ -100,8 +101,9 @@ def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
         }
         bundle = {name: float(amount) for name, amount in amounts.items() if amount}
         if bundle:
-            bundles += [bundle] * min(count, MOST_BUNDLES - len(bundles))
-    return bundles
+            first.append(bundle)
+            more += [bundle] * min(count - 1, MOST_BUNDLES - len(more))
+    return [*first, *more][:MOST_BUNDLES]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,13 +53,13 @@ def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) ->
 
 
 def is_kept(told: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
-    """False for what was told before, and for an empty answer that no reader waits for."""
+    """False for what was told before, for an empty answer that no reader waits for, and for one that comes
+    late: the whole log of a run that has ended may be kept by then."""
     if told.is_final:
         return True
-    if told.first_byte < known.end_byte:
+    if wanted is None or told.first_byte < known.end_byte:
         return False
-    awaits = wanted is not None and (known.read_at is None or known.read_at < wanted.since)
-    return bool(told.data) or awaits
+    return bool(told.data) or known.read_at is None or known.read_at < wanted.since
 
 
 def cut_between(told: Logged, limit_bytes: int) -> tuple[int, int] | None:

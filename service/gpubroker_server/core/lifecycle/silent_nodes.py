@@ -5,8 +5,7 @@ leader that was itself not listening, nor while no node at all is heard, nor whe
 once: then the network or the leader is likelier at fault. Detection pauses until they are heard again, or
 until an operator lets it go on. What the cluster's own control service says of a node is believed: it hears
 the nodes by ways of its own. One that was lost and came back without its nodes does not know them. Those that
-have not joined it again after a while are believed lost once another one has: it is the same cluster then,
-and not another one at its address.
+have not joined it again after a while are believed lost once any node is there.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -61,8 +60,6 @@ class HeartbeatMonitor:
         """Reported as lost, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
         """An operator allows declaring these lost."""
-        self._known_since: dict[NodeName, float] = {}
-        """When a listing first came and the node was known."""
         self._unlisted_since: dict[NodeName, float] = {}
         """Known nodes that are not in the newest listing."""
         self._listing_since = self._listed_at = -inf
@@ -81,7 +78,6 @@ class HeartbeatMonitor:
         if at - self._listed_at > LISTING_SECONDS:
             self._listing_since = at
         self._listed_at = at
-        self._known_since = {name: self._known_since.get(name, at) for name in world.nodes}
         unlisted = world.nodes.keys() - nodes
         self._unlisted_since = {name: self._unlisted_since.get(name, at) for name in unlisted}
 
@@ -161,18 +157,15 @@ class HeartbeatMonitor:
         )
 
     def _not_back(self, world: World, at: float) -> set[NodeName]:
-        """Nodes that have not joined the control service again, though one of their cluster has."""
-        if at - self._listed_at > LISTING_SECONDS:
+        """Nodes that have not joined the control service again, though others have."""
+        listed = world.nodes.keys() - self._unlisted_since.keys()
+        is_joined = any(self._heard.get(name, -inf) > self._listing_since for name in listed)
+        if at - self._listed_at > LISTING_SECONDS or not is_joined:
             return set()
         return {
             name
             for name, since in self._unlisted_since.items()
             if self._listed_at - max(since, self._listing_since) >= UNLISTED_SECONDS
-            and any(
-                self._known_since.get(other, inf) <= since < self._heard.get(other, -inf)
-                for other, node in world.nodes.items()
-                if node.ready and other not in self._unlisted_since
-            )
         }
 
     def _missed(self, names: Sequence[NodeName], world: World, at: float) -> set[NodeName]:
@@ -198,8 +191,7 @@ class HeartbeatMonitor:
         if at - self._listed_at <= LISTING_SECONDS and set(held) <= self._unlisted_since.keys():
             message += (
                 f". The cluster's control service answers and does not have them: {UNLISTED_SECONDS:g} s "
-                "after it came back they are given up, if another node has joined it again; else it may be "
-                "another cluster at the same address"
+                "after it came back they are given up, if any node is there then"
             )
         self.paused = PausedDetection(since, held, runs, total, message)
 

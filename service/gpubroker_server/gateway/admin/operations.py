@@ -13,6 +13,7 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.ports.store import StoreExhausted, StoreUnavailable
+from gpubroker_server.telemetry.exposition import CONTENT_TYPE, text_of
 from gpubroker_server.telemetry.metrics import Telemetry
 
 resource = Resource("operations")
@@ -116,7 +117,7 @@ async def get_metrics(parts: Parts, telemetry: Annotated[Telemetry, PARTS]) -> R
         telemetry.note_held_back(await parts.store.held_back())
     except StoreUnavailable:
         telemetry.note_held_back(None)
-    return Response(telemetry.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await asyncio.to_thread(text_of, telemetry.metrics()), media_type=CONTENT_TYPE)
 
 
 @resource.route(

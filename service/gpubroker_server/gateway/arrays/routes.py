@@ -116,7 +116,7 @@ async def submit_array(
     await submissions.check_allowed(call.identity, body, task)
     submissions.check_possible(task)
     spec = submissions.run_spec(body, body.run, learned)
-    named = {**objects_in_run(body.run, spec.arguments), **given.objects}
+    named = {**objects_in_run(spec), **given.objects}
     await submissions.check_objects(tenant, named)
     terms = terms_of(tenant, body, given, submissions.clock.now())
     arguments = joined(spec.arguments, given.packed)

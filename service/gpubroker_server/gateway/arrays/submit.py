@@ -199,12 +199,14 @@ def joined(arguments: bytes, items: bytes) -> bytes:
 
 
 async def objects_left(spec: RunSpec, terms: ArrayTerms, numbers: Sequence[ItemRange]) -> Mapping[str, str]:
-    """Ids of the objects that the common arguments and these items name, by place. What is pickled is not
-    opened."""
+    """Ids of the objects that the common arguments and these items name, by place. A function with pickled
+    items says what all of them name together, also those that need not be done again."""
+    if terms.pickled:
+        return {}
     begin = _LENGTH_BYTES + int.from_bytes(spec.arguments[:_LENGTH_BYTES], "big")
     common, packed = spec.arguments[_LENGTH_BYTES:begin], spec.arguments[begin:]
-    in_common = {} if spec.kind == Function.tag else objects_in_run(None, common)
-    if terms.pickled or not may_name_objects(packed):
+    in_common = objects_in_run(changed(spec, arguments=common))
+    if not may_name_objects(packed):
         return in_common
     items = await asyncio.to_thread(from_json, packed)
     left = ((at, items[at]) for first, behind in numbers for at in range(first, min(behind, len(items))))

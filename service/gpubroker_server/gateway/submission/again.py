@@ -30,8 +30,8 @@ class Again(NamedTuple):
 
 
 async def again(submissions: Submissions, identity: Identity, record: TaskRecord) -> Again:
-    """Raises Problem for whatever a submit of this task would be refused for now, except for objects that a
-    function names, which only its pickle knows, and for those of an array."""
+    """Raises Problem for whatever a submit of this task would be refused for now, except for objects of an
+    array."""
     old, spec = record.task, record.spec
     if WORKER_SET_VARIABLE in spec.env:
         raise Problem("task-not-retryable", task=old.id, kind="worker of a set")
@@ -49,7 +49,7 @@ async def again(submissions: Submissions, identity: Identity, record: TaskRecord
     spec = changed(spec, env={**spec.env, RETRY_VARIABLE: old.id})
     spec = await _with_arguments(submissions, old, spec)
     if ARRAY_VARIABLE not in spec.env:
-        await submissions.check_objects(old.tenant, objects_in_run(_run_of(spec), spec.arguments))
+        await submissions.check_objects(old.tenant, objects_in_run(spec))
     return Again(task, spec)
 
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
+from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
@@ -36,10 +37,15 @@ def may_name_objects(text: bytes) -> bool:
     return b'"object"' in text
 
 
-def objects_in_run(run: object, arguments: bytes) -> Mapping[str, str]:
-    """Id by the place of an argument that names it. `arguments`: those of a task, as they are stored."""
-    if isinstance(run, Function):
-        return {f"/run/objects/{at}": id for at, id in enumerate(run.objects)}
+def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
+    """Id by the place of an argument that names it. `spec` has its arguments, however large."""
+    if spec.kind == Function.tag:
+        return {f"/run/objects/{at}": id for at, id in enumerate(spec.objects)}
+    return objects_in_arguments(spec.arguments)
+
+
+def objects_in_arguments(arguments: bytes) -> Mapping[str, str]:
+    """The same of JSON that is stored."""
     if _MARK not in arguments:
         return {}
     given = _decode(arguments)

@@ -122,7 +122,7 @@ class Submissions:
         await self.check_allowed(identity, body, task)
         self.check_possible(task)
         submission = submission_of(task, self.run_spec(body, body.run, learned))
-        await self.check_objects(task.tenant, objects_in_run(body.run, submission.spec.arguments))
+        await self.check_objects(task.tenant, objects_in_run(submission.spec))
         return submission
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
@@ -212,6 +212,7 @@ class Submissions:
             command=tuple(run.command) if isinstance(run, Command) else (),
             arguments=arguments_of(run),
             python=run.python if isinstance(run, Function) else "",
+            objects=tuple(run.objects) if isinstance(run, Function) else (),
             env=self._env_of(body),
             result_format=body.result_format,
             labels=body.labels,

@@ -262,12 +262,11 @@ class BatchTasks:
         else:
             self._submissions.permissions.check_run(self._identity, split.run)
             spec = self._submissions.run_spec(prototype.body, split.run, prototype.learned)
-        await self._check_objects(split.run, spec.arguments)
+        await self._check_objects(spec)
         return await self._submissions.with_object(self._alike(first, id, spec))
 
-    async def _check_objects(self, run: object, arguments: bytes) -> None:
-        named = objects_in_run(run, arguments)
-        await self._submissions.check_objects(self._identity.tenant, named)
+    async def _check_objects(self, spec: RunSpec) -> None:
+        await self._submissions.check_objects(self._identity.tenant, objects_in_run(spec))
 
     def _alike(self, first: Submission, id: TaskId, spec: RunSpec) -> Submission:
         return Submission(changed(first.task, id=id, queued_bytes=bytes_of(spec)), spec, like=first)
@@ -283,5 +282,5 @@ class BatchTasks:
         await make.check_allowed(self._identity, body, task)
         make.check_possible(task)
         submission = submission_of(task, make.run_spec(body, body.run, learned))
-        await self._check_objects(body.run, submission.spec.arguments)
+        await self._check_objects(submission.spec)
         return _Prototype(body, await make.with_object(submission), learned)

@@ -114,9 +114,10 @@ class LogReading:
         records, clock = self._records, self._records.follower.clock
         since, until = clock.now(), asyncio.get_running_loop().time() + ANSWER_SECONDS
         with records.waiters.expect_for(self._record.task.tenant, self._log.task):
-            while not records.waiters.is_closed:
+            while True:
                 # Before the parts are read: what the run printed last is kept before its end is.
-                is_last = await self._is_over() or not (self._follows or await self._waits(since, until))
+                is_last = records.waiters.is_closed or await self._is_over()
+                is_last = is_last or not (self._follows or await self._waits(since, until))
                 is_empty = True
                 async for data in self._kept():
                     is_empty = False
@@ -167,7 +168,7 @@ class LogReading:
                 line = data.find(b"\n") + 1  # half a line says nothing
                 begin, data = begin + line, data[line:]
                 yield cut_mark(self._at_byte, begin, self._mark)
-            self._at_byte = part.end_byte
+            self._at_byte = max(self._at_byte, part.end_byte)
             if data:
                 yield data
         if lost_to > self._at_byte:

@@ -25,7 +25,7 @@ from gpubroker_server.gateway.http.times import Time
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.batches import sent_batch
 from gpubroker_server.gateway.submission.demand import first
-from gpubroker_server.gateway.submission.named_objects import objects_in_run
+from gpubroker_server.gateway.submission.named_objects import objects_in_arguments, objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     arguments_of,
@@ -172,10 +172,10 @@ async def submit_worker_set(
     await submissions.check_allowed(call.identity, wanted, task)
     submissions.check_possible(task)
     spec = submissions.run_spec(wanted, body.run, learned)
-    named = dict(objects_in_run(body.run, spec.arguments))
+    named = dict(objects_in_run(spec))
     for name, role in body.colocate_with.items():
         at = f"/colocate_with/{name}"
-        found = objects_in_run(role.run, arguments_of(role.run))
+        found = objects_in_arguments(arguments_of(role.run))
         named |= {f"{at}{place}": id for place, id in found.items()}
     await submissions.check_objects(tenant, named)
     new = await new_worker_set(submissions, body, task, spec, set(named.values()))

@@ -110,8 +110,8 @@ class RayExecutor:
         """Received and not fetched yet; beyond a bound the driver polls no agent."""
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
-        self._left = asyncio.Event()
-        self._flushed = asyncio.Event()
+        self._left, self._flushed = asyncio.Event(), asyncio.Event()
+        self._asks_for_room = False
         self._state, self._message = "stopped", "not started"
         self._head_fault = ""
         """While Ray's control service does not answer: what that means."""
@@ -183,8 +183,8 @@ class RayExecutor:
                 self._give(node, MEASURE)
 
     def request_resources(self, bundles: Sequence[Mapping[str, float]]) -> None:
-        """Have the autoscaler of a joined cluster keep room for these, used or not, and no more for those
-        before."""
+        """Have the autoscaler of a joined cluster keep room for these, used or not, until `close`."""
+        self._asks_for_room = True
         self._driver.send("resources", list(bundles))
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
@@ -219,8 +219,8 @@ class RayExecutor:
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
-        if stop_cluster and not self._options.is_local and self._driver.has_driver:
-            self._driver.send("leave")
+        if not self._options.is_local and self._driver.has_driver and (stop_cluster or self._asks_for_room):
+            self._driver.send("leave", stop_cluster)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_SECONDS):
                     await self._left.wait()

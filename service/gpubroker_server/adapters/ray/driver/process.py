@@ -127,6 +127,8 @@ class Driver:
         self._bundles: list[dict[str, float]] = []
         """What Ray's autoscaler is to have room for."""
         self._bundles_changed = asyncio.Event()
+        self._are_asked_for = asyncio.Event()
+        """Ray has been told of the newest ones, or cannot be."""
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -184,12 +186,11 @@ class Driver:
                 for link in self._links.values():
                     link.change_term(lineage, term)
             case ("resources", bundles):
-                self._bundles = list(bundles)  # frames hold tuples
-                self._bundles_changed.set()
+                self._change_bundles(list(bundles))  # frames hold tuples
             case ("flush",):
                 self._tasks.create_task(self._flush())
-            case ("leave",):
-                self._tasks.create_task(self._leave())
+            case ("leave", dismisses):
+                self._tasks.create_task(self._leave(dismisses))
 
     async def send(self, *parts: Any) -> None:
         self._writer.write(frame(*parts))
@@ -226,6 +227,13 @@ class Driver:
                 await asyncio.to_thread(_request_resources, self._bundles)
             except Exception as fault:
                 log.warning("Ray's autoscaler could not be asked for room", fault=repr(fault))
+            if not self._bundles_changed.is_set():
+                self._are_asked_for.set()
+
+    def _change_bundles(self, bundles: list[dict[str, float]]) -> None:
+        self._bundles = bundles
+        self._are_asked_for.clear()
+        self._bundles_changed.set()
 
     async def _call(self, number: int, *call: Any) -> None:
         answer = await self._calls.call(*call)
@@ -236,8 +244,12 @@ class Driver:
         await asyncio.gather(*(link.flush() for link in self._links.values()))
         await self.send("flushed")
 
-    async def _leave(self) -> None:
-        await asyncio.gather(*(link.dismiss() for link in self._links.values()))
+    async def _leave(self, dismisses: bool) -> None:
+        if self._bundles:  # Ray would keep nodes for them for ever; another leader asks again at once
+            self._change_bundles([])
+            await self._are_asked_for.wait()
+        if dismisses:
+            await asyncio.gather(*(link.dismiss() for link in self._links.values()))
         await self.send("left")
 
     async def _nodes(self) -> list[dict[str, Any]]:
