@@ -66,6 +66,12 @@ def test_a_port_that_another_program_has_is_named_with_that_program(tmp_path: Pa
     assert f"process {os.getpid()}, " in kinds(tmp_path, port=taken_port)["port-taken"]
 
 
+def test_an_address_that_is_not_of_this_machine_is_not_taken_by_anybody(
+    tmp_path: Path, closed_port: int
+) -> None:
+    assert not seen(tmp_path, host="192.0.2.1", port=closed_port).taken_ports
+
+
 @pytest.mark.provokes("address-unreachable")
 def test_addresses_that_do_not_answer_are_named_with_their_setting(tmp_path: Path, closed_port: int) -> None:
     server = {"name": "here", "http_url": f"http://127.0.0.1:{closed_port}"}
@@ -197,3 +203,7 @@ def test_with_a_service_it_says_what_that_finds_as_well(tmp_path: Path, closed_p
         assert code == 1
         assert {one["kind"] for one in found} == {"model-server-unreachable"}
         assert (found[0]["subject"], found[0]["severity"]) == ("here (http)", "critical")
+        own = {"GPUBROKER_PORT": port, "GPUBROKER_TOKEN": "not-one"}
+        code, [refused] = doctor("--data-dir", str(running.data_dir), **own)
+        assert (code, refused["kind"]) == (0, "service-unreachable")
+        assert refused["remedy"].startswith("GPUBROKER_TOKEN=")

@@ -11,7 +11,7 @@ from gpubroker_server.broker.task_objects import TaskObjects
 from gpubroker_server.core.domain.submission import BatchSubmission, WorkerSet
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.world.worker_sets import WorkerSets
-from gpubroker_server.ports.objects import Quota, StoredObject
+from gpubroker_server.ports.objects import Quota, StoredObject, find_object
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.ports.task_objects import (
     ObjectAnswer,
@@ -57,10 +57,10 @@ class Stage:
         while len(self.sent) < number:
             await self._told.acquire()
 
-    async def upload(self, tenant: str = "acme") -> None:
+    async def upload(self, tenant: str = "acme", id: str = ID) -> None:
         await self.blobs.put(BYTES, owner=tenant)
         until = Instant(self.clock.now() + DAY)
-        await self.store.keep_object(StoredObject(tenant, ID, len(BYTES), self.clock.now(), until), ROOM)
+        await self.store.keep_object(StoredObject(tenant, id, len(BYTES), self.clock.now(), until), ROOM)
 
     async def wanted(self, first_byte: int, task: str = "t1", fence: int = 1) -> tuple[int, bytes, str]:
         """Size, what follows the first byte, failure."""
@@ -101,6 +101,24 @@ async def test_a_worker_set_uses_its_objects_until_it_is_over(stage: Stage) -> N
     stage.clock.advance(1.1 * DAY)
     await stage.objects.extend()
     assert "has no object" in (await stage.wanted(0))[2]
+
+
+async def test_a_task_and_an_array_use_their_objects_until_they_are_over(stage: Stage) -> None:
+    """However long they wait, are preempted or run."""
+    other = "0" * 63 + "1"
+    for id in (ID, other):
+        await stage.upload(id=id)
+    task, worker = a_task("t1", tenant="acme"), a_task("t2", tenant="acme", array="t2")
+    await stage.store.submit(a_submission(task, objects=(ID,)))
+    await stage.store.submit_batch(
+        BatchSubmission([a_submission(worker)], answer=json.dumps({"objects": [other]}))
+    )
+    stage.world = stage.objects.world = a_world(task, worker)
+    for _ in range(3):
+        stage.clock.advance(0.9 * DAY)
+        await stage.objects.extend()
+    kept = [await find_object(stage.store, "acme", id, stage.clock.now()) for id in (ID, other)]
+    assert None not in kept
 
 
 def a_set(id: str, tenant: str = "default") -> WorkerSet:

@@ -203,3 +203,11 @@ async def test_an_older_leader_is_not_told(open_leader: OpenLeader) -> None:
         leader.received = [report for report in leader.received if report[0] != "sampled"]
         await asyncio.sleep(0)
     assert "node_sampled" not in {report[0] for report in leader.received}
+
+
+def test_a_file_system_of_eight_exbibytes_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AWS EFS says of itself."""
+    blocks = 2**63 // 2**20 - 1
+    told = os.statvfs_result((2**20, 2**20, blocks, blocks, blocks, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: told)
+    assert host_meter.room_of("/efs") == (2**62, 2**62)

@@ -5,6 +5,8 @@ import time
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import (
     LEAST_BYTES,
@@ -17,7 +19,8 @@ from gpubroker_server.ports.objects import (
 )
 from gpubroker_server.ports.store import TaskStore
 
-from tests.contracts.scenes import next_term
+from tests.builders import a_task
+from tests.contracts.scenes import a_submission, next_term
 from tests.contracts.test_store_retention import NEVER, cutoffs, pruned
 
 NOW = Instant(time.time())
@@ -43,6 +46,16 @@ async def test_an_object_is_its_tenant_s_alone(store: TaskStore) -> None:
     assert await store.drop_object("acme", mine.digest)
     assert not await store.drop_object("acme", mine.digest)
     assert await store.stored_object("acme", mine.digest) is None
+
+
+async def test_open_tasks_say_which_objects_they_name(store: TaskStore) -> None:
+    named = {"one": ("a", "b"), "two": ("b",), "three": (), "over": ("c",)}
+    for id, objects in named.items():
+        await store.submit(a_submission(a_task(id), objects=objects))
+    term = await next_term(store)
+    over = write_move(a_task("over"), Move.CANCELLED, finished_at=NOW)
+    await store.commit(term, [Decision("over", "cancelled", tasks=(over,))])
+    assert set(await store.objects_of_open_tasks()) == {("default", "a"), ("default", "b")}
 
 
 async def test_the_same_again_is_the_same_object_and_the_later_end_counts(store: TaskStore) -> None:

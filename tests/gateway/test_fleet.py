@@ -1,5 +1,7 @@
 """What a leader has found of the fleet: targets, idle devices, and work that is not taken now."""
 
+from dataclasses import replace
+
 import pytest
 from gpubroker_server.core.control.backpressure import Pressure
 from gpubroker_server.core.control.disk_guard import DiskLevel, DiskStanding
@@ -96,12 +98,21 @@ async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Cli
         pressures=(a_pressure(), a_pressure("disk_percent")),
         pressure_values={"queue_length": 120.0, "store_seconds": 0.5},
         overloaded=(Overload(node, "cpu"),),
+        full_disks={node: "/data"},
         low_disks=tuple(DiskStanding(node, it, 0.75, DiskLevel.BLOCK, 0.7) for it in ("/data", "/slow")),
         done={"started": 7},
         events={"fleet.NODE_LEFT": 2},
     )
     gateway.clock.advance(400.0)
-    assert await fleet_metrics(api) == {
+    closed = await fleet_metrics(api)
+    gateway.fleet = replace(gateway.fleet, full_disks={})  # without roots no node is closed
+    open_node = await fleet_metrics(api)
+    assert sorted(line for line in open_node if "disk_level" in line) == [
+        'gpubroker_node_disk_level{hostname="n1",path="/"} 0.0',
+        'gpubroker_node_disk_level{hostname="n1",path="/data"} 2.0',
+        'gpubroker_node_disk_level{hostname="n1",path="/slow"} 2.0',
+    ]
+    assert closed == {
         'gpubroker_target_ratio{measure="gpu_utilization",scope="pool:lab"} 0.9',
         'gpubroker_target_min_ratio{measure="gpu_utilization",scope="pool:lab"} 0.6',
         'gpubroker_target_max_ratio{measure="gpu_utilization",scope="pool:lab"} 0.8',

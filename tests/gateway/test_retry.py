@@ -128,6 +128,9 @@ async def test_a_retry_needs_the_objects_that_its_arguments_name_and_uses_them(
 ) -> None:
     mine = (await upload(api))["id"]
     first = await a_failed_task(gateway, api, {**RESIZE, "args": [{"object": mine}]})
+    row = await gateway.store.record(first)
+    assert row is not None
+    assert row.spec.objects == (mine,), "it is kept for as long as the task may open it"
     gateway.clock.advance(DAY / 2)
     gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
     assert (await api.post(f"/tasks/{first}/retry")).status_code == 202

@@ -86,15 +86,17 @@ class Gpu:
 class Machine:
     """What a library in `folder` tells. `apply` makes changes of `gpus` known."""
 
-    def __init__(self, folder: Path, *gpus: Gpu, init: int = 0) -> None:
+    def __init__(self, folder: Path, *gpus: Gpu, init: int = 0, init_hangs: bool = False) -> None:
         self.folder = folder
         self.gpus = list(gpus)
         self.init = init
         """What the library's start answers."""
+        self.init_hangs = init_hangs
         self.apply()
 
     def apply(self) -> None:
-        records = [("init", self.init), *(record for gpu in self.gpus for record in gpu.records())]
+        hanging = [("hang", "driver", ANY_CALL)] if self.init_hangs else []
+        records = [("init", self.init), *hanging, *(record for gpu in self.gpus for record in gpu.records())]
         draft = self.folder / "machine.new"
         draft.write_text("".join("\t".join(map(str, record)) + "\n" for record in records))
         draft.replace(self.folder / "machine")

@@ -10,7 +10,8 @@
        health    UUID MILLIWATTS CELSIUS SM MEMORY ECC     MHz; without it the device cannot tell
        xid       UUID NUMBER                               one critical error, the oldest first
        fail      UUID CALL CODE                            CALL may be *
-       hang      UUID CALL                                 the call waits until this line is gone
+       hang      UUID CALL                                 the call waits until this line is gone; `driver`
+                                                           for the UUID: nvmlInit does
 
    As in the real library, the number of GPUs and their order are those of the first nvmlInit. While a call
    hangs there is a file `hangs-UUID`. */
@@ -109,6 +110,7 @@ int nvmlInitWithFlags(unsigned int flags) {
     char line[LINE], *field[FIELDS];
     FILE *file = machine();
     (void)flags;
+    while (hangs("driver", __func__)) usleep(2000);
     int code = file ? SUCCESS : DRIVER_NOT_LOADED;
     while (next(file, "init", line, field)) code = atoi(field[1]);
     if (!code && !users++) {

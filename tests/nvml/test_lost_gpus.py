@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 from gpubroker.runtime.messages import RunKey, ended, failed
-from gpubroker_server.adapters.nvml import meter
+from gpubroker_server.adapters.nvml import meter, probe
 from gpubroker_server.adapters.ray.agent import node_agent
 
 from tests.contracts.fake_runners import FakeRunners, Leader
@@ -182,3 +182,19 @@ async def test_a_driver_that_does_not_start_says_why_and_proves_no_gpu_removed(
     seen = await inventory(leader)
     assert (seen.devices, seen.complete) == ((), False)
     assert dict(seen.faults) == {"the driver": "RM has detected an NVML/RM version mismatch."}
+
+
+async def test_a_driver_that_hangs_at_its_start_costs_the_gpus_until_it_has_started_and_not_the_node(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "START_SECONDS", 0.2)
+    machine = new_machine(*map(Gpu, UUIDS), init_hangs=True)
+    leader = open_leader()
+    assert await leader.announce() == "welcome"
+    seen = await inventory(leader)
+    assert (seen.devices, seen.complete) == ((), False), "they may be in use"
+    assert dict(seen.faults) == {"the driver": "the driver does not answer"}
+    machine.init_hangs = False
+    machine.apply()
+    assert (await inventory(leader, lambda seen: uuids(seen) == UUIDS)).complete
+    await sampled(leader, *UUIDS)

@@ -42,7 +42,7 @@ MOST_TRIES: Final = 120
 """A run fails if its object cannot be read so often: meanwhile it holds its leases. A result waits without
 end: to lose it would cost the whole run."""
 EXTENDED_SHARE: Final = 0.1
-"""Objects of worker sets are extended whenever this share of the time has passed that objects are kept."""
+"""Objects in use are extended whenever this share of the time has passed that objects are kept."""
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -88,20 +88,24 @@ class TaskObjects:
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, again)
 
     async def keep(self) -> None:
-        """Until cancelled, extend the objects of worker sets, so that they outlast the leader's absence."""
+        """Until cancelled, extend the objects in use, so that they outlast the leader's absence."""
         while True:
             with suppress(StoreUnavailable):
                 await self.extend()
             await asyncio.sleep(self.object_seconds * EXTENDED_SHARE)
 
     async def extend(self) -> None:
-        """A set that is not over uses the objects that its arguments and its roles' name: a worker that
-        starts again opens them. Raises StoreUnavailable."""
+        """What a task, an array or a worker set names is in use until it is over: a run that starts again
+        opens it. Raises StoreUnavailable."""
         until = Instant(self.clock.now() + self.object_seconds)
-        for workers in list(self.world.worker_sets.values()):
-            formed = json.loads(await self.store.batch_answer(workers.id) or "{}")
-            for id in formed.get("objects", ()):
-                await self.store.extend_object(workers.tenant, id, until)
+        used = set(await self.store.objects_of_open_tasks())
+        formed = {workers.id: workers.tenant for workers in self.world.worker_sets.values()}
+        arrays = {task.array: task.tenant for task in self.world.tasks.values() if task.array}
+        for id, tenant in {**formed, **arrays}.items():
+            answer = json.loads(await self.store.batch_answer(id) or "{}")
+            used.update((tenant, named) for named in answer.get("objects", ()))
+        for tenant, named in sorted(used):
+            await self.store.extend_object(tenant, named, until)
 
     async def answer(self, asked: ObjectQuestion, tries: int = 0) -> None:
         """Raises StoreUnavailable."""

@@ -13,6 +13,13 @@ class DeviceLost(Exception):
     """The driver has lost the GPU: no process can use it any more. The text says it in the driver's words."""
 
 
+class DevicesFound(Exception):
+    """The driver has started: these are to be asked from now on."""
+
+    def __init__(self, probes: "Sequence[DeviceProbe]") -> None:
+        self.probes = probes
+
+
 class DeviceProbe(Protocol):
     """Devices that are measured together: a GPU with its instances, or all simulated ones."""
 
@@ -22,7 +29,8 @@ class DeviceProbe(Protocol):
     def read(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["DeviceReading"]:
         """One entry per device. `holders`: by the key of a run (`mark_of`). One call at a time; it may hang.
 
-        Raises DeviceLost, and whatever the driver raises if it cannot say which devices there are.
+        Raises DeviceLost, DevicesFound, and whatever the driver raises if it cannot say which devices there
+        are.
         """
 
 

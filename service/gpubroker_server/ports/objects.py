@@ -1,6 +1,6 @@
 """Port to the rows of uploaded objects."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
@@ -110,6 +110,10 @@ class ObjectRows(Protocol):
         """Not expired; `after`: the key of the last object of the page before."""
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted: ...
+
+    async def objects_of_open_tasks(self) -> Collection[tuple[str, str]]:
+        """(tenant, digest) of what tasks that have not ended name; the items of arrays and the roles of
+        worker sets name more."""
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
         """Expire no earlier than `until`, if it exists."""

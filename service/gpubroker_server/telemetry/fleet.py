@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from gpubroker_server.core.control.disk_guard import DiskLevel
 from gpubroker_server.core.control.findings.gpus import unused_holdings
 from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
 from gpubroker_server.core.control.node_watch import Overload
@@ -27,7 +28,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_node_idle_seconds": ("How long the node's CPUs have been idle; 0 if not.", ("hostname",)),
     "gpubroker_node_overloaded": ("1 if the node has too much to do, else 0.", ("hostname", "measure")),
     "gpubroker_node_disk_level": (
-        "Of a watched disk: 0, or 1 from `warn`, 2 from `clean`, 3 from `block` on.",
+        "Of a watched disk: 0, or 1 from `warn`, 2 from `clean`, 3 from `block` on if that closes the node.",
         ("hostname", "path"),
     ),
     "gpubroker_unmet_gpus": ("GPUs that waiting tasks lack.", ("pool",)),
@@ -92,7 +93,9 @@ def _nodes(world: World, seen: FleetSeen) -> Iterator[Read]:
     yield "gpubroker_node_overloaded", [(it, it in overloaded) for it in watched]
     # A disk that does not answer now keeps its level.
     levels = {(it.node, disk.path): 0.0 for it in world.node_samples.values() for disk in it.disks}
-    levels |= {(it.node, it.path): float(it.level) for it in seen.low_disks}
+    for it in seen.low_disks:
+        most = DiskLevel.BLOCK if it.node in seen.full_disks else DiskLevel.CLEAN
+        levels[it.node, it.path] = float(min(it.level, most))
     yield "gpubroker_node_disk_level", sorted(levels.items())
 
 

@@ -284,3 +284,24 @@ def test_a_node_that_is_not_measured_keeps_its_level_until_it_is_gone() -> None:
     del world.nodes[N1]
     control.step(world, {}, Instant(NOW + 602))
     assert control.seen.full_disks == {}
+
+
+def test_a_node_that_has_not_answered_for_long_is_neither_idle_nor_full_nor_overloaded() -> None:
+    rules = FleetRules(
+        overload={"cpu": Threshold(0.9, 0.8)},
+        disk=DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),)),
+        idle=IdleRules(0.05, Seconds(0.0)),
+        idle_check_seconds=Seconds(0.0),
+    )
+    world, last = a_fleet(), a_control(rules)
+    shows(world, NOW, n1=0.0)
+    with_disks(world, NOW, n1=0.9)
+    world.node_samples[N1] = replace(world.node_samples[N1], cpu=0.95)
+    last.step(world, {}, NOW)
+    following = FleetControl(rules, POLICY, last.seen)  # the next leader
+    world.add_node(replace(world.nodes[N1], ready=False))
+    for control in (last, following):
+        for after, found in ((1, True), (601, True), (602, False)):
+            control.step(world, {}, Instant(NOW + after))
+            seen = control.seen
+            assert {bool(seen.idle), bool(seen.full_disks), bool(seen.overloaded)} == {found}, after

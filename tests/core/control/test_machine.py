@@ -69,3 +69,8 @@ def test_a_local_head_that_keeps_its_files_in_tmp_needs_room_there() -> None:
 @pytest.mark.parametrize(("has_started", "severity"), [(True, Severity.WARNING), (False, Severity.NOTE)])
 def test_a_service_that_never_ran_here_is_not_missed(has_started: bool, severity: Severity) -> None:
     assert unreachable_service("no answer", has_started=has_started).severity is severity
+
+
+def test_a_service_that_refuses_the_token_is_not_to_be_started() -> None:
+    refused = unreachable_service("forbidden", has_started=True, is_refused=True)
+    assert refused.remedy.startswith("GPUBROKER_TOKEN=")

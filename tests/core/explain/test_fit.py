@@ -112,6 +112,13 @@ def test_roles_that_take_turns_are_counted_together_and_apart():
     assert plan.totals_apart == Totals(4, 2, 40 * GIB, 6.0, 2 * GIB)
 
 
+def test_a_fraction_is_one_of_the_largest_gpu_that_it_may_use():
+    half = a_component("half", 4, gpu_fraction=0.5)
+    device_mb = next(iter(a_fleet(a_machine()).ledgers.values())).device.allocatable_mb
+    assert planned(a_fleet(a_machine(gpus=2)), half).totals.gpu_mb == 4 * (device_mb // 2)
+    assert planned(a_fleet(a_machine(gpus=0)), half).totals.gpu_mb == 0
+
+
 def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known():
     known = GpuKind("H100", 9, Mib(GIB))
     world = fleet_of([a_machine()], [known], NOW)

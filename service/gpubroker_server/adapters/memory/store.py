@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from operator import gt, lt
 
@@ -125,6 +125,10 @@ class MemoryStore(TokensAndObjects, PagesInMemory, StandingInMemory):
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
         known = self._keys.get((tenant, key))
         return None if known is None else KnownKey(*known)
+
+    async def objects_of_open_tasks(self) -> Collection[tuple[str, str]]:
+        open_tasks = [task for task in self._tasks.values() if not task.is_terminal]
+        return {(task.tenant, id) for task in open_tasks for id in self._specs[task.id].objects}
 
     async def batch_answer(self, first: TaskId) -> str:
         return self._batch_answers.get(first, "")

@@ -12,6 +12,7 @@ from gpubroker_server.ports.devices import (
     DeviceLost,
     DeviceProbe,
     DeviceReading,
+    DevicesFound,
     MeasuredDevice,
     ProcessGroup,
 )
@@ -49,6 +50,8 @@ class GpuThread:
         self.is_lost = False
         self.health: dict[str, GpuHealth] = {}
         """By UUID, as last read; of what answers now."""
+        self.found: Sequence[DeviceProbe] | None = None
+        """What is to be asked instead."""
         self._probe = probe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=probe.name)
         self._began: float | None = None
@@ -76,6 +79,9 @@ class GpuThread:
         except DeviceLost as lost:
             self.devices, self.is_lost = (), True
             self._note(self._names, str(lost))
+            return []
+        except DevicesFound as answer:
+            self.found = answer.probes
             return []
         except Exception as fault:
             self._note(self._names, str(fault) or repr(fault))
@@ -128,7 +134,7 @@ class DeviceMeter:
     """All devices of a machine. It has one thread per GPU, and one more, however many calls hang."""
 
     def __init__(self, probes: Sequence[DeviceProbe]) -> None:
-        self._gpus = [GpuThread(probe) for probe in probes]
+        self._gpus = list(map(GpuThread, probes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meter")
 
     def inventory(self) -> Inventory:
@@ -157,6 +163,8 @@ class DeviceMeter:
 
         Raises TimeoutError, and NotMeasured if a needed one is in this machine and was not silent for long.
         """
+        if any(gpu.found is not None for gpu in self._gpus):
+            self._gpus = [new for gpu in self._gpus for new in _instead(gpu)]
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_seconds
         async with asyncio.timeout(timeout_seconds):
@@ -187,6 +195,10 @@ class DeviceMeter:
 
 def _has(gpu: GpuThread, uuids: Collection[str]) -> bool:
     return any(device.uuid in uuids for device in gpu.devices or ())
+
+
+def _instead(gpu: GpuThread) -> list[GpuThread]:
+    return [gpu] if gpu.found is None else list(map(GpuThread, gpu.found))
 
 
 async def _wait(calls: Collection["asyncio.Future[list[MeasuredDevice]]"], seconds: float) -> None:

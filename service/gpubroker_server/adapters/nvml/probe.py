@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from gpubroker_server.ports.devices import (
     DeviceLost,
     DeviceProbe,
     DeviceReading,
+    DevicesFound,
     MeasuredDevice,
     ProcessGroup,
 )
@@ -24,6 +26,8 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
 
 
+START_SECONDS = 10.0
+"""A node waits no longer for its driver, and goes on without GPUs until it has started."""
 MOST_ERRORS = 100
 """So many critical errors are taken over in one look."""
 
@@ -50,6 +54,16 @@ def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = No
             return [SimulatedProbe(own_simulated)]
     elif simulated is not None:
         return [SimulatedProbe(simulated)]
+    thread = ThreadPoolExecutor(1, thread_name_prefix="driver")
+    starting = thread.submit(_start_driver, indexes)
+    thread.shutdown(wait=False)
+    try:
+        return starting.result(START_SECONDS)
+    except TimeoutError:
+        return [StartingDriver(starting)]
+
+
+def _start_driver(indexes: list[int] | None) -> Sequence[DeviceProbe]:
     import pynvml  # the only import of it
 
     try:
@@ -113,6 +127,20 @@ class FailedDriver:
 
     def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:  # noqa: ARG002  # the port's
         raise RuntimeError(self._fault)
+
+
+class StartingDriver:
+    """A DeviceProbe of a machine whose driver has not answered yet."""
+
+    name = "the driver"
+
+    def __init__(self, starting: Future[Sequence[DeviceProbe]]) -> None:
+        self._starting = starting
+
+    def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:  # noqa: ARG002  # the port's
+        if not self._starting.done():
+            raise RuntimeError("the driver does not answer")
+        raise DevicesFound(self._starting.result())
 
 
 class NvmlProbe:

@@ -1,6 +1,7 @@
 """Uploaded objects, as rows."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -13,6 +14,7 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
+    false,
     func,
     literal_column,
     select,
@@ -23,7 +25,7 @@ from sqlalchemy import (
 from gpubroker_server.adapters.sql.session import Session, SqlPart, over
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import Count
-from gpubroker_server.adapters.sql.tables import stored_object
+from gpubroker_server.adapters.sql.tables import stored_object, task, task_spec
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import LEAST_BYTES, Counted, ObjectOrder, Quota, SortKey, StoredObject
 
@@ -70,6 +72,9 @@ class SqlObjects(SqlPart):
     async def counted_objects(self, tenant: str, now: Instant) -> Counted:
         return await self._readers.run(_count, tenant, now)
 
+    async def objects_of_open_tasks(self) -> Collection[tuple[str, str]]:
+        return await self._readers.run(_named_by_open_tasks)
+
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
         await self._write_alone(lambda session: session.write(_extend, [(tenant, digest, until)]))
 
@@ -104,6 +109,12 @@ def _page(connection: Connection, query: Select[Any]) -> Sequence[StoredObject]:
 def _count(connection: Connection, tenant: str, now: Instant) -> Counted:
     size_bytes, objects = connection.execute(_COUNTED_OBJECTS, {"tenant": tenant, "now": now}).one()
     return Counted(int(size_bytes), objects)
+
+
+def _named_by_open_tasks(connection: Connection) -> Collection[tuple[str, str]]:
+    query = select(task.c.tenant, task_spec.c.objects).join(task_spec, task_spec.c.task == task.c.id)
+    rows = connection.execute(query.where(task.c.finished == false(), task_spec.c.objects != "[]").distinct())
+    return {(tenant, id) for tenant, objects in rows for id in json.loads(objects)}
 
 
 @over(_c.tenant, _AT)

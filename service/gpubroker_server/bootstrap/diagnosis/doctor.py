@@ -1,11 +1,13 @@
 """`gpubroker doctor` without a service: reads of this machine what the settings need."""
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -48,7 +50,8 @@ def findings_for(settings: Settings) -> list[FoundByDoctor]:
             fleet = list(broker.diagnostics().items)
     except BrokerError as error:
         fleet, has_started = [], (settings.data_dir / "client.json").exists()
-        machine.append(unreachable_service(str(error), has_started=has_started))
+        is_refused = error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        machine.append(unreachable_service(str(error), has_started=has_started, is_refused=is_refused))
     found = [*map(_told, machine), *fleet]
     order = [severity.value for severity in Severity]
     return sorted(found, key=lambda one: order.index(one.severity))
@@ -106,8 +109,8 @@ def _is_taken(host: str, port: int) -> bool:
         try:
             tried.bind((host, port))
             tried.listen()
-        except OSError:
-            return True
+        except OSError as fault:
+            return fault.errno == errno.EADDRINUSE
     return False
 
 

@@ -73,10 +73,6 @@ FALL = 0.01
 """A disk leaves a level when it is so far below it: one that hovers there is not reported again and again."""
 
 
-GONE_SECONDS = Seconds(600.0)
-"""A disk that is missing for so long in what its node measures is gone: unmounted, or no longer watched."""
-
-
 class DiskStanding(NamedTuple):
     """One watched disk of a node."""
 

@@ -1,7 +1,7 @@
 """Fleet control: what one leader makes of its measurements, step by step. In its memory; the next leader
 goes on with what it published."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, nextafter
 from typing import Any, NamedTuple
@@ -10,18 +10,12 @@ from gpubroker_server.core.control.alarm import Alarm, Threshold
 from gpubroker_server.core.control.backpressure import Pressure, closed_below, tenant_of, threshold_name
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
-from gpubroker_server.core.control.disk_guard import (
-    GONE_SECONDS,
-    DiskGuard,
-    DiskLevel,
-    DiskStanding,
-    follow_disks,
-)
+from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
 from gpubroker_server.core.control.idle import Idle, IdleRules, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
 from gpubroker_server.core.control.memory_failures import MemoryFailureCount, MemoryFailures
-from gpubroker_server.core.control.node_watch import NodeWatch, Overload
+from gpubroker_server.core.control.node_watch import GONE_SECONDS, NodeWatch, Overload
 from gpubroker_server.core.control.streams import steady_weights
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
@@ -143,16 +137,16 @@ class FleetControl:
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
         """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
         at, by name."""
-        rules = self._rules
+        rules, gone = self._rules, self.nodes.gone(world, now)
         scopes = [target.scope for target in rules.targets]
         values = measured(world, scopes, self._policy, now)
         self._standings = follow_targets(self._standings, rules.targets, values, now)
         notices = [*self._constraints(now)]
         background_mb = self._follow_controls(world, now)
-        notices += self._follow_idle(world, now)
+        notices += self._follow_idle(world, now, gone)
         notices += self._follow_pressures(pressures, now)
-        notices += self._follow_disks(world, now)
-        notices += self.nodes.follow(world, now)
+        notices += self._follow_disks(world, now, gone)
+        notices += self.nodes.follow(world, now, gone)
         self._stepped_at = now
         self.seen = FleetSeen(
             tuple(self._target_seen(target) for target in rules.targets),
@@ -211,9 +205,9 @@ class FleetControl:
                 left_mb[str(target.scope)] = int(control.share * total_mb) - used_mb
         return left_mb
 
-    def _follow_idle(self, world: World, now: Instant) -> Iterator[Notice]:
+    def _follow_idle(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         rules = self._rules.idle
-        self._quiet = follow_idle(self._quiet, self._readings(world, now), now, rules)
+        self._quiet = follow_idle(self._quiet, self._readings(world, now, gone), now, rules)
         known = {one.name for one in self._idle}
         if self._idle_pace.is_due(now):
             self._idle_pace.done(now)
@@ -229,17 +223,18 @@ class FleetControl:
                 }
                 yield Notice("fleet.IDLE_RESOURCE_DETECTED", one.name, about)
 
-    def _readings(self, world: World, now: Instant) -> Iterator[Reading]:
+    def _readings(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Reading]:
         """Of all devices that take work, and of the CPUs of all nodes."""
         period = self._policy.sample_period_seconds
         for key, ledger in world.ledgers.items():
-            if ledger.device.offers:
+            if ledger.device.offers and ledger.device.node not in gone:
                 stale = ledger.is_stale(now, period)
                 use = None if stale or ledger.sample is None else ledger.sample.utilization
                 yield self._reading(key, use, now, is_filled=_is_filled(ledger))
         for name, seen in world.node_samples.items():
             use = None if seen.is_stale(now, period) else seen.cpu
-            yield self._reading(name, use, now, is_filled=_runs_idle_work(world, name))
+            if name not in gone:
+                yield self._reading(name, use, now, is_filled=_runs_idle_work(world, name))
 
     def _reading(self, name: str, utilization: float | None, now: Instant, *, is_filled: bool) -> Reading:
         """The last samples of idle work come after its end, and are not those of other work."""
@@ -260,10 +255,11 @@ class FleetControl:
                 about = {"value": values[name], "threshold": limit}
                 yield Notice(f"fleet.BACKPRESSURE_{what}", name, about, tenant_of(name))
 
-    def _follow_disks(self, world: World, now: Instant) -> Iterator[Notice]:
+    def _follow_disks(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         """A disk that is not measured now keeps its level: one that is full may be slow to answer.
-        Not for ever, if the rest of its node is measured."""
+        Not for ever, if the rest of its node is measured or the node is gone."""
         before, known = self._disks, world.node_samples
+        known_nodes = world.nodes.keys() - gone
         fresh = [
             (node, known[name])
             for name, node in world.nodes.items()
@@ -273,7 +269,7 @@ class FleetControl:
         self._disks = {
             (node, path): one
             for (node, path), one in before.items()
-            if node in world.nodes and (node not in heard or now - one.at <= GONE_SECONDS)
+            if node in known_nodes and (node not in heard or now - one.at <= GONE_SECONDS)
         }
         for one in follow_disks(before, self._rules.disk, fresh):
             self._disks[one.node, one.path] = one

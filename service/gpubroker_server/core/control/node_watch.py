@@ -1,6 +1,6 @@
 """Nodes that join, leave, or have more to do than they can."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from gpubroker_server.core.control.alarm import Alarm, Threshold
@@ -11,6 +11,9 @@ from gpubroker_server.core.world.world import World
 
 ANSWER_SECONDS = Seconds(30.0)
 """Nodes of the last term that have not answered a new one for so long, though others have, have left."""
+GONE_SECONDS = Seconds(600.0)
+"""A node that has not answered for so long is gone, and is neither idle, full nor overloaded; so is a disk
+that is missing for so long in what its node measures."""
 
 
 class Overload(NamedTuple):
@@ -35,6 +38,8 @@ class NodeWatch:
         """Nodes of the last term that have not answered this one yet."""
         self._present: set[NodeName] = set()
         self._since: Instant | None = None
+        self._silent_since: dict[NodeName, Instant] = {}
+        """Of nodes that do not answer."""
         self._alarms = dict.fromkeys(overloaded, Alarm(is_on=True))
 
     def expect(self, nodes: Iterable[NodeName]) -> None:
@@ -45,9 +50,15 @@ class NodeWatch:
     def overloaded(self) -> tuple[Overload, ...]:
         return tuple(about for about, alarm in self._alarms.items() if alarm.is_on)
 
-    def follow(self, world: World, now: Instant) -> Iterator[Notice]:
+    def gone(self, world: World, now: Instant) -> set[NodeName]:
+        """Nodes that have not answered this leader for long."""
+        silent = [name for name, node in world.nodes.items() if not node.ready]
+        self._silent_since = {name: self._silent_since.get(name, now) for name in silent}
+        return {name for name, since in self._silent_since.items() if now - since > GONE_SECONDS}
+
+    def follow(self, world: World, now: Instant, gone: Collection[NodeName] = ()) -> Iterator[Notice]:
         yield from self._came_and_left(world, now)
-        yield from self._overloads(world, now)
+        yield from self._overloads(world, now, gone)
 
     def _came_and_left(self, world: World, now: Instant) -> Iterator[Notice]:
         self._since = now if self._since is None else self._since
@@ -63,9 +74,11 @@ class NodeWatch:
                 gpus = sum(world.ledgers[key].device.offers for key in world.by_node.get(name, ()))
                 yield Notice(f"fleet.NODE_{what}", name, {"gpus": gpus, "nodes": len(present)})
 
-    def _overloads(self, world: World, now: Instant) -> Iterator[Notice]:
+    def _overloads(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         before, self._alarms = self._alarms, {}
         for node, sample in world.node_samples.items():
+            if node in gone:
+                continue
             values = {} if sample.is_stale(now, self._period_seconds) else _use(sample)
             for measure, threshold in self._thresholds.items():
                 about, value = Overload(node, measure), values.get(measure)

@@ -70,6 +70,8 @@ class ArrayTerms:
     retry_of: TaskId | None = None
     pickled: bool = False
     """Its workers unpickle the items; otherwise they are JSON."""
+    objects: tuple[str, ...] = ()
+    """Ids of those that its items name."""
 
     @property
     def total(self) -> int:
@@ -80,7 +82,8 @@ def array_terms_from(fields: Mapping[str, Any]) -> ArrayTerms:
     """From JSON of its fields."""
     workers = tuple(TaskId(worker) for worker in fields["workers"])
     numbers = tuple((first, behind) for first, behind in fields["numbers"])
-    return ArrayTerms(**{**fields, "workers": workers, "numbers": numbers})
+    objects = tuple(fields.get("objects", ()))
+    return ArrayTerms(**{**fields, "workers": workers, "numbers": numbers, "objects": objects})
 
 
 WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"

@@ -31,7 +31,7 @@ class Totals:
     """Whole or in part, one for each part."""
     whole_gpus: int
     gpu_mb: int
-    """Of those that are not whole."""
+    """Of those that are not whole; a fraction is one of the largest GPU that it may use."""
     cpu: float
     memory_mb: int
 
@@ -157,8 +157,8 @@ def plan_fleet(
         tuple(unplaced),
         tuple(displaced[name] for name in sorted(displaced)),
         shortage_of(lacking, free_capacity(draft), world),
-        totals_of([(it.demand, it.count) for it in components]),
-        totals_of([(role, it.count) for it in components for role in it.apart or (it.demand,)]),
+        totals_of([(it.demand, it.count) for it in components], world),
+        totals_of([(role, it.count) for it in components for role in it.apart or (it.demand,)], world),
     )
 
 
@@ -240,17 +240,25 @@ class FreeCapacity:
     memory_mb: int
 
 
-def totals_of(wanted: Iterable[tuple[Demand, int]]) -> Totals:
+def totals_of(wanted: Iterable[tuple[Demand, int]], world: World) -> Totals:
     """Of `count` tasks of each demand; gangs with all ranks."""
+    devices = [ledger.device for ledger in world.ledgers.values()]
     gpus = whole = gpu_mb = memory_mb = 0
     cpu = 0.0
     for part, count in _parts(wanted).items():
         gpus += count * part.gpus
         whole += count * part.gpus * part.takes_whole_devices
-        gpu_mb += count * part.gpus * (0 if part.takes_whole_devices else part.gpu_mb or 0)
+        gpu_mb += count * part.gpus * _shared_mb(part, devices)
         cpu += count * part.cpu
         memory_mb += count * part.memory_mb
     return Totals(gpus, whole, gpu_mb, round(cpu, 6), memory_mb)
+
+
+def _shared_mb(part: Demand, devices: Sequence[Device]) -> int:
+    """A fraction is one of the largest device that it may use; 0 if it may use none."""
+    if not part.gpus or part.takes_whole_devices:
+        return 0
+    return part.gpu_mb or max((need_mb(part, one) or 0 for one in devices), default=0)
 
 
 def free_capacity(draft: Draft) -> FreeCapacity:

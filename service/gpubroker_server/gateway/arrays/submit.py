@@ -227,6 +227,7 @@ def terms_of(tenant: str, body: SubmitArray, given: GivenItems, now: float) -> A
         result_format=body.result_format,
         pickled=given.pickled,
         submitted_at=now,
+        objects=tuple(sorted(set(given.objects.values()))),
     )
 
 

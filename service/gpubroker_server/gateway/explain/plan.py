@@ -52,7 +52,9 @@ class MissingView(TypedDict):
 class TotalsView(TypedDict):
     gpus: Annotated[int, Field(description="Whole or in part, one for each part.")]
     whole_gpus: int
-    gpu_mb: Annotated[int, Field(description="Of those that are not whole.")]
+    gpu_mb: Annotated[
+        int, Field(description="Of those that are not whole; fractions of the largest usable GPU.")
+    ]
     cpu: float
     memory_mb: int
 

@@ -33,7 +33,11 @@ from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
-from gpubroker_server.gateway.submission.named_objects import check_objects, objects_in_run
+from gpubroker_server.gateway.submission.named_objects import (
+    check_objects,
+    objects_in_arguments,
+    objects_in_run,
+)
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.secrets import SecretStore
@@ -206,13 +210,15 @@ class Submissions:
         self, body: SubmitTask, run: Entrypoint | Command | Function, learned: Size | None = None
     ) -> RunSpec:
         """Of this task, or of one that differs from it in its run alone. Raises Problem."""
+        arguments = arguments_of(run)
+        named = run.objects if isinstance(run, Function) else objects_in_arguments(arguments).values()
         return RunSpec(
             kind=run.tag,
             entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
             command=tuple(run.command) if isinstance(run, Command) else (),
-            arguments=arguments_of(run),
+            arguments=arguments,
             python=run.python if isinstance(run, Function) else "",
-            objects=tuple(run.objects) if isinstance(run, Function) else (),
+            objects=tuple(named),
             env=self._env_of(body),
             result_format=body.result_format,
             labels=body.labels,

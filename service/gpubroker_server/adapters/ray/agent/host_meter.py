@@ -23,6 +23,8 @@ ANSWER_SECONDS = 0.5
 """A sample waits no longer for a file system. It then goes without it, and asks it again once it has
 answered."""
 MIB = 2**20
+MOST_BYTES = 2**62
+"""Of a file system; some that are on a network tell more than a report may have."""
 PRESSURE = Path("/proc/pressure/memory")
 
 Answer = tuple[int, ...] | None
@@ -149,7 +151,8 @@ def room_of(path: str) -> tuple[int, int]:
     """Bytes in total, and free ones, as `df` has them: without what is reserved for root or by a quota."""
     found = os.statvfs(path)
     used, free = found.f_blocks - found.f_bfree, found.f_bavail
-    return (used + free) * found.f_frsize, free * found.f_frsize
+    total_bytes, free_bytes = (used + free) * found.f_frsize, free * found.f_frsize
+    return min(total_bytes, MOST_BYTES), min(free_bytes, MOST_BYTES)
 
 
 def _total_mb(path: str) -> tuple[int]:

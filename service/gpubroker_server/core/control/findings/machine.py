@@ -159,8 +159,10 @@ def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
         yield warning("releases-differ", "gpubroker", cause, remedy, dict(versions))
 
 
-def unreachable_service(fault: str, *, has_started: bool) -> Finding:
-    """`has_started`: with the data directory of this machine's settings."""
+def unreachable_service(fault: str, *, has_started: bool, is_refused: bool = False) -> Finding:
+    """`has_started`: with the data directory of this machine's settings; `is_refused`: it does not let this
+    caller in."""
     severity = Severity.WARNING if has_started else Severity.NOTE
     cause = f"Only this machine was looked at, not the fleet: {fault}."
-    return Finding("service-unreachable", "service", severity, cause, {}, "gpubroker serve")
+    remedy = "GPUBROKER_TOKEN=TOKEN_WITH_CLUSTER_READ gpubroker doctor" if is_refused else "gpubroker serve"
+    return Finding("service-unreachable", "service", severity, cause, {}, remedy)
