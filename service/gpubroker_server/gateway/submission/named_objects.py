@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.submission.task_body import Function
+from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
 from gpubroker_server.ports.objects import (
     ObjectOrder,
     ObjectRows,
@@ -35,6 +35,13 @@ def is_object_id(text: str) -> bool:
 def may_name_objects(text: bytes) -> bool:
     """Of the JSON of a task, with spaces or without."""
     return b'"object"' in text
+
+
+def named_by(run: Entrypoint | Command | Function, arguments: bytes) -> tuple[str, ...]:
+    """Ids of the objects that the arguments of a run name, or that a function says."""
+    if isinstance(run, Function):
+        return tuple(run.objects)
+    return tuple(objects_in_arguments(arguments).values())
 
 
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:

@@ -33,11 +33,7 @@ from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
-from gpubroker_server.gateway.submission.named_objects import (
-    check_objects,
-    objects_in_arguments,
-    objects_in_run,
-)
+from gpubroker_server.gateway.submission.named_objects import check_objects, named_by, objects_in_run
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.secrets import SecretStore
@@ -211,14 +207,13 @@ class Submissions:
     ) -> RunSpec:
         """Of this task, or of one that differs from it in its run alone. Raises Problem."""
         arguments = arguments_of(run)
-        named = run.objects if isinstance(run, Function) else objects_in_arguments(arguments).values()
         return RunSpec(
             kind=run.tag,
             entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
             command=tuple(run.command) if isinstance(run, Command) else (),
             arguments=arguments,
             python=run.python if isinstance(run, Function) else "",
-            objects=tuple(named),
+            objects=named_by(run, arguments),
             env=self._env_of(body),
             result_format=body.result_format,
             labels=body.labels,
@@ -351,9 +346,7 @@ class Submissions:
 
     def _learned_size(self, demand: Demand, tenant: str, subject: str) -> Size:
         """What earlier runs used of the devices that this demand may use."""
-        devices = [
-            ledger.device for ledger in self.world.ledgers.values() if may_use_device(demand, ledger.device)
-        ]
+        devices = [it.device for it in self.world.ledgers.values() if may_use_device(demand, it.device)]
         sketches = self.world.learned.sketches
         return learned_size(sketches, tenant, subject, devices, self.permissions.policy)
 
