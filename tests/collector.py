@@ -15,10 +15,9 @@ class Garbage:
 
 @contextmanager
 def garbage() -> Iterator[Garbage]:
-    """Count what the block leaves. What earlier tests have left goes in several passes, as finalizers let go
-    of more: it is kept out of sight, so that none of it is counted."""
+    """Count what the block leaves. All that was there before is kept out of the collector's sight: what
+    earlier tests have left goes in several passes, and to look at all of it takes seconds."""
     found = Garbage()
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:

@@ -6,6 +6,7 @@ PostgreSQL is started once, when the first test asks for it; each test finds its
 Where several processes share the tests, each has a server of its own.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -74,6 +75,16 @@ def _logs_stay_as_they_are() -> Iterator[None]:
     for handler in left:
         root.removeHandler(handler)
     assert not has_set_up, "this test has set up the logs of its process; run what does so apart"
+
+
+@pytest.fixture(autouse=True)
+def _the_collector_stays_as_it_is() -> Iterator[None]:
+    """A service in this process makes full collections rare: after it all tests would leave their garbage."""
+    before = gc.get_threshold()
+    yield
+    if gc.get_threshold() != before:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _set_up() -> dict[str, Any]:

@@ -372,7 +372,8 @@ def test_a_worker_set_is_created_listed_scaled_and_ended(gpubroker: Run) -> None
     assert made.code == 0, made.err
     id = made.json["id"]
     assert gpubroker("workers list -o json").json[0]["id"] == id
-    assert gpubroker(f"workers scale {id} 2 -o json").json["count"] == 2
+    assert gpubroker(f"workers scale {id} 2").code == 0
+    until(lambda: gpubroker("workers list -o json").json[0]["count"] == 2, "the leader has heard of it")
     assert id in gpubroker("workers end", id).err
 
 
