@@ -80,7 +80,21 @@ class IdleAgent:
     def _node_sampled(self) -> tuple[Any, ...]:
         gpus = {device[0]: (400.0, 60.0, 1980, 2619, 0, None) for device in self._config.devices or ()}
         disks = [("/tmp/ray", 2**40, 2**39)]
-        return "node_sampled", time.time(), 0.1, 2**18, 2**17, 0.0, disks, 2**40, 2**40, (2**16, 0), gpus
+        return (
+            "node_sampled",
+            time.time(),
+            0.1,
+            2**18,
+            2**17,
+            0.0,
+            disks,
+            2**40,
+            2**40,
+            (2**16, 0),
+            gpus,
+            0.1,
+            (),
+        )
 
     def _seen(self) -> tuple[Any, ...]:
         config = self._config

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
-from bench.many_nodes import COUNT
+from bench.many_nodes import COUNT, a_node
 from bench.measuring import Figure
 from bench.processes import START_SECONDS, NotReady, Service, served
 
@@ -54,6 +54,8 @@ def at_rest(nodes: int, gpus: int, seconds: float) -> Used:
             before = cpu_seconds(running.process), cpu_seconds(driver)
             time.sleep(seconds)
             took = time.monotonic() - began
+            if running.ask("GET", f"/nodes/{a_node(0)['NodeName']}")["measured"] is None:
+                raise NotReady("what the nodes tell of themselves is not read")
             after = cpu_seconds(running.process), cpu_seconds(driver)
     return Used(*((now - then) / took for then, now in zip(before, after, strict=True)))
 

@@ -242,7 +242,8 @@ class Observer:
         self._watch = deadlines.extend_window(self._watch, now)
         self._name_unknown_nodes(self._watch)
         decided = {decision.subject for decision in decisions}
-        decisions += self._model_meter.measure(self.world, now, decided)
+        if self.servers != {}:  # without servers there is no load to learn from, and it looks at each GPU
+            decisions += self._model_meter.measure(self.world, now, decided)
         more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
         more += ask_to_leave(self.world, self.policy, now)
         more += worker_sets.due(self.world, self._loads, self._autoscaler, now)
