@@ -4,12 +4,14 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from typing import Any
 
 import cloudpickle
 import numpy
 import pytest
 from gpubroker import current_task
+from gpubroker.runtime import calls
 from gpubroker.runtime.calls import IS_LATE, WORKER_SET_VARIABLE, Answer, SetWorker
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.journal import START_OVER, Journal
@@ -18,6 +20,12 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 KEY = RunKey("t", 1, 0)
 PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly every test ends its worker."""
+    monkeypatch.setattr(calls, "SENT_SECONDS", 0.01)
 
 
 class Counter:
@@ -277,16 +285,21 @@ def test_a_call_whose_time_is_over_before_the_object_is_made_never_begins() -> N
     worker.stop()
 
 
-def test_a_worker_that_leaves_finishes_what_has_begun_and_refuses_the_rest() -> None:
+def test_a_worker_that_leaves_finishes_what_has_begun_and_refuses_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "SENT_SECONDS", 0.3)
     worker = Worker(max_concurrency=1)
     counter = worker.counter()
     begun, waits = worker.ask("wait"), worker.ask("add")
     assert counter.has_begun.acquire(timeout=PATIENCE_SECONDS)
     worker.host.stop(KEY)
     assert waits.result(PATIENCE_SECONDS) == worker.call("add") == ("refused", "the worker is leaving")
+    went_on_at = time.monotonic()
     counter.goes_on.set()
     assert begun.result(PATIENCE_SECONDS)[0] == "done"
     assert (worker.next("ended")[5], counter.value) == ("stopped", 0)
+    assert time.monotonic() - went_on_at >= 0.3, "the answer is on its way before the process is killed"
 
 
 def test_an_object_that_cannot_be_made_ends_the_run_and_refuses_what_waits() -> None:

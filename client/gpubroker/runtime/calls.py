@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from math import inf
 from typing import Any
 
 import cloudpickle
@@ -38,6 +39,9 @@ IS_READY: Answer = (DONE, b"null", 0.0)
 IS_LEAVING: Answer = (REFUSED, "the worker is leaving")
 IS_LATE: Answer = (LATE, "its time was over before its turn came")
 
+SENT_SECONDS = 1.0
+"""An answer is on its way by then: Ray sends it after its method has returned, and doesn't say when. The
+process of a run that has ended is killed."""
 TELL_SECONDS = 0.5
 """How often it looks at its load, and tells it if it is another one."""
 STILL_SECONDS = 10.0
@@ -70,6 +74,7 @@ class SetWorker:
         """Calls that have not begun, in order. One that is given up leaves, with its arguments."""
         self._running = self._answered = 0
         self._is_leaving = False
+        self._answered_at = -inf
         self._set_objects = SetObjects(self._make, self._result_of, task, terms)
         self._made: Objects = {}
         """Once they are made."""
@@ -153,6 +158,7 @@ class SetWorker:
         with self._lock:
             self._running -= 1
             self._answered += 1
+            self._answered_at = time.monotonic()
             self._begin()
         call.set_result(answered)
 
@@ -231,6 +237,8 @@ class SetWorker:
         for call in refused:
             _settle(call, IS_LEAVING)
         self._threads.shutdown(wait=self._task.should_stop)
+        if self._task.should_stop:
+            time.sleep(max(0.0, self._answered_at + SENT_SECONDS - time.monotonic()))
 
 
 def _not_called(kind: str, message: str) -> RunOutcome:
