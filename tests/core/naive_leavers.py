@@ -171,7 +171,7 @@ class NaiveLeavers(NaiveTenants):
         return sum(self.takes(lease) for lease in self.leases_of(run))
 
     def room_after(self, node: Any, task: Task, gone: Sequence[Task]) -> tuple[float, int, int]:
-        """What the node has beside its devices, once these and everybody who is leaving anyway have left."""
+        """What the node has beside its devices, once these and all that is leaving anyway have left."""
         cpu, memory, slots = self.room(node, task)
         for run in self.gone_from(node, gone):
             cpu, memory, slots = cpu + run.demand.cpu, memory + run.demand.memory_mb, slots + 1
@@ -182,7 +182,7 @@ class NaiveLeavers(NaiveTenants):
         return [run for run in self.runs_on(node) if run.state is TaskState.STOPPING] + here
 
     def would_fit(self, node: Any, devices: Sequence[Any], task: Task, gone: Sequence[Task]) -> bool:
-        """Once these, and everybody who is leaving anyway, have left the node."""
+        """Once these, and all that is leaving anyway, have left the node."""
         cpu, memory, slots = self.room_after(node, task, gone)
         if max(0.0, cpu) < task.demand.cpu or max(0, memory) < task.demand.memory_mb or slots < 1:
             return False

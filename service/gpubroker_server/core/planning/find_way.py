@@ -260,7 +260,8 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     if found is not None and task.priority > IDLE_TOP:
         # As if idle work were not there: what it has to lose has no say in where other work goes.
         place = yield from view.places.without_idle_work(task, open_nodes)
-        found = found if place is None else clear_of_idle_work(offers, task, place, view.now)
+        if place is not None:
+            found = clear_of_idle_work(offers, task, place, view.now) or found
     rule = None if found is None else view.guarantees.borrower_rule_for(task)
     if found is not None and rule is not None and not rule.allows(found.victims, found.surplus):
         view.budget.spent += CLOSE_LOOK * len(offers.nodes)

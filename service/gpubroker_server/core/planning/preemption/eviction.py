@@ -166,14 +166,13 @@ def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
     return Eviction(node, tuple(devices), victims, Instant(max(deadlines)), surplus=surplus)
 
 
-def clear_of_idle_work(offers: Offers, task: Task, place: Placement, now: Instant) -> Eviction:
-    """The idle work that is in the way there."""
+def clear_of_idle_work(offers: Offers, task: Task, place: Placement, now: Instant) -> Eviction | None:
+    """The idle work that is in the way there; None if there will be room without stopping any of it."""
     idle = offers.rooms.leavers(place.node, IDLE_TOP + 1)
     offer, chosen = offers.among(place.node, task.priority, idle), dict(place.devices)
     targets = [(site, chosen[site.device.key]) for site in offer.sites if site.device.key in chosen]
     victims = cheapest(offer.found, _suffices(offer, task, targets))
-    assert victims, "there is room once all of it has left, and not before"
-    return eviction_of(_option(offer, task, targets, victims), offers.draft, now)
+    return eviction_of(_option(offer, task, targets, victims), offers.draft, now) if victims else None
 
 
 def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
