@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from gpubroker_server.bootstrap.start_checks import prepare_data_dir
 
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.chaos.forked import ForkedService
@@ -48,6 +50,12 @@ def test_a_dashboard_without_what_it_needs_is_refused_with_what_to_install(tmp_p
         import_module("aiohttp_cors")
     said = refusal(ForkedService(tmp_path / "data", ray={"dashboard": True}))
     assert "ray.dashboard needs more to be installed: pip install 'ray[default]'; or set it to false" in said
+
+
+def test_processes_that_start_at_once_may_have_one_data_directory(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as starting:
+        list(starting.map(prepare_data_dir, [tmp_path / "data"] * 400))
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_an_address_that_others_reach_needs_their_names_for_it(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_an_uploaded_object_is_listed_and_deleted(gpubroker: Run, tmp_path: Path
 
 
 def test_a_worker_set_is_created_listed_scaled_and_ended(gpubroker: Run) -> None:
-    made = gpubroker("workers create tests.e2e.work:Counter -j 1 --max 2 --cpu 0.1 -o json")
+    made = gpubroker("workers create tests.e2e.work:Counter -j 1 --max 2 -i seconds=600 -o json")
     assert made.code == 0, made.err
     id = made.json["id"]
     assert gpubroker("workers list -o json").json[0]["id"] == id

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
+from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
@@ -39,9 +40,7 @@ def prepare_data_dir(data_dir: Path) -> None:
     """Create it with mode 0700, and write to it. Raises StartRefused."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe = data_dir / ".writable"
-        probe.write_bytes(b"")
-        probe.unlink()
+        TemporaryFile(dir=data_dir).close()  # of no name: several processes may start at once
     except OSError as error:
         raise StartRefused(
             f"cannot write to the data directory {data_dir}: {error.strerror}; "
