@@ -30,6 +30,10 @@ BY_KEY = [
     for statement in (*statements.IN_ORDER, statements.known_keys, statements.known_ids)
     if not statement.name.startswith("insert")
 ]
+HOT = ("lease", "task_spec", "task", "device")
+"""They may grow by thousands of rows before they are counted again."""
+OF_MANY = [statements.MOVE_TASKS, statements.MOVE_LEASES, statements.lease_memory]
+"""Each for thousands of rows, when all tasks of a queue are cancelled at once."""
 names = pytest.mark.parametrize("statement", BY_KEY, ids=lambda statement: statement.name)
 
 Explain = Callable[[str, dict[str, Any]], str]
@@ -54,14 +58,18 @@ def sqlite_plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explain]:
     file.close()
 
 
-@pytest.fixture
-async def postgres_plan(postgres_url: str) -> AsyncIterator[Explain]:
-    """Of tables whose statistics say that they are small: the moment at which a planner likes to scan."""
+@pytest.fixture(params=["small", "emptied"])
+async def postgres_plan(postgres_url: str, request: pytest.FixtureRequest) -> AsyncIterator[Explain]:
+    """Of tables whose statistics say that they are small, or that all rows are gone: the moments at which a
+    planner likes to look at all that is there."""
     store = await open_store(postgres_url)
     term = await with_gpu(store, a_task("t1"))
     await store.commit(term, [admission(a_task("t1"))])
     await store.close()
     with connect_writer(postgres_url) as connection:
+        if request.param == "emptied":
+            for table in HOT:
+                connection.execute(f"DELETE FROM {table}")
         connection.execute("ANALYZE")
 
         def explain(sql: str, values: dict[str, Any]) -> str:
@@ -87,6 +95,15 @@ def test_sqlite_finds_the_rows_of_a_group_by_key(sqlite_plan: Explain, statement
 def test_postgresql_finds_the_rows_of_a_group_by_key(postgres_plan: Explain, statement: SetStatement) -> None:
     plan = postgres_plan(postgres_text(statement), {"rows": json.dumps([dict.fromkeys(statement.names)])})
     assert "Seq Scan" not in plan, plan
+
+
+@pytest.mark.parametrize("statement", OF_MANY, ids=lambda statement: statement.name)
+def test_postgresql_walks_through_no_table_for_each_row_of_a_large_group(
+    postgres_plan: Explain, statement: SetStatement
+) -> None:
+    plan = postgres_plan(postgres_text(statement), {"rows": json.dumps([dict.fromkeys(statement.names)])})
+    assert "Join Filter" not in plan, plan
+    assert "Index Cond" in plan, plan
 
 
 MANY_TASKS = """

@@ -19,6 +19,9 @@ from sqlalchemy import (
     tuple_,
     update,
 )
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.adapters.sql import system_tables, tables
 from gpubroker_server.adapters.sql.session import SetStatement, over
@@ -68,12 +71,31 @@ def insert_into(
     return SetStatement(f"insert {table.name}", columns, build, exact, copied)
 
 
+class SameKey(FunctionElement[Any]):
+    """That a column of a key has this value. PostgreSQL gets it in a form by which it cannot order rows: it
+    would walk through the whole index of a table that was empty when it last counted, and compare each row
+    there with each given one."""
+
+    inherit_cache = True
+
+
+@compiles(SameKey)
+def _equal(same: SameKey, compiler: SQLCompiler, **given: Any) -> str:
+    return " = ".join(compiler.process(side, **given) for side in same.clauses)
+
+
+@compiles(SameKey, "postgresql")
+def _equal_without_order(same: SameKey, compiler: SQLCompiler, **given: Any) -> str:
+    column, value = (compiler.process(side, **given) for side in same.clauses)
+    return f"{column} = ANY (ARRAY[{value}])"
+
+
 def _update_guarded(table: Table, names: Sequence[str]) -> SetStatement:
     """Write rows of version n over rows of version n - 1; `names` are key, version and what changes."""
     key = list(table.primary_key.columns)
 
     def build(_insert: Any, r: FromClause) -> Any:
-        same = [column == r.c[column.name] for column in key]
+        same = [SameKey(column, r.c[column.name]) for column in key]
         changes = {name: r.c[name] for name in names if name not in {column.name for column in key}}
         return update(table).values(changes).where(*same, table.c.version == r.c.version - ONE)
 
@@ -143,7 +165,7 @@ INSERT_AUDIT = insert_into(
 @over(tables.device.c.key, Column("mb", Integer), exact=True)
 def lease_memory(_insert: Any, r: FromClause) -> Any:
     device = tables.device
-    return update(device).values(leased_mb=device.c.leased_mb + r.c.mb).where(device.c.key == r.c.key)
+    return update(device).values(leased_mb=device.c.leased_mb + r.c.mb).where(SameKey(device.c.key, r.c.key))
 
 
 @over(tables.checkpoint.c.task)
