@@ -1,4 +1,4 @@
-"""The repository's files for the architecture tests: parsed Python modules, and pages."""
+"""The repository's files for the architecture tests: Python modules, and pages."""
 
 import ast
 import sys
@@ -23,7 +23,12 @@ class Module:
     path: str
     """Relative to the repository, with forward slashes."""
     text: str
-    tree: ast.Module
+
+    @property
+    def tree(self) -> ast.Module:
+        """Parsed at each call. Kept, those of all modules would be much of the memory of the process, and all
+        tests after these would wait for collections of garbage that go through them."""
+        return ast.parse(self.text, self.path)
 
     @property
     def lines(self) -> int:
@@ -51,7 +56,7 @@ def modules(*folders: str) -> tuple[Module, ...]:
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
-            found.append(Module(path.relative_to(ROOT).as_posix(), text, ast.parse(text, str(path))))
+            found.append(Module(path.relative_to(ROOT).as_posix(), text))
     return tuple(found)
 
 

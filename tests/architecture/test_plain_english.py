@@ -51,6 +51,6 @@ def test_words_for_people_are_rare_in_the_prose_of_the_service() -> None:
 def test_words_for_people_are_found_in_comments_docstrings_and_messages() -> None:
     lines = '"""Who asks for it?"""', 'x = f"the row of {x} whose owner is gone"  # nobody waits', 'y = "who"'
     text = "\n".join(lines)
-    module = Module("m.py", text, ast.parse(text))
+    module = Module("m.py", text)
     found = [(line, word) for line, one in prose(module) for word in words_for_people(one)]
     assert sorted(found) == [(1, "Who"), (2, "nobody"), (2, "whose")]

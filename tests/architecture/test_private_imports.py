@@ -82,9 +82,10 @@ def _required() -> Mapping[str, Requirement]:
 
 def _private_names(module: Module) -> list[str]:
     """What this module imports, calls or overrides of libraries although its name begins with `_`."""
-    own = {node.attr for node in ast.walk(module.tree) if _is_set_on_self(node)}
-    found = {name for name in _imported(module.tree) if any(map(_is_private, name.split(".")))}
-    for node in ast.walk(module.tree):
+    tree = module.tree
+    own = {node.attr for node in ast.walk(tree) if _is_set_on_self(node)}
+    found = {name for name in _imported(tree) if any(map(_is_private, name.split(".")))}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own | PUBLIC:
             if ast.unparse(node.value) not in ("self", "cls"):
                 found.add(node.attr)
