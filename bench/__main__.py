@@ -15,10 +15,12 @@ BENCHMARKS: dict[str, ModuleType] = {
     for name in (
         *(
             "accept",
+            "against",
             "array",
             "batch",
             "cancel",
             "cli",
+            "cost",
             "idle",
             "run",
             "nodes",

@@ -47,7 +47,7 @@ CYCLE_SECONDS = 0.01
 """From one cycle to the next, on the clock of the leader."""
 RULES = FleetRules(
     tuple(FleetTarget(measure, 0.6, 0.8) for measure in Measure),
-    controls=True,
+    controller=True,
     disk=DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),)),
 )
 

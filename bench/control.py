@@ -35,7 +35,8 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.diagnostics import stuck_task
 from gpubroker_server.ports.last_values import LastValues, LastValueStore, LeaderSeen
 from gpubroker_server.telemetry.exposition import text_of
-from gpubroker_server.telemetry.metrics import Sources, Telemetry
+from gpubroker_server.telemetry.metrics import Telemetry
+from gpubroker_server.telemetry.table import Sources
 
 from bench.busy_fleet import BusyFleet
 from bench.measuring import Figure, percentile, report
@@ -78,7 +79,7 @@ def _look(nodes: int, looks: int) -> Figure:
     world, policy = _fleet(nodes), Policy()
     targets = tuple(FleetTarget(measure, 0.6, 0.8) for measure in Measure)
     overload = {measure: Threshold(0.95, 0.85) for measure in ("cpu", "host_memory")}
-    control = FleetControl(FleetRules(targets, controls=True, overload=overload), policy)
+    control = FleetControl(FleetRules(targets, controller=True, overload_thresholds=overload), policy)
     seconds = []
     for number in range(looks):
         now = Instant(number * 0.1)

@@ -6,10 +6,10 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from msgspec import Struct
 
 from bench.processes import SQLITE_DURABILITY, Service, brokering, served, wait_until_idle
 
@@ -22,8 +22,7 @@ SELECT format('PostgreSQL %s, synchronous_commit=%s, fsync=%s', current_setting(
 """
 
 
-@dataclass(frozen=True)
-class Deployment:
+class Deployment(Struct, frozen=True):
     gateways: Sequence[Service]
     """The processes that take requests."""
     database: str
@@ -56,8 +55,7 @@ def prefix_of(bench: str, variant: str) -> str:
     return bench if variant == "sqlite" else f"{bench}.{variant}"
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(Struct, frozen=True):
     """The data directory and the database, which outlive the processes."""
 
     variant: str

@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import cast
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True)
-class Target:
+
+class Target(Struct, frozen=True):
     """One request."""
 
     port: int

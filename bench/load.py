@@ -8,12 +8,12 @@ import asyncio
 import random
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, Self
 
 import uvloop
+from msgspec import Struct, to_builtins
 
 from bench.child_process import ChildProcess, answer_commands
 from bench.http import Connection, Target
@@ -23,8 +23,7 @@ OPEN_CONNECTIONS = 16
 SEED = 20261122
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(Struct, frozen=True):
     seconds: float
     statuses: dict[str, int]
     latencies_ms: list[float]
@@ -50,7 +49,7 @@ class ClosedLoop(ChildProcess):
     def measure(self, *targets: Target, connections: int, seconds: float) -> Measured:
         """Send for `seconds`, then wait for the last answers; both count. Connections go to the targets in
         turn."""
-        sent = [asdict(target) for target in targets]
+        sent = [to_builtins(target) for target in targets]
         return Measured(**self.ask(targets=sent, connections=connections, seconds=seconds))
 
 
@@ -60,7 +59,7 @@ class OpenLoop(ChildProcess):
     def send(self, targets: list[Target], *, per_second: float, seconds: float, status: int) -> int:
         """Send to the targets in turn, `per_second` on average (Poisson); returns the number of requests.
         Raises RuntimeError if any answer has another status."""
-        sent = [asdict(target) for target in targets]
+        sent = [to_builtins(target) for target in targets]
         statuses = self.ask(targets=sent, per_second=per_second, seconds=seconds)["statuses"]
         _check(statuses, status)
         return sum(statuses.values())
@@ -151,7 +150,8 @@ def carry_out(
     to = [Target(**target) for target in targets]
     if per_second:
         return {"statuses": uvloop.run(_send(to, per_second, seconds))}
-    return asdict(uvloop.run(_measure(to, connections, seconds)))
+    found: dict[str, Any] = to_builtins(uvloop.run(_measure(to, connections, seconds)))
+    return found
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import sqlite3
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+
+from msgspec import Struct, field, to_builtins
 
 LIBRARIES = ("gpubroker-server", "fastapi", "uvicorn", "sqlalchemy", "psycopg", "ray")
 
@@ -19,8 +20,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version, **libraries}
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(Struct, frozen=True):
     """One measured number. `ratio` is the median of `value / baseline` per round, not the ratio of medians.
 
     `published` describes a baseline that was published instead of measured here, and its conditions.
@@ -43,7 +43,7 @@ class Figure:
 
 def publish(figure: Figure) -> None:
     """Write one JSON object to stdout and one sentence to stderr."""
-    print(json.dumps(asdict(figure)), flush=True)
+    print(json.dumps(to_builtins(figure)), flush=True)
     against = ""
     if figure.baseline is not None and figure.ratio is not None:
         against = f", {figure.ratio:.2f} of the baseline's {_short(figure.baseline)}"
@@ -66,8 +66,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """One round: the same load on the service and on the baseline, one after the other."""
 
     ours_per_second: float

@@ -11,11 +11,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 90.0
@@ -34,8 +34,7 @@ class Refused(OSError):
     """The service answered with an error; the text contains the answer."""
 
 
-@dataclass(frozen=True)
-class Service:
+class Service(Struct, frozen=True):
     """A running service and its admin token."""
 
     process: psutil.Popen

@@ -11,9 +11,10 @@ import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import psutil
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bench.http import Target
 from bench.inference_servers import PerfAnalyzer, mlserver, perf_analyzer, triton
@@ -26,8 +27,7 @@ from tests.triton.server import free_ports
 MODEL = "identity_fp32"
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(Struct, frozen=True):
     """Size and number of concurrent requests."""
 
     name: str
@@ -195,16 +195,14 @@ def memory_kept(load: ClosedLoop, running: Service, requests: int) -> Iterator[F
     yield Figure("proxy", "proxy.resident_mb", after, "MiB", done, baseline=before, ratio=after / before)
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Struct, frozen=True):
     direct: Measured
     proxied: Measured
     cpu_us: float
     """CPU time of the service per request."""
 
 
-@dataclass(frozen=True)
-class HttpComparison:
+class HttpComparison(Struct, frozen=True):
     """The same HTTP request to Triton and to the service in front of it."""
 
     shape: Shape
@@ -246,8 +244,7 @@ def figures(shape: Shape, rounds: Sequence[Round]) -> Iterator[Figure]:
         yield Figure("proxy", "proxy.cpu_us", statistics.median(one.cpu_us for one in rounds), "µs", n)
 
 
-@dataclass(frozen=True)
-class GrpcComparison:
+class GrpcComparison(Struct, frozen=True):
     """The same gRPC request to Triton and to the service in front of it."""
 
     generator: PerfAnalyzer

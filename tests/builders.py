@@ -7,13 +7,13 @@ check_ledger(world)
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from gpubroker_server.core.domain.decisions import Decision, Request, TaskWrite, write_move
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.estimates import Sketch
+from gpubroker_server.core.domain.holders import holder_of
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, Proof, release
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import (
@@ -26,15 +26,19 @@ from gpubroker_server.core.domain.units import (
     TaskId,
     device_key,
 )
-from gpubroker_server.core.world.event_codec import task_fields
-from gpubroker_server.core.world.events import Event, NewEvent, events_of
+from gpubroker_server.core.world.events import Event, NewEvent, events_of, submitted
+from gpubroker_server.core.world.payload import encode
 from gpubroker_server.core.world.world import World
+from msgspec import Struct
+from msgspec.structs import replace
 
 NOW = Instant(1_000_000.0)
 GIB = 1024
 """MiB in one GiB: `gpu_mb=18 * GIB`."""
 
-_DEMAND_FIELDS = frozenset(Demand.__slots__)
+_DEMAND_FIELDS = frozenset(Demand.__struct_fields__)
+
+AnyOrder = TypeVar("AnyOrder")
 
 
 def key(device: str | DeviceKey, node: str = "n1") -> DeviceKey:
@@ -69,10 +73,12 @@ def a_demand(**fields: Any) -> Demand:
 
 
 def a_task(id: str = "task", **fields: Any) -> Task:
-    """A pending task of priority 50, submitted at NOW. Takes the fields of Task and of Demand alike."""
+    """Return a pending task of priority 50, submitted at NOW. Takes the fields of Task and of Demand alike.
+    Without a holder it has that which the demand tells."""
     demand = {name: fields.pop(name) for name in list(fields) if name in _DEMAND_FIELDS}
     facts: dict[str, Any] = {"tenant": "default", "name": id, "priority": 50, "submitted_at": NOW, **fields}
     facts.setdefault("demand", a_demand(**demand))
+    facts.setdefault("holder", holder_of(facts["demand"]))
     return Task(id=TaskId(id), **facts)
 
 
@@ -101,8 +107,7 @@ def a_sketch(values: Iterable[float]) -> Sketch:
     return sketch
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(Struct, frozen=True):
     """A task that has been claimed, and its leases."""
 
     task: Task
@@ -180,8 +185,14 @@ def _add_account(world: World, part: Part) -> None:
 def submit(world: World, *tasks: Task) -> None:
     """Enter tasks through the log, as a committed submission does."""
     for task in tasks:
-        row = task_fields(task)
-        _append(world, [NewEvent("task.submitted", task.id, task.version, task.tenant, row)])
+        _append(world, [submitted(task)])
+
+
+def orders_of_kind(decision: Decision, kind: type[AnyOrder]) -> list[AnyOrder]:
+    """Return the decision's orders, which are all of this kind."""
+    found: list[AnyOrder] = [order for order in decision.orders if isinstance(order, kind)]
+    assert len(found) == len(decision.orders)
+    return found
 
 
 def commit(world: World, decisions: Decision | Iterable[Decision], now: float | None = None) -> None:
@@ -203,7 +214,7 @@ def _append(world: World, events: Iterable[NewEvent], now: float | None = None) 
     at = Instant(world.as_of if now is None else now)
     for new in events:
         position = Position(world.position + 1)
-        world.apply([Event(position, at, new.kind, new.key, new.version, new.tenant, new.fields)])
+        world.apply([Event(position, at, new.kind, new.key, new.version, new.tenant, encode(new.payload))])
 
 
 def let_go(world: World, task: str, *, requeue: bool = True) -> None:

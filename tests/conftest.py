@@ -6,6 +6,7 @@ PostgreSQL is started once, when the first test asks for it; each test finds its
 Where several processes share the tests, each has a server of its own.
 """
 
+import asyncio
 import gc
 import logging
 import os
@@ -25,6 +26,7 @@ from tests.dealing import Dealer, put_in_turn
 from tests.nvml.machine import Machine, a_library, forget_start, load
 from tests.places import put_files_in_memory
 from tests.postgres import PostgresServer, a_server, reset
+from tests.stores import are_stores_open, close_stores
 
 _SHARED = (
     *("bootstrap", "broker", "builders", "chaos", "client"),
@@ -85,6 +87,14 @@ def _the_collector_stays_as_it_is() -> Iterator[None]:
     if gc.get_threshold() != before:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_store_stays_open() -> Iterator[None]:
+    """Its file and its thread would stay until this process ends."""
+    yield
+    if are_stores_open():
+        asyncio.run(close_stores())
 
 
 def _set_up() -> dict[str, Any]:

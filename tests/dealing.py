@@ -27,7 +27,7 @@ _IN_TURN = (
 """What takes longest begins first, or in the end one process would wait for the other."""
 
 
-class Dealer(LoadScopeScheduling):
+class Dealer(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Deals in the order in which tests were found, which is that of `put_in_turn`."""
 
     def __init__(self, config: pytest.Config, log: object = None) -> None:

@@ -159,7 +159,7 @@ class OwnServer:
         self._run("pg_ctl", "-D", f"{self._folder}/data", *words)
 
     def _run(self, program: str, *words: str) -> None:
-        command = [self._programs / program, *words]
+        command = [str(self._programs / program), *words]
         subprocess.run(
             command, check=True, stdout=subprocess.DEVNULL, user=self._user, cwd="/", env=self._env
         )
@@ -187,7 +187,7 @@ def _bundled_programs() -> tuple[Path, str | None]:
     bundled = postgres_server.PostgresServer(Path("/nonexistent"))
     if bundled.system_user is not None:
         readable = stat.S_IRGRP | stat.S_IROTH
-        postgres_server.ensure_prefix_permissions(bundled.bin_path)
-        postgres_server.ensure_folder_permissions(bundled.bin_path, readable | stat.S_IXGRP | stat.S_IXOTH)
-        postgres_server.ensure_folder_permissions(bundled.bin_path.parent / "lib", readable)
+        postgres_server.ensure_prefix_permissions(bundled.bin_path)  # type: ignore[attr-defined]  # it imports them
+        postgres_server.ensure_folder_permissions(bundled.bin_path, readable | stat.S_IXGRP | stat.S_IXOTH)  # type: ignore[attr-defined]  # it imports them
+        postgres_server.ensure_folder_permissions(bundled.bin_path.parent / "lib", readable)  # type: ignore[attr-defined]  # it imports them
     return bundled.bin_path, bundled.system_user

@@ -9,7 +9,9 @@ import json
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from bench.child_process import ChildProcess
 from bench.churn.outcome import Outcome, events_of, outcome_of
@@ -29,7 +31,7 @@ class Sender(ChildProcess):
     def send(self, shape: Shape, port: int, tokens: Sequence[str], connections: int) -> float:
         """Seconds from the first submit to the last answer; `tokens` has one per queue, cohort by cohort.
         Raises RuntimeError if a task was not accepted."""
-        answer = self.ask(shape=asdict(shape), port=port, tokens=tokens, connections=connections)
+        answer = self.ask(shape=to_builtins(shape), port=port, tokens=tokens, connections=connections)
         if answer["statuses"] != {"202": shape.tasks}:
             raise RuntimeError(f"{shape.tasks} tasks had to be accepted; answers were {answer['statuses']}")
         return float(answer["seconds"])

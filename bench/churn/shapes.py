@@ -6,15 +6,16 @@ quota and does not place.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 UNIT_MB = 1024
 
 
-@dataclass(frozen=True, order=True)
-class WorkClass:
+class WorkClass(Struct, frozen=True, order=True):
     """One class of work: `count` tasks per queue, one every `every_seconds`."""
 
     name: str
@@ -32,8 +33,7 @@ class Arrival(NamedTuple):
     work: WorkClass
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(Struct, frozen=True):
     name: str
     cohorts: int
     queues: int

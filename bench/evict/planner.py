@@ -5,10 +5,11 @@ from collections.abc import Collection, Mapping
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState
-from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
+from gpubroker_server.core.domain.models import ModelUsage
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId, device_key
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
@@ -53,7 +54,7 @@ class Planner:
             world.add_task(task)
             world.add_lease(lease_of(task))
         demand = Demand(gpus=1, gpu_mb=MODEL_MB)
-        world.add_task(Task(TaskId("asked"), "bench", "asked", ASKED, demand, now, model=terms_of("asked")))
+        world.add_task(Task(TaskId("asked"), "bench", "asked", ASKED, demand, now, holder=terms_of("asked")))
         return world
 
     def _idle(self, model: str) -> Task:
@@ -64,7 +65,7 @@ class Planner:
             IDLE,
             Demand(gpus=1, gpu_mb=MODEL_MB),
             LONG_AGO,
-            model=terms_of(model, self._load_seconds[model], self._usage[model]),
+            holder=terms_of(model, self._load_seconds[model], self._usage[model]),
             state=TaskState.RUNNING,
             fence=Fence(1),
             node=NODE.name,
@@ -73,8 +74,8 @@ class Planner:
         )
 
 
-def terms_of(model: str, load_seconds: float = 0.0, usage: ModelUsage | None = None) -> ModelTerms:
-    return ModelTerms("server", model, load_seconds=Seconds(load_seconds), usage=usage or ModelUsage())
+def terms_of(model: str, load_seconds: float = 0.0, usage: ModelUsage | None = None) -> Model:
+    return Model("server", model, load_seconds=Seconds(load_seconds), usage=usage or ModelUsage())
 
 
 def lease_of(task: Task) -> Lease:
@@ -85,5 +86,4 @@ def lease_of(task: Task) -> Lease:
 def victim_of(decision: Decision) -> str:
     """Raises ValueError unless exactly one model is evicted."""
     [write] = decision.tasks
-    assert write.task.model is not None
-    return write.task.model.model
+    return model_of(write.task).model

@@ -15,7 +15,6 @@ import resource
 from argparse import ArgumentParser, Namespace
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from time import process_time
 from typing import TypeVar
@@ -25,9 +24,10 @@ from gpubroker_server.broker.planner import MOST_TURNS
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.holders import Gang, Member, MemberState
 from gpubroker_server.core.domain.lease import LeaseState, Proof, move_lease, release
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Member, MemberState, Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import (
     DeviceKey,
     Fence,
@@ -43,6 +43,7 @@ from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRou
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from bench.measuring import Figure, percentile, report
 from bench.plan.answers import Gateway
@@ -255,7 +256,7 @@ class Leader:
                     fence=Fence(1),
                     admitted_at=self.now,
                     started_at=self.now,
-                    members=(first,),
+                    holder=Gang((first,)),
                 )
             )
 

@@ -5,45 +5,48 @@ The client's CPU time counts too. The network and the database's look-up of one 
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from time import process_time
-from typing import Any
+from typing import Any, cast
 
 import httpx
-from gpubroker_server.adapters.memory.store import MemoryStore
-from gpubroker_server.adapters.memory.store_parts import MemorySecrets
+from gpubroker_server.adapters.secret_files import SecretFiles
+from gpubroker_server.core.admission.permissions import Permissions
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.progress import Progress
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.app import create_app
-from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
-from gpubroker_server.gateway.submission.admission import Permissions
-from gpubroker_server.ports.executor import Progress
+from gpubroker_server.gateway.submission.translation import CLOUDPICKLE, PYTHON
+from gpubroker_server.http.identity import EVERY_SCOPE, Tokens, new_token
+from gpubroker_server.http.waiters import Waiters
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import (
     BlobMissing,
     RunSpec,
     TaskRecord,
+    TaskStore,
+    TokenRow,
 )
+from msgspec import Struct, field
 
 NOTHING = httpx.ByteStream(b"")
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(Struct, frozen=True):
     seconds: list[float]
     """CPU time per request."""
     bytes: list[int]
 
 
-@dataclass(frozen=True)
-class FrozenClock:
+class FrozenClock(Struct, frozen=True):
     """Always the same time."""
 
     at: Instant
@@ -52,12 +55,19 @@ class FrozenClock:
         return self.at
 
 
-class WorldStore(MemoryStore):
-    """Returns the tasks of a World as records of the database."""
+class WorldStore:
+    """The part of TaskStore that the requests need. The records of tasks are those of a World."""
 
     def __init__(self, world: World) -> None:
-        super().__init__()
         self._world = world
+        self.rows: list[TokenRow] = []
+
+    async def head(self) -> Position:
+        """The World has read all that there is."""
+        return self._world.position
+
+    async def tokens(self) -> Sequence[TokenRow]:
+        return self.rows
 
     async def record(self, task: TaskId) -> TaskRecord | None:
         row = self._world.tasks.get(task)
@@ -87,8 +97,7 @@ class NoBlobs:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class FollowedWorld:
+class FollowedWorld(Struct, frozen=True):
     world: World
     clock: FrozenClock
     progress: Mapping[TaskId, Progress] = field(default_factory=dict)
@@ -101,8 +110,7 @@ class FollowedWorld:
         return ""
 
 
-@dataclass(frozen=True)
-class KnownLeader:
+class KnownLeader(Struct, frozen=True):
     forecasts_now: Sequence[Forecast]
 
     def leader(self) -> LeaderSeen | None:
@@ -121,8 +129,7 @@ class KnownLeader:
         return self.forecasts_now
 
 
-@dataclass(frozen=True)
-class Gateway:
+class Gateway(Struct, frozen=True):
     """The app with what it answers from."""
 
     world: World
@@ -144,15 +151,16 @@ class Gateway:
     async def _ask(self, asked: Sequence[tuple[Task, str, str, Any]]) -> Answers:
         """One request after the other, with a token of the task's tenant."""
         clock, store = FrozenClock(self.now), WorldStore(self.world)
-        tokens = Tokens(store, clock)
+        tokens = Tokens(cast(TaskStore, store), clock)
         parts = AppParts(
-            store=store,
+            store=cast(TaskStore, store),
             blobs=NoBlobs(),
-            secrets=MemorySecrets(),
+            secrets=SecretFiles(Path("no request names a secret")),
             follower=FollowedWorld(self.world, clock),
             leadership=KnownLeader(self.forecasts),
             tokens=tokens,
-            rules=OperatorRules(permissions=Permissions(self.policy, ("bench:*",))),
+            rules=OperatorRules(permissions=Permissions(self.policy, ("bench:*",), PYTHON, CLOUDPICKLE)),
+            waiters=Waiters(ServiceLimits().tenant_waits),
             shutdown=lambda _stop: None,
         )
         app = create_app(parts)
@@ -161,7 +169,7 @@ class Gateway:
             secrets[tenant], row = new_token(
                 tenant, tenant=tenant, scopes=[EVERY_SCOPE], max_priority=100, now=self.now
             )
-            await store.put_token(row, by="bench")
+            store.rows.append(row)
         await tokens.load()
         found = Answers([], [])
         transport = httpx.ASGITransport(app)

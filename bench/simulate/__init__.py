@@ -8,13 +8,13 @@ default policy. How to read the table: docs/how-to/compare-policies.md.
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from gpubroker_server.bootstrap.compose import policy_of
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.settings.loading import SettingsRefused, load_settings
+from msgspec.structs import fields, replace
 
 from bench.measuring import Figure, report
 from bench.simulate.history import a_history

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Container, Iterable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.holders import is_started_by_agent
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
-from gpubroker_server.core.world.event_codec import node_from, task_from
+from gpubroker_server.core.world.payload import read, read_task
+from msgspec.structs import replace
 
 from bench.measuring import report
 from bench.simulate.workload import Job, Workload
@@ -32,10 +33,10 @@ def a_history(path: Path) -> Workload:
     devices: dict[DeviceKey, Device] = {}
     for event in events:
         if event["kind"] == "node.seen":
-            node = node_from(event["fields"])
+            node = read(event["fields"], Node)
             nodes[node.name] = node
         elif event["kind"] == "device.seen":
-            device = Device(**event["fields"])
+            device = read(event["fields"], Device)
             devices[device.key] = device
     jobs = list(_jobs(events))
     if not devices or not jobs:
@@ -70,14 +71,14 @@ def _jobs(events: Iterable[dict[str, Any]]) -> Iterable[Job]:
         key, at, fields = TaskId(event["key"]), _seconds(event["at"]), event["fields"]
         match event["kind"]:
             case "task.submitted":
-                tasks[key] = task_from({name: _plain(name, value) for name, value in fields.items()})
+                tasks[key] = read_task({name: _plain(name, value) for name, value in fields.items()})
             case "task.started":
                 started[key] = at
             case kind if kind in _RUN_ENDS and key in started:
                 ran[key] = ran.get(key, 0.0) + at - started.pop(key)
         if fields.get("checkpoint_at") is not None:
             checkpointed.add(key)
-    others = [key for key in ran if key in tasks and not tasks[key].is_run]
+    others = [key for key in ran if key in tasks and not is_started_by_agent(tasks[key].holder)]
     if others:
         report(f"left out: {len(others)} external leases and models, whose memory counts as free")
     for key in others:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -38,6 +38,7 @@ from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import NewEvent, events_of, submitted
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from bench.measuring import percentile
 from bench.simulate.workload import Job, Workload

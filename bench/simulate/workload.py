@@ -2,17 +2,18 @@
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from gpubroker_server.core.admission.feasibility import check
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, device_key
-from gpubroker_server.core.explain.admission import check
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bench.openb.trace import TASKS, read_machines, traces_in
 
@@ -24,8 +25,7 @@ TRACE_GPU_MB = 32 * GIB
 CLUSTER = "simulated"
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """A task that runs `seconds` if it is not preempted; one that checkpoints then loses no job."""
 
     task: Task
@@ -33,8 +33,7 @@ class Job:
     checkpoints: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(Struct, frozen=True):
     name: str
     nodes: Sequence[Node]
     devices: Sequence[Device]

@@ -1,12 +1,12 @@
 """Rules for which model is in memory: the service's own, and two that users know."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.model_orders import (
     IndexedModel,
     LoadOrder,
@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.model_orders import (
     ServerIndex,
     UnloadOrder,
 )
-from gpubroker_server.core.domain.models import ModelKey, ModelTerms
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Position, Seconds, TaskId, device_key
@@ -26,6 +26,7 @@ from gpubroker_server.core.lifecycle.model_turns import is_contended, turns
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.events import NewEvent, events_of, requested, submitted
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from bench.turns.replay import Lanes, Rule, Swap
 
@@ -131,11 +132,11 @@ class Gpubroker:
         """As a gateway does for a request that waits or is sent."""
         task = self.world.models.of(ModelKey(SERVER, model))
         if task is None:
-            terms = ModelTerms(SERVER, model, Seconds(WANTED_SECONDS), PRIORITY, now, sized=True)
+            terms = Model(SERVER, model, Seconds(WANTED_SECONDS), PRIORITY, now, sized=True)
             demand = Demand(gpus=1, gpu_mb=MODEL_MB)
             until = Instant(now + WANTED_SECONDS)
             id = TaskId(f"{model}-{self.world.position}")
-            new = Task(id, "bench", model, PRIORITY, demand, now, model=terms, expires_at=until)
+            new = Task(id, "bench", model, PRIORITY, demand, now, holder=terms, expires_at=until)
             self._apply([submitted(new)], now)
         elif needs_want_request(task, PRIORITY, now):
             self._requests += 1

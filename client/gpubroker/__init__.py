@@ -14,23 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
-    from gpubroker.cluster.fleet import (
-        AutoscalingDemand,
-        Finding,
-        Gpu,
-        IdleTemplate,
-        Node,
-        NodeDisk,
-        Policy,
-        Profile,
-        Stats,
-        Target,
-        Tenant,
-    )
-    from gpubroker.cluster.plan import FleetPlan
-    from gpubroker.cluster.stream_api import DrawnStream, WorkStream
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
@@ -45,39 +29,46 @@ if TYPE_CHECKING:
         WaitTimeout,
         WrongArgument,
     )
-    from gpubroker.leases.lease import Lease, LeaseEnded, LeaseState, Notice
-    from gpubroker.models.model import MeasuredModel, ObjectUsage, ServedModel, StoredObject
+    from gpubroker.leases.lease import LeaseEnded
+    from gpubroker.models.stored_object import StoredObject
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
     from gpubroker.runtime.objects import ObjectRef
-    from gpubroker.tasks.array_api import Array, ArrayItem, ArrayState
-    from gpubroker.tasks.estimates import Estimate
-    from gpubroker.tasks.explanation import Explanation, Simulation
+    from gpubroker.tasks.array_api import ArrayItem
     from gpubroker.tasks.submission import Submission
-    from gpubroker.tasks.task import Event, Outcome, Quarantined, Stack, Task, TaskState
-    from gpubroker.tasks.worker_set_api import WorkerSet
-    from gpubroker.transport.decoding import Page
+    from gpubroker.tasks.task import Task
+    from gpubroker.wire.administration import NewToken, Token
+    from gpubroker.wire.answered import Page
+    from gpubroker.wire.arrays import Array, ArrayState
+    from gpubroker.wire.devices import Gpu
+    from gpubroker.wire.events import Event
+    from gpubroker.wire.explanations import Explanation, Simulation
+    from gpubroker.wire.fleet import AutoscalingDemand, Finding, IdleTemplate
+    from gpubroker.wire.forecasts import Estimate
+    from gpubroker.wire.leases import Lease, LeaseState, Notice
+    from gpubroker.wire.models import MeasuredModel, ServedModel
+    from gpubroker.wire.nodes import Node, NodeDetail, NodeDisk
+    from gpubroker.wire.objects import ObjectUsage
+    from gpubroker.wire.plans import FleetPlan
+    from gpubroker.wire.policy import Policy, Profile, Tenant
+    from gpubroker.wire.quarantine import Detection, Quarantined, Released
+    from gpubroker.wire.queues import Queue
+    from gpubroker.wire.stats import Stats
+    from gpubroker.wire.streams import DrawnStream, WorkStream
+    from gpubroker.wire.targets import Target
+    from gpubroker.wire.tasks import Outcome, Stack, TaskState
+    from gpubroker.wire.worker_sets import WorkerSet
 
 __version__ = "0.3.0.dev0"
 
 _NAMES = {
-    "admin": ("Detection", "Queue", "Released", "Token"),
-    "broker": ("AsyncBroker", "Broker"),
-    "cluster.fleet": (
-        "AutoscalingDemand",
-        "Finding",
-        "Gpu",
-        "IdleTemplate",
-        "Node",
-        "NodeDisk",
-        "Policy",
-        "Profile",
-        "Stats",
-        "Target",
-        "Tenant",
+    "broker": (
+        "AsyncBroker",
+        "Broker",
     ),
-    "cluster.plan": ("FleetPlan",),
-    "cluster.stream_api": ("DrawnStream", "WorkStream"),
-    "decorators": ("inference", "task"),
+    "decorators": (
+        "inference",
+        "task",
+    ),
     "errors": (
         "BrokerError",
         "CallFailed",
@@ -91,17 +82,79 @@ _NAMES = {
         "WaitTimeout",
         "WrongArgument",
     ),
-    "leases.lease": ("Lease", "LeaseEnded", "LeaseState", "Notice"),
-    "models.model": ("MeasuredModel", "ObjectUsage", "ServedModel", "StoredObject"),
-    "runtime": ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"),
+    "leases.lease": ("LeaseEnded",),
+    "models.stored_object": ("StoredObject",),
+    "runtime": (
+        "CheckpointTooLarge",
+        "NoCurrentTask",
+        "RunningTask",
+        "Stopped",
+        "current_task",
+    ),
     "runtime.objects": ("ObjectRef",),
-    "tasks.array_api": ("Array", "ArrayItem", "ArrayState"),
-    "tasks.estimates": ("Estimate",),
-    "tasks.explanation": ("Explanation", "Simulation"),
+    "tasks.array_api": ("ArrayItem",),
     "tasks.submission": ("Submission",),
-    "tasks.task": ("Event", "Outcome", "Quarantined", "Stack", "Task", "TaskState"),
-    "tasks.worker_set_api": ("WorkerSet",),
-    "transport.decoding": ("Page",),
+    "tasks.task": ("Task",),
+    "wire.administration": (
+        "NewToken",
+        "Token",
+    ),
+    "wire.answered": ("Page",),
+    "wire.arrays": (
+        "Array",
+        "ArrayState",
+    ),
+    "wire.devices": ("Gpu",),
+    "wire.events": ("Event",),
+    "wire.explanations": (
+        "Explanation",
+        "Simulation",
+    ),
+    "wire.fleet": (
+        "AutoscalingDemand",
+        "Finding",
+        "IdleTemplate",
+    ),
+    "wire.forecasts": ("Estimate",),
+    "wire.leases": (
+        "Lease",
+        "LeaseState",
+        "Notice",
+    ),
+    "wire.models": (
+        "MeasuredModel",
+        "ServedModel",
+    ),
+    "wire.objects": ("ObjectUsage",),
+    "wire.nodes": (
+        "Node",
+        "NodeDetail",
+        "NodeDisk",
+    ),
+    "wire.policy": (
+        "Policy",
+        "Profile",
+        "Tenant",
+    ),
+    "wire.plans": ("FleetPlan",),
+    "wire.quarantine": (
+        "Detection",
+        "Quarantined",
+        "Released",
+    ),
+    "wire.queues": ("Queue",),
+    "wire.stats": ("Stats",),
+    "wire.streams": (
+        "DrawnStream",
+        "WorkStream",
+    ),
+    "wire.targets": ("Target",),
+    "wire.tasks": (
+        "Outcome",
+        "Stack",
+        "TaskState",
+    ),
+    "wire.worker_sets": ("WorkerSet",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -130,8 +183,10 @@ __all__ = [
     "LeaseState",
     "MeasuredModel",
     "ModelUnavailable",
+    "NewToken",
     "NoCurrentTask",
     "Node",
+    "NodeDetail",
     "NodeDisk",
     "Notice",
     "ObjectRef",

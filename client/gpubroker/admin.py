@@ -2,67 +2,19 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
-from gpubroker.cluster.fleet import IdleTemplate, Node, NodeDisk
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.submission import AnySubmission, body_of
-from gpubroker.tasks.task import AnyTask, Quarantined, id_of
-from gpubroker.transport.decoding import Answered, Raw, decode
+from gpubroker.tasks.task import AnyTask, id_of
+from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
-
-
-@dataclass(frozen=True, slots=True)
-class Token(Answered):
-    """A token as the service lists it. `token` is its secret, only sent when it is created."""
-
-    name: str
-    tenant: str = ""
-    scopes: tuple[str, ...] = ()
-    max_priority: int = 100
-    created_at: datetime | None = None
-    expires_at: datetime | None = None
-    token: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Secret(Answered):
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Detection(Answered):
-    """Whether silent nodes are given up. While it is paused, `nodes` are silent and not given up."""
-
-    state: str
-    """watching or paused."""
-    message: str = ""
-    nodes: tuple[str, ...] = ()
-    runs: int = 0
-    of_runs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Queue(Answered):
-    """The queue of a tenant or of a work stream: `queue` is `tenant:NAME` or `stream:NAME`. `paused` has
-    `since`, `by`, `reason` and how many tasks are `waiting`; None: it is not paused."""
-
-    queue: str
-    paused: Raw | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Released(Answered):
-    """What was stated to be gone, and what of it is still in quarantine."""
-
-    id: str
-    gpu_mb: int = 0
-    devices: tuple[str, ...] = ()
-    """UUIDs."""
-    quarantine: tuple[Quarantined, ...] = ()
+from gpubroker.wire.administration import NewToken, Secret, Token
+from gpubroker.wire.fleet import IdleTemplate
+from gpubroker.wire.nodes import Node, NodeDisk
+from gpubroker.wire.quarantine import Detection, Released
+from gpubroker.wire.queues import Queue
 
 
 class AdminApi(Operations):
@@ -164,7 +116,7 @@ class AdminApi(Operations):
         new_tenant: bool = False,
         max_priority: int | str | None = None,
         expires_in_seconds: float | None = None,
-    ) -> Steps[Token]:
+    ) -> Steps[NewToken]:
         """Create a token; its secret is in `.token` of this answer and nowhere else. `new_tenant`: the
         settings and other tokens need not name the tenant yet."""
         body = {
@@ -176,7 +128,7 @@ class AdminApi(Operations):
             "expires_in_seconds": expires_in_seconds,
         }
         answer = yield from self._ask_once("POST", "/tokens", without_none(body))
-        return decode(Token, answer.json())
+        return decode(NewToken, answer.json())
 
     @operation
     def revoke_token(self, name: str) -> Steps[None]:

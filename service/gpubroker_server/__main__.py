@@ -99,7 +99,8 @@ def health(
     data_dir: DataDir = None,
     url: Annotated[str | None, typer.Option(help="Ask at this address, such as a proxy's with TLS.")] = None,
 ) -> None:
-    """Whether the process of this data directory lives, for health checks of containers. Exit code 0 or 1."""
+    """Say whether the process of this data directory lives, for health checks of containers. Exit code 0 or
+    1."""
     from gpubroker_server.bootstrap.diagnosis.health import health_at, health_of
 
     try:

@@ -3,14 +3,16 @@
 import ast
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from subprocess import run
 
+from msgspec import Struct
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "service/gpubroker_server/core"
+WIRE = "client/gpubroker/wire"
 SHIPPED = ("service", "client")
 PYTHON_FOLDERS = (*SHIPPED, "migrations", "bench", "examples", "tests")
 PAGE_FOLDERS = ("docs", "deploy")
@@ -18,8 +20,7 @@ PAGE_FOLDERS = ("docs", "deploy")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(Struct, frozen=True):
     path: str
     """Relative to the repository, with forward slashes."""
     text: str
@@ -39,14 +40,19 @@ class Module:
             if isinstance(node, Function):
                 yield node
 
-    def imported_tops(self) -> Iterator[tuple[int, str]]:
-        """(line, first part of the imported name), including imports inside functions."""
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """Yield the line and the name of each imported module, also of imports inside functions."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    yield node.lineno, alias.name.partition(".")[0]
+                    yield node.lineno, alias.name
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                yield node.lineno, node.module.partition(".")[0]
+                yield node.lineno, node.module
+
+    def imported_tops(self) -> Iterator[tuple[int, str]]:
+        """Yield the same with the first parts of the names."""
+        for line, name in self.imports():
+            yield line, name.partition(".")[0]
 
 
 @cache

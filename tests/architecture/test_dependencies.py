@@ -25,7 +25,7 @@ PROGRAMS = {"pyproject.toml": {"py-spy"}}
 """Declared for what they run as programs; never imported."""
 BY_EXTRA = {
     "ray": ("adapters/ray/", "adapters/nvml/"),
-    "triton": ("adapters/triton/", "gateway/proxy/", "ports/triton_messages.py"),
+    "triton": ("adapters/triton/", "inference/protocols/triton_grpc/", "ports/triton_messages.py"),
     "postgres": ("adapters/sql/",),
 }
 """Where the libraries of an extra are used."""

@@ -1,7 +1,7 @@
 """`openapi.yaml` is generated from the app."""
 
 from gpubroker_server.gateway.app import openapi_document
-from gpubroker_server.gateway.http.openapi import openapi_yaml
+from gpubroker_server.http.openapi import openapi_yaml
 
 from tests.architecture.source_tree import ROOT
 

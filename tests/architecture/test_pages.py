@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import run
+from typing import Any
 
 import gpubroker
 import pytest
@@ -23,8 +24,6 @@ FENCED_ANY = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 TARGET = re.compile(r"(?<=\])\([^)\s]+\)")
 MOST_COLUMNS = 140
-MOST_DECISIONS = 60
-MOST_WORDS_OF_A_DECISION = 500
 CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 PRIVATE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|work|Users)/\w|\.\./shared\b")
 
@@ -56,7 +55,7 @@ def is_unknown(words: list[str]) -> bool:
 
 def is_verb(words: list[str]) -> bool:
     """`token create` is two verbs; what follows the last one is its arguments."""
-    found = get_command(app)
+    found: Any = get_command(app)
     for word in words:
         if not isinstance(found, TyperGroup):
             return True
@@ -138,14 +137,11 @@ def test_links_between_pages_lead_to_a_heading() -> None:
     ] == []
 
 
-def test_the_index_of_decisions_lists_each_one_and_each_is_short() -> None:
+def test_the_index_of_decisions_lists_each_one() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")
     decisions = sorted(folder.glob("0*.md"))
-    assert len(decisions) <= MOST_DECISIONS
     assert [page.name for page in decisions if f"]({page.name})" not in index] == []
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in decisions}
-    assert {name: count for name, count in words.items() if count > MOST_WORDS_OF_A_DECISION} == {}
 
 
 def test_every_file_that_contributing_names_exists() -> None:

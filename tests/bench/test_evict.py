@@ -30,7 +30,7 @@ def missed(uses: list[Use], slots: int, name: str) -> int:
     return len(misses(uses, slots, policy(name, uses, dict.fromkeys({use.model for use in uses}, 1.0))))
 
 
-def test_fifo_lru_and_lfu_evict_as_their_names_say():
+def test_fifo_lru_and_lfu_evict_as_their_names_say() -> None:
     uses = uses_of("aabaaca")
     assert misses(uses, 2, Fifo()) == [0, 2, 5, 6], "a came first"
     assert misses(uses, 2, Lru()) == [0, 2, 5], "b was used last before a"
@@ -38,21 +38,21 @@ def test_fifo_lru_and_lfu_evict_as_their_names_say():
     assert misses(uses_of("aaabbca"), 2, Lru()) == [0, 3, 5, 6]
 
 
-def test_an_lfu_with_a_half_life_forgets_old_use():
+def test_an_lfu_with_a_half_life_forgets_old_use() -> None:
     uses = [*uses_of("aaaa"), Use(90_000, "b"), Use(90_060, "c"), Use(90_120, "b")]
     assert misses(uses, 2, Lfu()) == [0, 4, 5, 6]
     assert misses(uses, 2, Lfu(1800)) == [0, 4, 5]
 
 
 @pytest.mark.parametrize(("seed", "slots"), [*product(range(3), (2, 4))])
-def test_no_policy_misses_fewer_requests_than_the_clairvoyant(seed: int, slots: int):
+def test_no_policy_misses_fewer_requests_than_the_clairvoyant(seed: int, slots: int) -> None:
     uses = random_uses(seed)
     best = missed(uses, slots, "clairvoyant")
     assert all(best <= missed(uses, slots, name) for name in POLICIES)
 
 
 @pytest.mark.parametrize(("seed", "slots"), [*product(range(3), (1, 2, 4, 9))])
-def test_with_equal_load_times_the_least_time_is_that_of_the_clairvoyant(seed: int, slots: int):
+def test_with_equal_load_times_the_least_time_is_that_of_the_clairvoyant(seed: int, slots: int) -> None:
     uses = random_uses(seed)
     seconds = dict.fromkeys({use.model for use in uses}, 20.0)
     least = least_seconds([use.model for use in uses], seconds, slots)
@@ -60,7 +60,9 @@ def test_with_equal_load_times_the_least_time_is_that_of_the_clairvoyant(seed: i
 
 
 @pytest.mark.parametrize(("seed", "slots"), [*product(range(6), (2, 3))])
-def test_with_different_load_times_the_least_time_is_that_of_the_best_of_all_choices(seed: int, slots: int):
+def test_with_different_load_times_the_least_time_is_that_of_the_best_of_all_choices(
+    seed: int, slots: int
+) -> None:
     models = [use.model for use in random_uses(seed, n=14, models=5)]
     seconds = {f"M{number}": float((7 * number) % 5 + 1) for number in range(5)}
     assert least_seconds(models, seconds, slots) == pytest.approx(cheapest(models, seconds, slots))
@@ -83,7 +85,7 @@ def cheapest(models: list[str], seconds: dict[str, float], slots: int) -> float:
     return min(ways.values())
 
 
-def test_the_planner_misses_fewer_requests_than_lru_when_some_models_are_used_only_once():
+def test_the_planner_misses_fewer_requests_than_lru_when_some_models_are_used_only_once() -> None:
     chance = random.Random(5)
     uses = uses_of([chance.choice("abc") if number % 3 else f"once-{number}" for number in range(600)])
     assert missed(uses, 4, "gpubroker") < 0.9 * missed(uses, 4, "lru")
@@ -99,7 +101,7 @@ def write_trace(folder: Path) -> None:
     (folder / LOADS).write_text("\n".join(["timestamp_anon,value,container_ip", *loads]))
 
 
-def test_the_command_yields_all_policies_both_halves_and_the_hours(tmp_path: Path):
+def test_the_command_yields_all_policies_both_halves_and_the_hours(tmp_path: Path) -> None:
     write_trace(tmp_path)
     parser = ArgumentParser()
     evict.add_options(parser)
@@ -115,7 +117,7 @@ def test_the_command_yields_all_policies_both_halves_and_the_hours(tmp_path: Pat
     }
 
 
-def test_requests_are_read_in_order_of_time_and_load_times_in_ascending_order(tmp_path: Path):
+def test_requests_are_read_in_order_of_time_and_load_times_in_ascending_order(tmp_path: Path) -> None:
     write_trace(tmp_path)
     uses = read_uses(tmp_path)
     assert len(uses) == 300
@@ -123,7 +125,7 @@ def test_requests_are_read_in_order_of_time_and_load_times_in_ascending_order(tm
     assert read_loads(tmp_path) == [2.0, 21.0, 40.0]
 
 
-def test_the_load_times_of_models_are_spread_like_the_published_ones():
+def test_the_load_times_of_models_are_spread_like_the_published_ones() -> None:
     names = [f"M{number}" for number in range(30)]
     found = spread(names, [2.0, 21.0, 40.0])
     assert sorted(found.values()) == [2.0] * 10 + [21.0] * 10 + [40.0] * 10
@@ -131,10 +133,10 @@ def test_the_load_times_of_models_are_spread_like_the_published_ones():
 
 
 @pytest.mark.parametrize("text", ["", "2,x", "0,4"])
-def test_slots_must_be_whole_numbers(text: str):
+def test_slots_must_be_whole_numbers(text: str) -> None:
     with pytest.raises(ValueError, match=r"slots are|invalid literal"):
         evict.sizes(text)
 
 
-def test_the_way_is_zero_when_lru_is_already_optimal():
+def test_the_way_is_zero_when_lru_is_already_optimal() -> None:
     assert evict.way({"lru": 5.0, "clairvoyant": 5.0, "gpubroker": 5.0}) == 0.0

@@ -3,7 +3,9 @@
 import random
 from argparse import ArgumentParser
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,20 +51,20 @@ def mean(name: str) -> float:
     return sum(filled(name, seed) for seed in range(4)) / 4
 
 
-def test_fgd_fills_more_than_best_fit_and_the_service_more_than_fgd():
+def test_fgd_fills_more_than_best_fit_and_the_service_more_than_fgd() -> None:
     assert mean("best_fit") < mean("fgd") < mean("gpubroker")
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_replay_with_the_same_seed_gives_the_same_result(name: str):
+def test_a_replay_with_the_same_seed_gives_the_same_result(name: str) -> None:
     assert filled(name, 7) == filled(name, 7)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_gpu_is_overbooked_and_kinds_are_respected(name: str):
+def test_no_gpu_is_overbooked_and_kinds_are_respected(name: str) -> None:
     chance = random.Random(1)
     replay = Replay(MACHINES, policy(name, JOBS, MACHINES, chance))
-    taken = Counter()
+    taken = Counter[Any]()
     for job in arrivals(JOBS, total_milli(MACHINES), chance):
         where = replay.place(job)
         if where is not None:
@@ -77,31 +79,31 @@ def test_no_gpu_is_overbooked_and_kinds_are_respected(name: str):
 
 
 @pytest.mark.parametrize("name", ["best_fit", "fgd", "gpubroker"])
-def test_of_equal_nodes_the_first_wins(name: str):
+def test_of_equal_nodes_the_first_wins(name: str) -> None:
     twins = [Machine(f"twin-{number}", 8_000, GIB, 2, "T4") for number in range(3)]
     jobs = [Job(1_000, 1, 1, 1000)]
     assert Replay(twins, policy(name, jobs, twins, random.Random(0))).place(jobs[0]) == "twin-0"
 
 
-def test_a_node_without_enough_host_memory_is_skipped():
+def test_a_node_without_enough_host_memory_is_skipped() -> None:
     poor, rich = Machine("a", 8_000, 4, 1, "T4"), Machine("b", 8_000, 64, 1, "T4")
     assert Replay([poor, rich], BestFit()).place(Job(1_000, 8, 1, 500)) == "b"
 
 
-def test_tasks_arrive_until_the_next_would_pass_130_percent():
+def test_tasks_arrive_until_the_next_would_pass_130_percent() -> None:
     order = arrivals(JOBS, total_milli(MACHINES), random.Random(3))
     assert set(order[: len(JOBS)]) == set(JOBS)
     asked = sum(job.total_milli for job in order)
     assert 1.25 <= asked / total_milli(MACHINES) <= 1.34
 
 
-def test_an_overfull_trace_loses_tasks_until_130_percent_are_left():
+def test_an_overfull_trace_loses_tasks_until_130_percent_are_left() -> None:
     order = arrivals(JOBS * 9, 20_000, random.Random(3))
     assert 15_000 <= sum(job.total_milli for job in order) <= 26_000
 
 
-def test_synthetic_families_have_the_shares_in_their_names():
-    def part(family: str, chosen) -> float:
+def test_synthetic_families_have_the_shares_in_their_names() -> None:
+    def part(family: str, chosen: Callable[[Any], bool]) -> float:
         jobs = [job for job in synthesise(family, JOBS * 20) if job.gpus]
         return sum(job.total_milli for job in jobs if chosen(job)) / sum(job.total_milli for job in jobs)
 
@@ -127,14 +129,14 @@ def write_data(folder: Path) -> None:
     )
 
 
-def measured(data: Path, *words: str) -> list:
+def measured(data: Path, *words: str) -> list[Any]:
     parser = ArgumentParser()
     openb.add_options(parser)
     options = parser.parse_args(["--data", str(data), "--seeds", "2", "--processes", "1", *words])
     return list(openb.measure(options))
 
 
-def test_figures_have_the_published_values_as_baselines(tmp_path: Path):
+def test_figures_have_the_published_values_as_baselines(tmp_path: Path) -> None:
     write_data(tmp_path)
     found = measured(tmp_path, "--traces", "default", "--policies", "fgd,gpubroker", "--arrival", "130,100")
     names = [figure.figure for figure in found]
@@ -143,7 +145,7 @@ def test_figures_have_the_published_values_as_baselines(tmp_path: Path):
     assert all(figure.n == 2 and figure.ratio == figure.value / figure.baseline for figure in found)
 
 
-def test_without_a_name_every_trace_in_the_folder_is_replayed(tmp_path: Path):
+def test_without_a_name_every_trace_in_the_folder_is_replayed(tmp_path: Path) -> None:
     write_data(tmp_path)
     found = measured(tmp_path, "--policies", "best_fit", "--synthesise", "cpu250")
     assert [f.figure for f in found] == [
@@ -154,7 +156,7 @@ def test_without_a_name_every_trace_in_the_folder_is_replayed(tmp_path: Path):
     assert [f.baseline for f in found] == [93.08, None, 91.45]
 
 
-def test_several_kinds_in_one_cell_are_alternatives(tmp_path: Path):
+def test_several_kinds_in_one_cell_are_alternatives(tmp_path: Path) -> None:
     row = {
         "cpu_milli": "1",
         "memory_mib": "1",
@@ -166,7 +168,7 @@ def test_several_kinds_in_one_cell_are_alternatives(tmp_path: Path):
     assert openb.trace.job_of({**row, "num_gpu": "0"}) == Job(1, 1, 0, 0)
 
 
-def test_values_that_were_not_looked_up_have_no_baseline():
+def test_values_that_were_not_looked_up_have_no_baseline() -> None:
     assert published("default", "gpubroker", 130) == published("default", "fgd", 130) == 95.39
     assert published("cpu250", "fgd", 100) is None
     assert published("default", "fgd", 95) is None

@@ -6,16 +6,17 @@ import subprocess
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import External, Gang
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Task
-from gpubroker_server.core.domain.units import Instant, Mib, TaskId
-from gpubroker_server.core.world.event_codec import row_fields
+from gpubroker_server.core.domain.task import Dependency, Task
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.world.events import NewEvent, submitted
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from bench import simulate
 from bench.openb.trace import NODES
@@ -92,9 +93,9 @@ class Recorded(Replay):
 
 def _inventory(workload: Workload) -> Iterator[str]:
     for node in workload.nodes:
-        yield json.dumps({"kind": "node.seen", "key": node.name, "at": 0.0, "fields": row_fields(node)})
+        yield json.dumps({"kind": "node.seen", "key": node.name, "at": 0.0, "fields": to_builtins(node)})
     for device in workload.devices:
-        yield json.dumps({"kind": "device.seen", "key": device.key, "at": 0.0, "fields": row_fields(device)})
+        yield json.dumps({"kind": "device.seen", "key": device.key, "at": 0.0, "fields": to_builtins(device)})
 
 
 def test_a_service_is_replayed_from_its_events(tmp_path: Path) -> None:
@@ -122,7 +123,9 @@ def test_external_leases_are_left_out_of_a_replay_and_counted(
     workload = a_day(4, hours=1.0, gpus=8, load=1.0)
     recorded = Recorded(workload, Policy())
     recorded.run()
-    lease = replace(workload.jobs[0].task, id=TaskId("task_lease"), external=ExternalTerms(ttl_seconds=60.0))
+    lease = replace(
+        workload.jobs[0].task, id=TaskId("task_lease"), holder=External(ttl_seconds=Seconds(60.0))
+    )
     submit = submitted(lease)
     lease_events = [
         {"kind": submit.kind, "key": submit.key, "at": 1.0, "fields": dict(submit.fields)},
@@ -177,7 +180,11 @@ def test_a_policy_can_come_from_the_configuration_file_of_a_service(tmp_path: Pa
 
 def test_a_gang_begins_when_all_ranks_are_ready_and_releases_all_of_its_devices() -> None:
     rank = Demand(gpus=1, gpu_mb=Mib(60 * GIB))
-    gang = Job(Task(TaskId("gang"), "red", "gang", 20, Demand(bundles=(rank,) * 2), Instant(0)), 100, False)
+    gang = Job(
+        Task(TaskId("gang"), "red", "gang", 20, Demand(bundles=(rank,) * 2), Instant(0), holder=Gang()),
+        100,
+        False,
+    )
     outcome = Replay(a_workload(gang, job("high", 50, 10, gib=60, priority=90), gpus=2), Policy()).run()
     assert (outcome.ended, outcome.preemptions) == (2, 1)
     assert outcome.lost_gpu_seconds == pytest.approx(2 * 49.9)

@@ -25,7 +25,9 @@ def asks(models: int, arrivals: str, minutes: float = 5.0) -> list[Ask]:
 
 
 @pytest.mark.parametrize(("models", "arrivals"), [*product((2, 5), ARRIVALS)])
-def test_no_model_starves_and_swapping_at_every_change_answers_no_more_per_second(models: int, arrivals: str):
+def test_no_model_starves_and_swapping_at_every_change_answers_no_more_per_second(
+    models: int, arrivals: str
+) -> None:
     mine, in_order = (replayed(rule, asks(models, arrivals)) for rule in ("gpubroker", "in_order"))
     assert len(mine.waits) == len(in_order.waits) == len(asks(models, arrivals))
     turn = turn_seconds(Seconds(COSTS.load_seconds)) + SWAP_SECONDS + COSTS.answer_seconds
@@ -34,27 +36,27 @@ def test_no_model_starves_and_swapping_at_every_change_answers_no_more_per_secon
     assert mine.swaps <= in_order.swaps
 
 
-def test_at_random_every_change_of_model_costs_a_swap_and_turns_save_most_of_them():
+def test_at_random_every_change_of_model_costs_a_swap_and_turns_save_most_of_them() -> None:
     mine, in_order = (replayed(rule, asks(2, "random")) for rule in ("gpubroker", "in_order"))
     changes = sum(a.model != b.model for a, b in pairwise(asks(2, "random")))
     assert in_order.swaps == 1 + changes
     assert mine.per_second > 2 * in_order.per_second
 
 
-def test_a_model_that_stays_while_it_is_wanted_leaves_the_other_waiting():
+def test_a_model_that_stays_while_it_is_wanted_leaves_the_other_waiting() -> None:
     one, other = [Ask(float(second), "one") for second in range(100)], Ask(0.5, "other")
     outcome = replayed("while_wanted", sorted([*one, other]))
     assert max(outcome.waits) == pytest.approx(99 + 300 + SWAP_SECONDS - 0.5)
 
 
-def test_bursts_have_as_many_requests_as_independent_ones_and_come_for_one_model_each():
+def test_bursts_have_as_many_requests_as_independent_ones_and_come_for_one_model_each() -> None:
     bursty, at_random = (asks(5, arrivals, minutes=600.0) for arrivals in ("bursty", "random"))
     assert len(bursty) == pytest.approx(len(at_random), rel=0.15)
     changes = [sum(a.model != b.model for a, b in pairwise(found)) for found in (bursty, at_random)]
     assert changes[0] < 0.1 * changes[1]
 
 
-def test_the_command_yields_the_figures_of_each_rule_beside_those_of_swapping_at_every_change():
+def test_the_command_yields_the_figures_of_each_rule_beside_those_of_swapping_at_every_change() -> None:
     parser = ArgumentParser()
     turns.add_options(parser)
     found = list(turns.measure(parser.parse_args(["--models", "2", "--minutes", "1"])))
@@ -67,6 +69,6 @@ def test_the_command_yields_the_figures_of_each_rule_beside_those_of_swapping_at
 
 
 @pytest.mark.parametrize("text", ["", "2,x", "1,4"])
-def test_the_numbers_of_models_must_be_whole_numbers_from_two_on(text: str):
+def test_the_numbers_of_models_must_be_whole_numbers_from_two_on(text: str) -> None:
     with pytest.raises(ValueError, match=r"from 2 on|invalid literal"):
         turns.counts(text)

@@ -1,11 +1,12 @@
 """Starts that must fail."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tests.e2e.service_process import ServiceProcess
 from tests.patience import PATIENCE_SECONDS
 
-WAITING = {"engine": "simulated"}
+WAITING: dict[str, Any] = {"engine": "simulated"}
 """An engine whose tasks only wait."""
 
 

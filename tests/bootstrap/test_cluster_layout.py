@@ -1,7 +1,6 @@
 """Which GPUs each node of a cluster on one machine gets, and what is said when there are too few."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from gpubroker_server.adapters.ray.cluster.local_cluster import (
 )
 from gpubroker_server.adapters.ray.head.head import HeadState, write_state
 from gpubroker_server.bootstrap.clusters import keep, layout_of
+from msgspec.structs import replace
 
 REAL = tuple(ClusterGpu(index, f"GPU-{index}") for index in range(4))
 
@@ -81,7 +81,7 @@ def test_a_name_that_is_no_folder_of_a_cluster_is_refused(tmp_path: Path, comman
     (tmp_path / "clusters").mkdir()
     write_state(tmp_path, HeadState(2**22 + 1, 0, "", "127.0.0.1:1", str(tmp_path / "ray"), "", ""))
     commands: dict[str, Callable[[], object]] = {
-        "start": lambda: keep(tmp_path, asked(name=name), str),
+        "start": lambda: keep(tmp_path, asked(name=name), print),
         "add-worker": lambda: add_worker(tmp_path, name),
         "status": lambda: status(tmp_path, name),
         "stop": lambda: stop_cluster(tmp_path, name),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker.wire.policy import GpuKind, TaskMaximum
 from gpubroker_server.adapters.ray.options import AgentConfig, RayOptions
 from gpubroker_server.bootstrap.compose import (
     defaults_of,
@@ -13,25 +14,36 @@ from gpubroker_server.bootstrap.compose import (
     ray_options_of,
     simulated_devices,
 )
-from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
-from gpubroker_server.core.domain.policy import CustomLimit, Pool, TaskMaximum
+from gpubroker_server.core.admission.defaults import NamedDefaults
+from gpubroker_server.core.domain.device import SHIPPED_KINDS
+from gpubroker_server.core.domain.policy import CustomLimit, Pool, TenantPolicy
+from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
-from gpubroker_server.gateway.submission.demand import NamedDefaults
 from gpubroker_server.settings.loading import SettingsRefused, load_settings
 
 
 def test_what_is_kept_from_leases_comes_from_the_settings() -> None:
-    settings = load_settings(device_reserve_mb=256, declared_foreign_mb={"n1": 2048, "NVIDIA L4": 512})
+    settings = load_settings(
+        device_reserve_mb=256, declared_foreign_mb={"n1": Mib(2048), "NVIDIA L4": Mib(512)}
+    )
     kinds = tuple(sorted(SHIPPED_KINDS))
     assert inventory_rules_of(settings) == InventoryRules(
-        "local", 256, {"n1": 2048, "NVIDIA L4": 512}, kinds=kinds
+        "local", Mib(256), {"n1": Mib(2048), "NVIDIA L4": Mib(512)}, kinds=kinds
     )
+
+
+def test_an_autoscaler_is_named_by_the_policy_or_is_that_of_ray() -> None:
+    joined = {"address": "head:6379", "autoscale": True}
+    assert policy_of(load_settings()).autoscaler == ""
+    assert policy_of(load_settings(ray=joined)).autoscaler == "Ray"
+    named = load_settings(ray=joined, policy={"autoscaler": "slurm", "autoscaler_tasks": 5})
+    assert (policy_of(named).autoscaler, policy_of(named).autoscaler_tasks) == ("slurm", 5)
 
 
 def test_a_power_alone_ranks_a_kind() -> None:
     settings = load_settings(kinds={"L4": 100, "T4": {"context_mb": 300}})
     rules = inventory_rules_of(settings)
-    assert {*rules.kinds} == {*SHIPPED_KINDS, GpuKind("L4", 100), GpuKind("T4", 0, 300)}
+    assert {*rules.kinds} == {*SHIPPED_KINDS, GpuKind("L4", 100), GpuKind("T4", 0, Mib(300))}
 
 
 def test_nodes_have_settings_of_their_own() -> None:
@@ -46,9 +58,11 @@ def test_nodes_have_settings_of_their_own() -> None:
         "n2": {"reserve_cpu": 2, "reserve_memory_mb": 4096, "reserve_mb": {0: "2GiB", "GPU-a": 0, "*": 256}},
     }
     assert inventory_rules_of(load_settings(nodes=unequal)).nodes == {
-        "n1": NodeRules(60.0, 102_400, 9, reserve_mb={"*": 1024}, labels={"zone": "a"}),
+        "n1": NodeRules(60.0, Mib(102_400), 9, reserve_mb={"*": Mib(1024)}, labels={"zone": "a"}),
         "n2": NodeRules(
-            reserve_cpu=2.0, reserve_memory_mb=4096, reserve_mb={"0": 2048, "GPU-a": 0, "*": 256}
+            reserve_cpu=2.0,
+            reserve_memory_mb=Mib(4096),
+            reserve_mb={"0": Mib(2048), "GPU-a": Mib(0), "*": Mib(256)},
         ),
     }
 
@@ -76,6 +90,11 @@ def test_a_kind_that_is_set_takes_no_other_away_and_null_takes_it_out() -> None:
         "5090": (419, 0),
         "4090": (330, 0),
     }
+
+
+def test_an_empty_cohort_is_none() -> None:
+    policy = policy_of(load_settings(policy={"tenants": {"acme": {"cohort": ""}}}))
+    assert policy.tenants == (TenantPolicy("acme"),)
 
 
 def test_negative_foreign_memory_is_refused_by_name() -> None:
@@ -125,10 +144,14 @@ def test_simulated_devices_have_other_uuids_on_each_node(tmp_path: Path) -> None
 def test_what_is_filled_in_stays_within_what_one_task_may_ask_for() -> None:
     most = {"timeout_seconds": 60, "max_retries": 1, "grace_seconds": 5}
     usual = {"max_retries": 9, "timeout_seconds": 10}
-    chosen = {"policy": {"maximum": most}, "defaults": {"max_retries": 2}, "model_types": {"llm": usual}}
+    chosen: dict[str, Any] = {
+        "policy": {"maximum": most},
+        "defaults": {"max_retries": 2},
+        "model_types": {"llm": usual},
+    }
     defaults = defaults_of(load_settings(**chosen))
     assert (defaults.timeout_seconds, defaults.max_retries, defaults.grace_seconds) == (60, 1, 5)
-    assert defaults.model_types["llm"] == NamedDefaults(max_retries=1, timeout_seconds=10)
+    assert defaults.model_types["llm"] == NamedDefaults(max_retries=1, timeout_seconds=Seconds(10))
 
 
 def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:
@@ -142,9 +165,10 @@ def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:
         )
     )
     assert policy.pools == (
-        Pool("lab", ("A100",), (("zone", ("a", "b")),), fractions=False, gpus=4),
-        Pool("scratch", custom=(("storage_gb", 500.0),)),
+        Pool("lab", ("A100",), {"zone": ("b", "a")}, fractions=False, gpus=4),
+        Pool("scratch", custom={"storage_gb": 500.0}),
     )
+    assert policy.pools[0].labels == (("zone", ("a", "b")),)
     assert policy.custom_limits == (
         CustomLimit("label:team=vision", 2),
         CustomLimit("pool:lab:gpus", 4),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpubroker_server.gateway.http.connections import network_of
+from gpubroker_server.http.connections import network_of
 
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService

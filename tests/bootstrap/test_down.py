@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ROOT, ServiceProcess
 from tests.patience import PATIENCE_SECONDS
 
-WAITING = {"engine": "simulated"}
+WAITING: dict[str, Any] = {"engine": "simulated"}
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_service_that_refuses_to_stop_keeps_its_local_ray(
     assert "refused to stop: 401" in refused.stderr
     assert is_there(head)
     write_client_file(service.data_dir, known["url"], known["token"])
-    assert service.broker.stats().tasks["pending"] == 0
+    assert service.broker.stats().tasks.pending == 0
 
     said = down(service.data_dir)
     assert f"service on {known['url']} stopped" in said
@@ -120,10 +121,10 @@ def test_a_damaged_client_file_is_named_and_nothing_is_stopped(
 
 
 def test_a_service_on_another_address_is_found_by_its_own_machine(tmp_path: Path) -> None:
-    elsewhere = {"host": "127.0.0.2", "allowed_hosts": ["gpus.example"], **WAITING}
+    elsewhere: dict[str, Any] = {"host": "127.0.0.2", "allowed_hosts": ["gpus.example"], **WAITING}
     with ForkedService(tmp_path / "data", **elsewhere) as service:
         assert service.broker.connection.url.startswith("http://127.0.0.2:")
-        assert service.broker.stats().tasks["pending"] == 0
+        assert service.broker.stats().tasks.pending == 0
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_service_stopped_in_the_middle_of_submits_has_each_accepted_one_once_a
 def test_waiting_requests_are_answered_and_the_readiness_probe_fails_before_the_listener_closes(
     tmp_path: Path,
 ) -> None:
-    settings = {"drain_seconds": DRAIN_SECONDS, "drain_notice_seconds": 3.0}
+    settings: dict[str, Any] = {"drain_seconds": DRAIN_SECONDS, "drain_notice_seconds": 3.0}
     with ForkedService(tmp_path / "data", **WAITING, **settings) as service:
         drain_with_notice(service)
 

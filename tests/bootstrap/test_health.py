@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from gpubroker_server.bootstrap.broker_file import ages_of_brokers
@@ -18,7 +19,7 @@ from gpubroker_server.bootstrap.diagnosis.health import health_of
 
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
-from tests.e2e.service_process import ROOT, environment, until
+from tests.e2e.service_process import ROOT, ServiceProcess, environment, until
 from tests.patience import PATIENCE_SECONDS
 from tests.postgres import PostgresServer
 
@@ -79,7 +80,7 @@ def test_gateway_and_broker_are_told_apart_by_their_data_directories(
     tmp_path: Path, postgres_server: PostgresServer
 ) -> None:
     url = postgres_server.new_database()
-    settings = {**WAITING, "database_url": url, "blob_dir": str(tmp_path / "objects")}
+    settings: dict[str, Any] = {**WAITING, "database_url": url, "blob_dir": str(tmp_path / "objects")}
     with (
         ForkedBroker(tmp_path / "b", **settings) as broker,
         ForkedGateway(tmp_path / "a", **settings) as gateway,
@@ -97,7 +98,7 @@ def test_gateway_and_broker_are_told_apart_by_their_data_directories(
     postgres_server.drop(url)
 
 
-def hangs_and_goes_on(broker: ForkedBroker) -> None:
+def hangs_and_goes_on(broker: ServiceProcess) -> None:
     file = broker.data_dir / f"broker-{broker.pid}.lock"
     os.kill(broker.pid, signal.SIGSTOP)
     try:

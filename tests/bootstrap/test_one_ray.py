@@ -14,6 +14,7 @@ from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.core.domain.units import Instant, Seconds, Term
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.settings.loading import Settings, load_settings
+from msgspec.structs import replace
 
 from tests.contracts.scenes import next_term
 
@@ -179,7 +180,7 @@ async def test_a_start_that_was_cut_off_takes_no_directory_of_another_database(t
     with pytest.raises(StartRefused, match="objects of another database"):
         await open_blobs(second, two)
     await open_blobs(first, one)
-    elsewhere = second.model_copy(update={"blob_dir": tmp_path / "elsewhere"})
+    elsewhere = replace(second, blob_dir=tmp_path / "elsewhere")
     await open_blobs(elsewhere, two)
     await one.close()
     await two.close()
@@ -189,7 +190,7 @@ async def test_of_two_directories_named_for_one_database_the_first_that_is_noted
     tmp_path: Path,
 ) -> None:
     settings = settings_of(tmp_path, "a", blob_dir=tmp_path / "objects")
-    other = settings.model_copy(update={"blob_dir": tmp_path / "elsewhere"})
+    other = replace(settings, blob_dir=tmp_path / "elsewhere")
     store = await open_store(settings.database)
     await open_blobs(settings, store)
     first = str(await store.blobs())

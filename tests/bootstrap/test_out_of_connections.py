@@ -35,7 +35,7 @@ class Limited:
         self._admin = make_conninfo(admin)
         self.url = admin.replace("//postgres@", f"//{USER}@", 1)
         assert self.url != admin
-        database = sql.Identifier(psycopg.conninfo.conninfo_to_dict(admin)["dbname"])
+        database = sql.Identifier(str(psycopg.conninfo.conninfo_to_dict(admin)["dbname"]))
         self.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(USER)))
         self.execute(sql.SQL("ALTER DATABASE {} OWNER TO {}").format(database, sql.Identifier(USER)))
         self.execute(sql.SQL("GRANT ALL ON SCHEMA public TO {}").format(sql.Identifier(USER)))

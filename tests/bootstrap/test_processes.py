@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Site:
     def __enter__(self) -> "Site":
         with ThreadPoolExecutor() as together:
             list(together.map(lambda process: process.start(), self.processes))
-        until(lambda: all(g.broker.stats().leader["term"] for g in self.gateways), "both hear of the leader")
+        until(lambda: all(g.broker.stats().leader.term for g in self.gateways), "both hear of the leader")
         until(lambda: all(free(g.broker) for g in self.gateways), "both see the devices")
         return self
 
@@ -129,9 +130,9 @@ def test_a_gateway_is_ready_without_a_leader_and_shows_what_a_leader_publishes(
         assert [one["kind"] for one in ask(gateway, "/diagnostics")["items"]] == ["no-leader"]
         last = [gateway.broker.submit("tests.e2e.work:add", kwargs=LONG, gpus=1) for _ in range(3)][-1]
         with ForkedService(tmp_path / "leader", **settings) as leader:
-            until(lambda: leader.broker.stats().tasks["running"] == 2, "both devices are taken")
+            until(lambda: leader.broker.stats().tasks.running == 2, "both devices are taken")
             for path in ("/gpus", "/nodes", "/stats", f"/tasks/{last.id}/explain", f"/tasks/{last.id}"):
-                until(lambda path=path: tell_the_same(gateway, leader, path), f"both tell the same of {path}")
+                until(partial(tell_the_same, gateway, leader, path), f"both tell the same of {path}")
             wish = {"resources": {"gpu_mb": GIB}, "run": {"command": ["true"]}}
             until(lambda: tell_the_same(gateway, leader, "/tasks/simulate", wish), "both foresee the same")
             until(

@@ -3,20 +3,19 @@
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpubroker_server.bootstrap.start_checks import StartRefused, check_ray_access
 from gpubroker_server.settings.loading import Settings
-from gpubroker_server.settings.ray import RaySettings, RayTlsSettings
+from gpubroker_server.settings.ray import RaySettings, RayTls
+from msgspec import Struct
 
 from tests.authority import Authority
 
 
-@dataclass(frozen=True)
-class Certificates:
+class Certificates(Struct, frozen=True):
     certificate: Path
     key: Path
     ca: Path
@@ -36,8 +35,8 @@ def joined(**ray: Any) -> Settings:
     return Settings(ray=RaySettings(address="head:6379", **ray))
 
 
-def tls_of(made: Certificates, **changes: Path) -> RayTlsSettings:
-    return RayTlsSettings(**{"certificate": made.certificate, "key": made.key, "ca": made.ca, **changes})
+def tls_of(made: Certificates, **changes: Path) -> RayTls:
+    return RayTls(**{"certificate": made.certificate, "key": made.key, "ca": made.ca, **changes})
 
 
 def test_files_that_are_there_and_fit_are_accepted(certificates: Certificates, tmp_path: Path) -> None:

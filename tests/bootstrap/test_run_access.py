@@ -11,7 +11,7 @@ from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence
-from gpubroker_server.gateway.http.identity import identity_of_run
+from gpubroker_server.http.identity import identity_of_run
 from gpubroker_server.settings.loading import load_settings
 
 from tests.builders import a_task, holding
@@ -92,7 +92,7 @@ def test_the_token_is_valid_while_its_run_is_active(state: TaskState, fence: int
     assert (found is not None) is is_valid
     if found is not None:
         assert (found.tenant, found.max_priority) == (run.tenant, 40)
-        assert found.scopes == {"tasks:read", "tasks:write"}
+        assert set(found.scopes) == {"tasks:read", "tasks:write"}
 
 
 def test_a_run_that_nobody_knows_has_no_identity() -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker_server.bootstrap.start_checks import prepare_data_dir
@@ -41,7 +42,8 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
 def test_tasks_that_could_only_fail_are_not_waited_for(
     tmp_path: Path, setting: str, value: object, says: str
 ) -> None:
-    assert says in refusal(ForkedService(tmp_path / "data", **{setting: value}))
+    chosen: dict[str, Any] = {setting: value}
+    assert says in refusal(ForkedService(tmp_path / "data", **chosen))
 
 
 def test_a_dashboard_without_what_it_needs_is_refused_with_what_to_install(tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_lost_token_file_is_replaced_by_one_with_a_new_admin_token(service: Se
 def test_a_second_serve_on_one_file_is_refused_and_names_the_first(service: ServiceProcess) -> None:
     said = refusal(ForkedService(service.data_dir, **WAITING))
     assert str(service.pid) in said
-    assert service.broker.stats().tasks["pending"] == 0
+    assert service.broker.stats().tasks.pending == 0
 
 
 def test_a_port_in_use_is_refused_with_another_way_named(tmp_path: Path) -> None:

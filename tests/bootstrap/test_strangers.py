@@ -5,13 +5,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from msgspec import Struct
 
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
@@ -23,8 +23,7 @@ MOST_P99_SECONDS = 0.1
 MOST_GROWTH_BYTES = 50 * 2**20
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(Struct, frozen=True):
     p50_seconds: float
     p99_seconds: float
     growth_bytes: int

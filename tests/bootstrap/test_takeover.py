@@ -6,10 +6,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker_server.adapters.sql.store import open_store
-from gpubroker_server.ports.store import RunSpec, Submission
+from gpubroker_server.ports.store import AdmittedTask, RunSpec
 
 from tests.bootstrap.refusals import WAITING
 from tests.builders import a_task
@@ -37,7 +38,7 @@ class Pair:
 
     def new(self) -> BrokerProcess:
         self._brokers += 1
-        settings = {"database_url": self._url, "entrypoints": ["m:*"], **WAITING}
+        settings: dict[str, Any] = {"database_url": self._url, "entrypoints": ["m:*"], **WAITING}
         broker = BrokerProcess(self._folder, f"broker-{self._brokers}", **settings)
         return self._stack.enter_context(broker)
 
@@ -60,7 +61,7 @@ class Pair:
 
         async def submit() -> None:
             store = await open_store(self._url)
-            await store.submit(Submission(task, spec))
+            await store.submit(AdmittedTask(task, spec))
             await store.close()
 
         asyncio.run(submit())

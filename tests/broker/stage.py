@@ -3,14 +3,12 @@
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
-from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
-from gpubroker_server.adapters.memory.store import MemoryStore
-from gpubroker_server.adapters.memory.store_parts import MemorySecrets
+from gpubroker_server.adapters.secret_files import SecretFiles
+from gpubroker_server.adapters.simulated_executor import SimulatedNode, WaitingExecutor
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.fleet import FleetKeeper, HostUse
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
@@ -23,22 +21,25 @@ from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
 from gpubroker_server.core.domain.orders import Order, Report, ReportedDevice, TermRefused
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.progress import Progress
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.executor import Progress, RunPayload
+from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import (
+    AdmittedTask,
     CommitVerdict,
     RunSpec,
     StoreUnavailable,
-    Submission,
     TaskStore,
 )
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import next_term
+from tests.stores import SqliteStore
 
 
 class Hands:
@@ -106,8 +107,8 @@ class WitnessedExecutor(WaitingExecutor):
         return {task for task, _, _ in self._runs}
 
 
-class ForgetfulStore(MemoryStore):
-    """A memory store whose connection can be cut, at once or in the middle of a commit."""
+class ForgetfulStore(SqliteStore):
+    """The real store, with a connection that can be cut at once or in the middle of a commit."""
 
     away = False
     until_away: int | None = None
@@ -146,12 +147,12 @@ class Stage:
         **policy: Any,
     ) -> None:
         self.clock = clock or Hands()
-        self.memory = ForgetfulStore(self.clock.now)
-        self.store: TaskStore = store or self.memory
+        self.store: TaskStore = store or ForgetfulStore(self.clock)
         self.world = World()
+        folder.mkdir(parents=True, exist_ok=True)
         self.blobs_folder = folder
         self.blobs = DirectoryBlobs(folder, max_bytes=10_000)
-        self.secrets = MemorySecrets()
+        self.secrets = SecretFiles(folder / "secrets")
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
         self.policy = Policy(**policy)
@@ -163,6 +164,11 @@ class Stage:
         """What a leader allows that begins from now on."""
         self.leader = self.new_leader(LeaderTerm(Term(0)))
         self.store.listen(self._on_events)
+
+    @property
+    def forgetful(self) -> ForgetfulStore:
+        assert isinstance(self.store, ForgetfulStore)
+        return self.store
 
     def use(self, desk: ModelDispatcher) -> None:
         """From now on there are servers of models; whoever calls has it run."""
@@ -227,7 +233,7 @@ class Stage:
         arguments = json.dumps({"args": [], "kwargs": {"seconds": seconds}}).encode()
         task = a_task(id, **fields)
         run = RunSpec(kind="entrypoint", entrypoint="m:f", arguments=arguments)
-        await self.store.submit(Submission(task, replace(run, **(spec or {}))))
+        await self.store.submit(AdmittedTask(task, replace(run, **(spec or {}))))
         return task
 
     async def hear(self, *reports: Report) -> None:

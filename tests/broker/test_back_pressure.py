@@ -19,7 +19,7 @@ class WatchedStore(ForgetfulStore):
     """Tells when somebody wanted to commit and could not."""
 
     def __init__(self) -> None:
-        super().__init__(Hands().now)
+        super().__init__(Hands())
         self.missed = asyncio.Event()
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:

@@ -3,8 +3,8 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker_server.broker.disk_passes import GIVEN_UP_SECONDS, DiskPasses, local_paths
@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.device import (
 from gpubroker_server.core.domain.orders import Checkpointed
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
+from msgspec.structs import replace
 
 from tests.broker.stage import a_stage
 from tests.builders import GIB, NOW, a_device, a_node, a_world
@@ -93,7 +94,7 @@ async def test_a_look_runs_no_command_and_deletes_nothing() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"dry_run": True}])
-async def test_cleaning_is_a_dry_run_unless_it_says_otherwise(fields: dict[str, object]) -> None:
+async def test_cleaning_is_a_dry_run_unless_it_says_otherwise(fields: dict[str, Any]) -> None:
     scene = Scene()
     scene.ask("clean", **fields)
     assert scene.order().runs_sync
@@ -156,7 +157,7 @@ async def test_a_request_that_no_agent_answers_and_one_for_no_node_are_settled()
 
 
 async def test_a_full_node_is_cleaned_unasked_and_not_too_often() -> None:
-    scene = Scene(DiskGuard(roots=(ROOT,), clean_seconds=Seconds(600.0)))
+    scene = Scene(DiskGuard(roots=(ROOT,), clean_every_seconds=Seconds(600.0)))
     scene.fill(0.64, at=NOW - 2)
     assert scene.passes.due(Instant(NOW - 2)) == []
     scene.fill(0.65)
@@ -189,7 +190,7 @@ def test_nothing_is_cleaned_unasked_without_roots_or_by_an_old_sample() -> None:
 
 
 def test_a_node_may_have_rules_of_its_own() -> None:
-    scene = Scene(DiskGuard(roots=(ROOT,), nodes=((N1, DiskRules(0.2, 0.3, 0.4)),)))
+    scene = Scene(DiskGuard(roots=(ROOT,), overrides={"node:n1": DiskRules(0.2, 0.3, 0.4)}))
     scene.fill(0.35)
     assert the_order(scene.passes.due(AT)).warn == 0.2
 

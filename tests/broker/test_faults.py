@@ -1,7 +1,6 @@
 """What goes wrong around the leader: a database that is away, a full disk, values that nobody can keep."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,12 +9,14 @@ from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.broker.commit import TRIES, PictureDiverged
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Failure, Gone, StartOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.ports.store import StoredResult, StoreUnavailable
+from msgspec.structs import replace
 
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, NOW
@@ -71,11 +72,11 @@ def started(stage: Stage) -> list[str]:
 async def test_what_a_commit_wrote_before_it_was_cut_is_dispatched_all_the_same(stage: Stage) -> None:
     for id in ("a", "b", "c"):
         await stage.submit(id, gpu_mb=GIB)
-    stage.memory.until_away = 1
+    stage.forgetful.until_away = 1
     with pytest.raises(StoreUnavailable):
         await stage.leader.cycle()
     assert started(stage) == ["a"]
-    stage.memory.come_back()
+    stage.forgetful.come_back()
     await stage.leader.cycle()
     assert started(stage) == ["a", "b", "c"]
 
@@ -95,7 +96,7 @@ async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: Stage) 
     await stage.submit("one", gpu_mb=GIB)
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
     await stage.store.commit(stage.leader.leader_term.term, [admission])
-    await stage.hear(ended("one"), Gone(TaskId("one"), Fence(1), Instant(NOW), "process_absent"))
+    await stage.hear(ended("one"), Gone(TaskId("one"), Fence(1), Instant(NOW), Proof.PROCESS_ABSENT))
     dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, stage.world, stage.clock, ("m:*",))
     assert list(await dispatcher.send([admission])) == []
     assert started(stage) == []
@@ -182,7 +183,7 @@ async def test_an_end_that_no_row_can_hold_fails_its_run_and_no_other(postgres_s
     unspeakable = Failure("exception", "half a pair: \ud800")
     await postgres_stage.hear(
         ended("one", Ending.FAILED, failure=unspeakable),
-        Gone(TaskId("one"), Fence(1), Instant(NOW), "process_absent"),
+        Gone(TaskId("one"), Fence(1), Instant(NOW), Proof.PROCESS_ABSENT),
         ended("two", result=b"1"),
     )
     assert (await postgres_stage.row("one")).state is TaskState.FAILED

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from gpubroker_server.broker.fleet import MOST_NEWS, HostUse
@@ -42,7 +42,7 @@ async def test_background_work_starts_step_by_step_while_the_fleet_is_below_its_
     tmp_path: Path,
 ) -> None:
     async with a_stage(tmp_path) as stage:
-        stage.fleet_rules = FleetRules((BUSY,), controls=True)
+        stage.fleet_rules = FleetRules((BUSY,), controller=True)
         await stage.lead()
         await look(stage)
         tasks = [await stage.submit(f"b{n}", seconds=1e6, priority=20, gpu_mb=4 * GIB) for n in range(12)]
@@ -159,7 +159,8 @@ async def test_how_long_admissions_take_is_what_the_oldest_waits_until_it_starts
         assert fleet.seen.pressures == ()
         stage.clock.time = Instant(stage.clock.time + 8.0)
         await fleet.look()  # before a cycle: the third one waits still
-        assert [(one.name, one.value) for one in fleet.seen.pressures] == [("admission_seconds", 10.0)]
+        pressures: list[Any] = [*fleet.seen.pressures]
+        assert [(one.name, one.value) for one in pressures] == [("admission_seconds", 10.0)]
         await stage.turns_until(third.id, TaskState.RUNNING)
         await look(stage)
         assert fleet.seen.pressures == ()
@@ -214,7 +215,9 @@ async def test_a_cycle_tells_some_of_many_news(tmp_path: Path) -> None:
 async def test_a_template_whose_task_has_failed_pauses(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         stage.fleet_rules, now = FleetRules(), stage.clock.now()
-        await stage.store.put_token(TokenRow("ops", "hash", "red", ("*",), 100, now), by="ops")
+        await stage.store.put_token(
+            TokenRow("ops", "red", ("*",), 100, sha256="hash", created_at=now), by="ops"
+        )
         template = Template("sweep", Demand(gpus=1), 1, 8)
         await stage.store.put_idle_template(IdleTemplate(template, "red", "{}", "hash", "ops", now))
         await stage.lead()
@@ -241,17 +244,17 @@ async def test_what_was_committed_before_the_database_went_away_is_counted_and_t
         stage.store.listen(told.extend)
         stage.host = HostUse(95.0, 95.0)
         await fleet.look()
-        stage.memory.until_away = 1
+        stage.forgetful.until_away = 1
         with pytest.raises(StoreUnavailable):
             await stage.leader.cycle()
-        stage.memory.come_back()
+        stage.forgetful.come_back()
         await stage.leader.cycle()
         assert [one.key for one in told if one.kind.startswith("fleet.")] == [
             "disk_percent", "host_memory_percent",
         ]  # fmt: skip
         with pytest.raises(StoreUnavailable):
             await three_lack_memory(stage, until_away=1)
-        stage.memory.come_back()
+        stage.forgetful.come_back()
         await look(stage)
         assert [one.times for one in fleet.seen.memory_failures] == [3]
 
@@ -262,7 +265,7 @@ async def three_lack_memory(stage: Stage, until_away: int | None = None) -> None
         await stage.submit(id, name="train", seconds=1e6, gpu_mb=GIB)
     for id in "abc":
         await stage.turns_until(id, TaskState.RUNNING)
-    now, stage.memory.until_away = stage.clock.now(), until_away
+    now, stage.forgetful.until_away = stage.clock.now(), until_away
     await stage.hear(*(Ended(TaskId(id), Fence(1), now, Ending.FAILED, failure=full) for id in "abc"))
 
 
@@ -289,7 +292,7 @@ class RefusingStore(ForgetfulStore):
 
 
 async def test_what_the_database_refused_counts_as_no_failure(tmp_path: Path) -> None:
-    async with a_stage(tmp_path, RefusingStore(Hands().now)) as stage:
+    async with a_stage(tmp_path, RefusingStore(Hands())) as stage:
         stage.fleet_rules = FleetRules()
         await stage.lead()
         await three_lack_memory(stage)
@@ -342,9 +345,11 @@ async def test_a_node_that_is_given_up_has_left_and_one_that_answers_the_next_le
             assert set(stage.leader.fleet.seen.events.values()) == {0}
         node = stage.world.nodes[NodeName("n1")]
         await stage.hear(NodeLost(node.name, node.incarnation, stage.clock.now(), "no beat", confirmed=True))
-        await stage.leader.fleet.look()
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        await fleet.look()
         await stage.leader.cycle()
-        assert stage.leader.fleet.seen.events["fleet.NODE_LEFT"] == 1
+        assert fleet.seen.events["fleet.NODE_LEFT"] == 1
 
 
 async def test_calls_that_were_answered_under_the_last_leader_are_not_counted_again(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpubroker_server.broker.inference_dispatch import MOST_QUEUES, InferenceDispatcher
@@ -22,6 +22,7 @@ from gpubroker_server.core.serving.batching import (
 )
 from gpubroker_server.core.serving.tensors import Tensor, tensor_of
 from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
+from msgspec.structs import replace
 
 from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import NOW

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Pro
 from gpubroker_server.core.domain.task import Dependency, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.ports.store import StaleTerm, StoreUnavailable
+from msgspec.structs import replace
 
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, NOW
@@ -74,11 +74,11 @@ async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_l
     stage: Stage,
 ) -> None:
     await stage.submit("one", gpu_mb=GIB)
-    stage.memory.away = True
+    stage.forgetful.away = True
     with pytest.raises(StoreUnavailable):
         await stage.leader.cycle()
     assert stage.executor.sent == []
-    stage.memory.come_back()
+    stage.forgetful.come_back()
     await stage.leader.cycle()
     assert [order.task for order, _ in stage.executor.sent] == ["one"]
 
@@ -86,11 +86,11 @@ async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_l
 async def test_a_report_heard_while_the_database_is_away_counts_afterwards(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     await stage.leader.cycle()
-    stage.memory.away = True
+    stage.forgetful.away = True
     with pytest.raises(StoreUnavailable):
         await stage.turn()
     assert (await stage.row("one")).state is TaskState.ADMITTED
-    stage.memory.come_back()
+    stage.forgetful.come_back()
     await stage.turn()
     assert (await stage.row("one")).state is TaskState.SUCCEEDED
 
@@ -106,7 +106,8 @@ async def test_a_leader_whose_term_is_over_writes_nothing_and_starts_nothing(sta
 
 async def test_two_requests_about_one_task_are_both_carried_out(stage: Stage) -> None:
     task = await stage.submit("one", gpu_mb=100 * GIB)
-    for number, fields in enumerate(({"held": True}, {"priority": 70})):
+    asked: tuple[dict[str, Any], ...] = ({"held": True}, {"priority": 70})
+    for number, fields in enumerate(asked):
         await stage.store.request(Request(f"r{number}", task.id, "default", "change", fields, Instant(NOW)))
     for _ in range(2):
         await stage.leader.cycle()
@@ -298,10 +299,10 @@ async def test_a_dependent_that_could_not_be_settled_is_settled_when_the_databas
     await stage.submit("first", seconds=HOUR)
     await stage.submit("second", after=(Dependency(TaskId("first")),), awaits=True)
     await stage.store.request(Request("r1", TaskId("first"), "default", "cancel", {}, Instant(NOW)))
-    stage.memory.until_away = 1
+    stage.forgetful.until_away = 1
     with pytest.raises(StoreUnavailable):
         await stage.leader.cycle()
-    stage.memory.come_back()
+    stage.forgetful.come_back()
     await stage.leader.cycle()
     assert [task for task in ("first", "second") if TaskId(task) in stage.world.tasks] == []
     record = await stage.store.record(TaskId("second"))

@@ -1,26 +1,166 @@
 """Who leads, and when it must stop: no decision, no commit and no order after its time is over."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker import leadership
+from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
-from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.leader_term import LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder, TermRefused
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Lineage, NodeName, TaskId, Term
-from gpubroker_server.ports.store import LeaderTermOver
+from gpubroker_server.core.domain.units import Fence, Instant, Lineage, NodeName, Seconds, TaskId, Term
+from gpubroker_server.ports.store import CommitVerdict, LeaderTermOver, RunSpec, StoreUnavailable
 from structlog.testing import capture_logs
 
-from tests.broker.party import RULES, TOO_LONG, Party, SlowStore
-from tests.broker.stage import Hands, Stage, a_stage
+from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS
+from tests.stores import SteppedStore
+
+RULES = LeaderTermRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
+TOO_LONG = 2.25
+"""After so long without a renewal a leader must have stopped."""
+
+
+class SlowStore(ForgetfulStore):
+    """A database that may take its time, while the clocks go on."""
+
+    def __init__(self, clock: Hands) -> None:
+        super().__init__(clock)
+        self.clock = clock
+        self.seconds: dict[str, float] = {}
+        """The delay of the next answer to a call, by the name of the call."""
+        self.unread = 0
+        """How many more times the specs of tasks cannot be read."""
+        self.passed = asyncio.Event()
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        verdicts = await super().commit(term, decisions)
+        self._pass("commit")
+        return verdicts
+
+    async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
+        if self.unread > 0:
+            self.unread -= 1
+            raise StoreUnavailable("cut by the test")
+        specs = await super().specs(tasks)
+        self._pass("specs")
+        return specs
+
+    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
+        await super().renew(term, ttl_seconds)
+        self._pass("renew")
+
+    def _pass(self, call: str) -> None:
+        if call in self.seconds:
+            self.clock.time = Instant(self.clock.time + self.seconds.pop(call))
+            self.passed.set()
+
+
+class SteppedSlowStore(SlowStore, SteppedStore):
+    """A slow store that answers in the turn of the event loop that asks."""
+
+
+class Party:
+    """Processes with one database and one machine's clock, each with a candidate."""
+
+    def __init__(self, folder: Path, *names: str, kind: type[SlowStore] = SlowStore) -> None:
+        self.clock = Hands()
+        self.store = kind(self.clock)
+        self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
+        self.resigned = {name: asyncio.Event() for name in names}
+        self.candidates = {name: self._candidate(name) for name in names}
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.catching_up_fails = 0
+
+    def _candidate(self, name: str) -> LeaderCandidate:
+        stage = self.stages[name]
+
+        caught_up: list[Term] = []
+
+        async def catch_up() -> None:
+            """All processes of a test share one store, which tells everybody everything at once."""
+            if self.catching_up_fails > 0:
+                self.catching_up_fails -= 1
+                raise StoreUnavailable("cut by the test")
+            caught_up.append((await self.store.leader()).term)
+
+        def new_leader(leader_term: LeaderTerm) -> Leader:
+            assert caught_up[-1] == leader_term.term, (
+                "what the leader before committed last is not in the picture"
+            )
+            stage.leader = stage.new_leader(leader_term)
+            return stage.leader
+
+        return LeaderCandidate(
+            name=name,
+            store=self.store,
+            executor=stage.executor,
+            rules=RULES,
+            ticks=self.clock.ticks,
+            chance=lambda: 0.0,
+            new_leader=new_leader,
+            catch_up=catch_up,
+            resigned=self.resigned[name],
+        )
+
+    def begin(self, name: str) -> None:
+        self.running[name] = asyncio.create_task(self.candidates[name].run())
+
+    async def watch(self, name: str) -> None:
+        """Begin a process while another one leads; returns when it has seen that."""
+        self.begin(name)
+        await self.looks(name)
+
+    async def looks(self, name: str) -> None:
+        """Wait until this process has read the leader's row once more."""
+        candidate = self.candidates[name]
+        seen = candidate.row
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while candidate.row is seen:  # noqa: ASYNC110  # to look sends no events
+                await asyncio.sleep(0)
+
+    async def stop(self, name: str) -> None:
+        """Stop a process as if it had been asked to."""
+        task = self.running.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def kill(self, name: str) -> None:
+        """End a process as if it had died: it cannot write to the database any more."""
+        self.candidates[name].store = Gone(self.clock)
+        await self.stop(name)
+
+    def leading(self) -> list[tuple[str, Term]]:
+        led = {name: candidate.term for name, candidate in self.candidates.items()}
+        return [(name, term) for name, term in led.items() if term is not None]
+
+    async def until(self, *leading: tuple[str, int]) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while self.leading() != list(leading):  # noqa: ASYNC110  # who leads sends no events
+                await asyncio.sleep(0)
+
+
+class Gone(ForgetfulStore):
+    away = True
+
+
+@asynccontextmanager
+async def a_party(folder: Path, *names: str, kind: type[SlowStore] = SlowStore) -> AsyncIterator[Party]:
+    """Yield a party, whose processes are stopped at the end."""
+    party = Party(folder, *names, kind=kind)
+    try:
+        yield party
+    finally:
+        for name in list(party.running):
+            await party.stop(name)
 
 
 class SlowBlobs(DirectoryBlobs):
@@ -126,29 +266,38 @@ async def test_a_start_that_never_left_is_made_good_in_the_next_term(stage: Stag
 
 
 @pytest.fixture
-async def party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Party]:
+def _nobody_waits_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leadership, "POLL_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(leadership, "RETRY_SECONDS", 0.0)
-    party = Party(tmp_path, "one", "two")
-    yield party
-    for name in list(party.running):
-        await party.stop(name)
+
+
+@pytest.fixture
+async def party(tmp_path: Path, _nobody_waits_to_look: None) -> AsyncIterator[Party]:
+    async with a_party(tmp_path, "one", "two") as party:
+        yield party
+
+
+@pytest.fixture
+async def stepped_party(tmp_path: Path, _nobody_waits_to_look: None) -> AsyncIterator[Party]:
+    async with a_party(tmp_path, "one", kind=SteppedSlowStore) as party:
+        yield party
 
 
 async def test_of_two_candidates_one_leads(party: Party) -> None:
     party.begin("one")
     await party.until(("one", 1))
-    party.begin("two")
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await party.watch("two")
+    await party.looks("two")
     assert party.leading() == [("one", 1)]
-    assert (party.candidates["two"].row or await party.store.leader()).holder == "one"
+    row = party.candidates["two"].row
+    assert row is not None
+    assert row.holder == "one"
 
 
 async def test_a_leader_that_is_stopped_lets_the_next_one_lead_at_once(party: Party) -> None:
     party.begin("one")
-    party.begin("two")
     await party.until(("one", 1))
+    await party.watch("two")
     await party.stop("one")
     await party.until(("two", 2))
 
@@ -170,8 +319,8 @@ async def test_a_stopped_leader_resigns_before_agents_have_its_last_orders(
         await stand_back()
 
     party.begin("one")
-    party.begin("two")
     await party.until(("one", 1))
+    await party.watch("two")
     monkeypatch.setattr(executor, "flush", flush)
     monkeypatch.setattr(executor, "stand_back", note_end)
     stopping = asyncio.create_task(party.stop("one"))
@@ -189,12 +338,11 @@ async def test_a_candidate_that_hears_of_a_term_let_go_does_not_wait_until_it_lo
     monkeypatch.setattr(leadership, "POLL_SECONDS", (3600.0, 3600.0))
     party.begin("one")
     await party.until(("one", 1))
-    party.begin("two")
-    while party.candidates["two"].row is None:  # noqa: ASYNC110  # a look sends no events
-        await asyncio.sleep(0)
+    await party.watch("two")
     await party.stop("one")
-    for _ in range(100):
-        await asyncio.sleep(0)
+    for _ in range(5):  # longer than to look and to take the term
+        await party.store.leader()
+        await party.store.catch_up()
     assert party.leading() == []
     party.resigned["two"].set()
     await party.until(("two", 2))
@@ -202,12 +350,11 @@ async def test_a_candidate_that_hears_of_a_term_let_go_does_not_wait_until_it_lo
 
 async def test_a_leader_that_is_gone_leads_until_its_lease_is_past_and_no_longer(party: Party) -> None:
     party.begin("one")
-    party.begin("two")
     await party.until(("one", 1))
+    await party.watch("two")
     await party.kill("one")
     party.clock.time = Instant(party.clock.time + RULES.ttl_seconds - 0.1)
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await party.looks("two")
     assert party.leading() == []
     party.clock.time = Instant(party.clock.time + 0.2)
     await party.until(("two", 2))
@@ -241,7 +388,9 @@ async def test_a_leader_that_hears_of_another_term_stands_back(party: Party) -> 
     assert (party.candidates["one"].term, party.candidates["one"].seconds_left()) == (None, 0.0)
 
 
-async def test_a_leader_that_is_stopped_while_it_stands_back_stops(party: Party) -> None:
+async def test_a_leader_that_is_stopped_while_it_stands_back_stops(stepped_party: Party) -> None:
+    """At each turn of the event loop: no answer of the database takes longer than to the next one."""
+    party = stepped_party
     for turns in range(20):
         party.begin("one")
         async with asyncio.timeout(10.0):
@@ -293,8 +442,8 @@ async def test_a_leader_that_ends_by_itself_ends_its_process(
 
 async def test_the_next_leader_carries_on_with_what_is_in_the_queue(party: Party) -> None:
     party.begin("one")
-    party.begin("two")
     await party.until(("one", 1))
+    await party.watch("two")
     await party.stop("one")
     ended = asyncio.Event()
     party.store.listen(lambda events: ended.set() if "task.succeeded" in {e.kind for e in events} else None)

@@ -49,7 +49,7 @@ async def test_a_run_above_its_lease_is_reported_once_and_goes_on(tmp_path: Path
         await running(stage, "one")
         await measured(stage, "one", 6)
         await measured(stage, "one", 7)
-        events = await stage.store.events(Position(0), 100, TaskId("one"))
+        events = await stage.store.events(Position(0), 100, [TaskId("one")])
         assert [event.fields["overused_mb"] for event in events if event.kind == "lease.overused"] == [
             6 * GIB
         ]

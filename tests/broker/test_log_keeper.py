@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import pytest
-from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker.run_logs import AGAIN_SECONDS, LogKeeper
 from gpubroker_server.core.domain.orders import Logged, LogName
 from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, TaskId
@@ -15,6 +14,7 @@ from tests.builders import NOW, a_task, a_world, holding
 from tests.contracts.scenes import next_term
 from tests.gateway.harness import ManualClock
 from tests.memory_blobs import Blobs
+from tests.stores import SqliteStore
 
 LOG = LogName(TaskId("t1"), Fence(1), 0, "stdout")
 
@@ -25,7 +25,7 @@ class Stage:
     def __init__(self) -> None:
         self.asked: list[tuple[NodeName, Mapping[LogName, int]]] = []
         self.clock = ManualClock()
-        self.store = MemoryStore(now=self.clock.now)
+        self.store = SqliteStore(self.clock)
         self.blobs = Blobs()
         self.seconds = 1000.0
 

@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
 from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import (
     CheckOrder,
@@ -19,7 +18,6 @@ from gpubroker_server.core.domain.model_orders import (
     ServerIndex,
     UnloadOrder,
 )
-from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import (
@@ -33,11 +31,13 @@ from gpubroker_server.core.domain.units import (
     Term,
 )
 from gpubroker_server.ports.models import HostFault, HostRefused
-from gpubroker_server.ports.store import RunSpec, Submission
+from gpubroker_server.ports.store import AdmittedTask, RunSpec
+from msgspec.structs import replace
 
 from tests.broker.stage import Hands, a_stage
 from tests.broker.stage import Stage as Scene
 from tests.builders import GIB, NOW, a_task, check_ledger
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 AT_ONCE = ModelDispatchRules(
     Seconds(0.01), Seconds(0.01), gone_seconds=Seconds(0.05), drain_look_seconds=Seconds(0.01)
@@ -319,8 +319,8 @@ class Served:
 
     async def want(self, model: str, **fields: Any) -> None:
         facts = {"gpu_mb": 20 * GIB, "expires_at": Instant(NOW + 300.0), **fields}
-        task = a_task(model, model=ModelTerms("main", model), **facts)
-        await self.scene.store.submit(Submission(task, RunSpec(kind="model")))
+        task = a_task(model, holder=Model("main", model), **facts)
+        await self.scene.store.submit(AdmittedTask(task, RunSpec(kind="model")))
 
     async def until(self, id: str, state: TaskState, fence: int = 0) -> None:
         """Turns of the leader, each with what has come in meanwhile; the time limit of the test ends them."""

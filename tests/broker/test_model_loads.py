@@ -2,20 +2,20 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.broker.model_dispatch import LOADS_AT_ONCE, ModelDispatcher
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import LoadOrder, ModelState, ServerIndex
 from gpubroker_server.core.domain.orders import Ended, Report
 from gpubroker_server.core.domain.units import DeviceKey, Mib, MonotonicSeconds, Seconds, Term
 from gpubroker_server.ports.models import HostFault, HostRefused
+from msgspec.structs import replace
 
 from tests.broker.stage import Hands
 from tests.broker.test_model_desk import AT_ONCE, GPU, Desk, a_load, an_unload, running
+from tests.simulated_host import SimulatedHost, SimulatedModel
 from tests.simulation.timeline import Timeline
 from tests.simulation.virtual_loop import Host, VirtualLoop
 
@@ -126,7 +126,7 @@ def test_the_end_of_an_unload_is_seen_a_tenth_late_at_most_and_a_long_one_costs_
     took_seconds: float,
 ) -> None:
     timeline = Timeline(0.0)
-    loop = VirtualLoop(timeline, Host(timeline), Random(1))
+    loop = VirtualLoop(timeline, Host(timeline), Random(1))  # type: ignore[abstract]  # as much of a loop as is used
     host = LateHost("main", [SimulatedModel("llm", stuck=True)])
     gone_at: list[float] = []
     looks = 0

@@ -7,7 +7,7 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import NodeSample
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import Gone, Stacked, StackOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, MonotonicSeconds, NodeName, TaskId
@@ -25,7 +25,9 @@ async def test_a_release_comes_with_the_sample_taken_after_the_process_was_gone(
     observer = Observer(world, Policy(), blobs, rules, 65536, {}, lambda: MonotonicSeconds(NOW))
     now = Instant(NOW + 1.0)
 
-    gone = Gone(TaskId("ends"), Fence(1), now, "process_absent", samples=(a_sample("gpu0", now, used_mb=0),))
+    gone = Gone(
+        TaskId("ends"), Fence(1), now, Proof.PROCESS_ABSENT, samples=(a_sample("gpu0", now, used_mb=0),)
+    )
     decisions = await observer.on_reports([gone], now)
     commit(world, decisions)
 

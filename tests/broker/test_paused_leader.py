@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Request
@@ -48,7 +49,7 @@ class Line(WitnessedExecutor):
 
     def __init__(self, store: ForgetfulStore, clock: Hands, node: Node) -> None:
         super().__init__(store, clock)
-        self._node = node
+        self._far = node
         self._hands = clock
         self._of = LeaderTerm(Term(0))
         self._waiting: list[tuple[Sequence[Order], Mapping[TaskId, RunPayload]]] = []
@@ -56,22 +57,22 @@ class Line(WitnessedExecutor):
 
     async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         self._of = leader_term
-        await self._node.announce(leader_term)
+        await self._far.announce(leader_term)
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         if self.is_stopped:
             self._waiting.append((orders, payloads))
         elif not self._of.is_over(self._hands.ticks()):
-            await self._node.carry_out(self._of.term, orders, payloads)
+            await self._far.carry_out(self._of.term, orders, payloads)
 
     async def reports(self) -> Sequence[Report]:
-        return await self._node.agent.reports()
+        return await self._far.agent.reports()
 
     def measure(self, nodes: Sequence[NodeName]) -> None:
-        self._node.agent.measure(nodes)
+        self._far.agent.measure(nodes)
 
     def sample(self) -> None:
-        self._node.agent.sample()
+        self._far.agent.sample()
 
     async def wake(self) -> None:
         self.is_stopped = False
@@ -85,7 +86,7 @@ class Schedule:
 
     def __init__(self, folder: Path) -> None:
         self.clock = Hands()
-        self.store = ForgetfulStore(self.clock.now)
+        self.store = ForgetfulStore(self.clock)
         self.node = Node(WitnessedExecutor(self.store, self.clock))
         self.old, self.old_line = self._leader(folder / "old")
         self.new, self.new_line = self._leader(folder / "new")
@@ -96,7 +97,7 @@ class Schedule:
         stage.executor = line
         return stage, line
 
-    async def submit(self, id: str, **fields: int) -> None:
+    async def submit(self, id: str, **fields: Any) -> None:
         await self.new.submit(id, seconds=HOUR, gpus=2, gpu_mb=20 * GIB, **fields)
 
 

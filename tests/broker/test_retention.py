@@ -1,6 +1,5 @@
 """The leader takes out what is over, and nobody else does."""
 
-from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker.background import Pruner
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.policy import Retention
@@ -9,6 +8,7 @@ from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskI
 
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import a_submission, next_term
+from tests.stores import SqliteStore
 
 RETENTION = Retention(Seconds(100.0), Seconds(10.0), Seconds(1000.0))
 FIRST = Position(1)
@@ -22,9 +22,9 @@ class Standing:
         return self.at
 
 
-async def with_an_end() -> tuple[MemoryStore, Term]:
+async def with_an_end() -> tuple[SqliteStore, Term]:
     """A task that ended at NOW."""
-    store = MemoryStore(now=lambda: NOW)
+    store = SqliteStore(Standing(NOW))
     term = await next_term(store)
     task = a_task("t1")
     await store.submit(a_submission(task))

@@ -5,13 +5,13 @@ import hashlib
 import json
 
 import pytest
-from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker import task_objects
 from gpubroker_server.broker.task_objects import TaskObjects
+from gpubroker_server.core.domain.holders import WorkerSeat
+from gpubroker_server.core.domain.stored_objects import Quota, StoredObject
 from gpubroker_server.core.domain.submission import BatchSubmission, WorkerSet
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.world.worker_sets import WorkerSets
-from gpubroker_server.ports.objects import Quota, StoredObject, find_object
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.ports.task_objects import (
     ObjectAnswer,
@@ -27,6 +27,7 @@ from tests.contracts.scenes import a_submission
 from tests.gateway.harness import ManualClock
 from tests.memory_blobs import Blobs
 from tests.patience import PATIENCE_SECONDS
+from tests.stores import SqliteStore
 
 BYTES = b"0123456789"
 ID = hashlib.sha256(BYTES).hexdigest()
@@ -41,7 +42,7 @@ class Stage:
         self.sent: list[ObjectAnswer] = []
         self._told = asyncio.Semaphore(0)
         self.clock = ManualClock()
-        self.store = MemoryStore(now=self.clock.now)
+        self.store = SqliteStore(self.clock)
         self.blobs = blobs or Blobs()
         tasks = (a_task(id, tenant="acme") for id in ("t1", "t2"))
         self.world = a_world(*(holding(task, node="n1") for task in tasks))
@@ -108,7 +109,7 @@ async def test_a_task_and_an_array_use_their_objects_until_they_are_over(stage: 
     other = "0" * 63 + "1"
     for id in (ID, other):
         await stage.upload(id=id)
-    task, worker = a_task("t1", tenant="acme"), a_task("t2", tenant="acme", array="t2")
+    task, worker = a_task("t1", tenant="acme"), a_task("t2", tenant="acme", holder=WorkerSeat(TaskId("t2")))
     await stage.store.submit(a_submission(task, objects=(ID,)))
     await stage.store.submit_batch(
         BatchSubmission([a_submission(worker)], answer=json.dumps({"objects": [other]}))
@@ -117,7 +118,7 @@ async def test_a_task_and_an_array_use_their_objects_until_they_are_over(stage: 
     for _ in range(3):
         stage.clock.advance(0.9 * DAY)
         await stage.objects.extend()
-    kept = [await find_object(stage.store, "acme", id, stage.clock.now()) for id in (ID, other)]
+    kept = [await stage.store.find_object("acme", id, stage.clock.now()) for id in (ID, other)]
     assert None not in kept
 
 

@@ -1,19 +1,20 @@
 """Worker sets under a leader: what its loop makes of loads, of requests and of its own end."""
 
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker.wire.worker_sets import Scaling
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Loaded
-from gpubroker_server.core.domain.submission import BatchSubmission, Scaling, Submission, WorkerSet
+from gpubroker_server.core.domain.submission import AdmittedTask, BatchSubmission, WorkerSet
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import RunSpec, StaleTerm
+from msgspec import to_builtins
 
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB, NOW, a_task
@@ -55,8 +56,8 @@ async def formed(stage: Stage, *names: str, count: int = 1, **fields: Any) -> No
     ids = tuple(map(TaskId, names))
     terms = {"least": 1, "most": len(ids), "max_concurrency": 4, "created_at": NOW, **fields}
     workers = WorkerSet(A, "default", "solvers", ids, count=count, **terms)
-    form = Request("form", A, "default", "form", asdict(workers), NOW)
-    tasks = [Submission(a_task(name, gpu_mb=GIB, held=True), SPEC) for name in names]
+    form = Request("form", A, "default", "form", to_builtins(workers), NOW)
+    tasks = [AdmittedTask(a_task(name, gpu_mb=GIB, held=True), SPEC) for name in names]
     await stage.store.submit_batch(BatchSubmission(tasks, requests=[form]))
     for name in names[:count]:
         await stage.leader.cycle()
@@ -89,7 +90,7 @@ async def test_requests_that_come_together_all_count_and_their_events_carry_only
     await formed(stage, *"ab", scaling=Scaling("signal", 10.0, Seconds(60.0)))
     await ask(stage, ("scale", {"least": 0}), ("signal", {"value": 12}), ("signal", {"value": 12.0}))
     [event] = log.of("worker_set.formed")
-    assert (event["workers"], event["count"]) == (("a", "b"), 1)
+    assert (event["workers"], event["count"]) == (["a", "b"], 1)
     assert log.of("worker_set.changed") == [{"least": 0}, {"signal": 12.0}, {"count": 2}]
 
 
@@ -127,7 +128,7 @@ async def test_the_next_broker_goes_on_with_a_set_and_waits_anew_before_a_worker
     tmp_path: Path,
 ) -> None:
     clock = Hands()
-    store = ForgetfulStore(clock.now)
+    store = ForgetfulStore(clock)
     one, two = (Stage(tmp_path / name, store, clock) for name in ("one", "two"))
     two.executor = one.executor
     two.leader = two.new_leader(LeaderTerm(Term(0)))

@@ -88,7 +88,7 @@ class Deployment:
 
         def is_quiet() -> bool:
             stats = broker.stats()
-            return not any(stats.tasks.get(state) for state in live) and stats.gpu["leased_mb"] == 0
+            return not any(getattr(stats.tasks, state) for state in live) and stats.gpu.leased_mb == 0
 
         until(is_quiet, "every task has ended and all memory is released", DRAIN_SECONDS)
 
@@ -150,7 +150,7 @@ class GatewaysAndBrokers(Deployment):
     def broker_which(self, *, leads: bool) -> ServiceProcess | None:
         """None if no gateway answers."""
         with suppress(httpx.HTTPError, BrokerError):
-            holder = str(self.service.broker.stats().leader["holder"])
+            holder = str(self.service.broker.stats().leader.holder)
             return next((one for one in self.brokers if holder.endswith(f":{one.pid}") is leads), None)
         return None
 

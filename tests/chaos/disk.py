@@ -5,12 +5,12 @@ It wraps SQLite's own VFS. It uses apsw, which has its own SQLite: Python's modu
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import apsw
+from msgspec import Struct
 
 SECTOR = 512
 """Bytes that a disk writes atomically."""
@@ -18,26 +18,22 @@ Image = dict[str, bytes]
 """File -> content."""
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(Struct, frozen=True):
     file: str
     offset: int
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Truncate:
+class Truncate(Struct, frozen=True):
     file: str
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sync:
+class Sync(Struct, frozen=True):
     file: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(Struct, frozen=True):
     """The number of statements that were answered by now."""
 
     statements: int

@@ -92,9 +92,12 @@ class FaultySession:
 
     def _pass(self, boundary: str) -> bool:
         """Whether the connection was cut here."""
-        is_file = not isinstance(self._session, PostgresSession)
         fault = self._fault_point.fault
-        if boundary == "after commit" and is_file and fault is Fault.CUT:
+        if (
+            boundary == "after commit"
+            and not isinstance(self._session, PostgresSession)
+            and fault is Fault.CUT
+        ):
             return False  # a file has no answer to lose
         if not self._fault_point.is_here(boundary):
             return False
@@ -104,7 +107,7 @@ class FaultySession:
                 threading.get_ident(), signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP
             )
             return False
-        if is_file:
+        if not isinstance(self._session, PostgresSession):
             raise StoreUnavailable("disk I/O error")
         cut_connection(self._session)
         return True

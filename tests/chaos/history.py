@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gpubroker_server.core.domain.holders import Member
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, NEXT_STATES, LeaseState, Proof
 from gpubroker_server.core.domain.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState
 from gpubroker_server.core.domain.units import Position
-from gpubroker_server.core.world.event_codec import members_from
 from gpubroker_server.core.world.events import Event
+from msgspec import convert
 
 Rank = tuple[str, int, int]
 """(holder, fence, rank): one run."""
@@ -169,7 +170,7 @@ class History:
             self._claim(event, known, claims=claims)
         known.state, known.version = state, event.version
         if "members" in fields:
-            members = members_from(fields["members"])
+            members = convert(fields["members"], tuple[Member, ...])
             known.gone = frozenset(member.rank for member in members if member.gone)
             known.leaving = frozenset(member.rank for member in members if not member.takes_part)
         self._note_preemptor(event, known)
@@ -190,7 +191,7 @@ class History:
         named: dict[int | None, str] = {}
         if event.fields.get("freeing_for") is not None:
             named[None] = event.fields["freeing_for"]
-        for member in members_from(event.fields.get("members", ())):
+        for member in convert(event.fields.get("members", ()), tuple[Member, ...]):
             if member.freeing_for is not None:
                 named[member.rank] = member.freeing_for
         for lease in self._of_holder.get(event.key, {}).values() if named else ():

@@ -7,10 +7,11 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from msgspec import Struct
 
 from tests.chaos.database import DURABILITY, a_database
 from tests.chaos.deployment import DEPLOYMENTS, DEVICE_MB, Deployment
@@ -24,8 +25,7 @@ SUMMED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Struct, frozen=True):
     database: str
     engine: str
     seed: int

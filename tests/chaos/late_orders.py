@@ -25,7 +25,7 @@ from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Position, Seconds, TaskId
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import RunSpec, Submission
+from gpubroker_server.ports.store import AdmittedTask, RunSpec
 
 from tests.builders import GIB, a_task
 from tests.chaos.database import a_database
@@ -50,7 +50,7 @@ class Database:
         """A task that runs `tests.e2e.work:hold`."""
         data = json.dumps({"args": [], "kwargs": arguments}).encode()
         spec = RunSpec("entrypoint", "tests.e2e.work:hold", arguments=data)
-        self._ask(lambda store: store.submit(Submission(task, spec)))
+        self._ask(lambda store: store.submit(AdmittedTask(task, spec)))
 
     def row(self, id: str) -> Task:
         record = self._ask(lambda store: store.record(TaskId(id)))

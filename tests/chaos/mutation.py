@@ -11,16 +11,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from tests.chaos.evidence import FOLDER, ROOT, add_no_evidence, commit
 
 _SECONDS = 300
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(Struct, frozen=True):
     """In `file`, `right` is replaced by `wrong`; then `test` has to fail."""
 
     name: str

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -23,6 +22,7 @@ from typing import Any
 import httpx
 from gpubroker import AsyncBroker, BrokerError
 from gpubroker_server.adapters.sql.store import migrate
+from msgspec import Struct
 
 from tests.chaos.database import Reader
 from tests.chaos.deployment import DEVICE_MB, GatewaysAndBrokers
@@ -124,8 +124,7 @@ KINDS: Mapping[str, Callable[[Proxy, float], Awaitable[None]]] = {
 PLACES = ("clients of a gateway", "gateway and PostgreSQL", "leader and PostgreSQL", "all and PostgreSQL")
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Struct, frozen=True):
     seed: int
     rounds: int = 1
     """Rounds of all kinds at all places."""
@@ -137,8 +136,7 @@ class Batch:
     """Rest after a fault, once every gateway answers again: some connections are given up only then."""
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(Struct, frozen=True):
     place: str
     kind: str
     began_at: float

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ending, NodeLost
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.units import Instant, Position, Seconds
 from gpubroker_server.ports.store import TokenRow
+from msgspec import Struct
 
 from tests.builders import GIB
 from tests.chaos.scene import NODE, Scene
@@ -23,8 +24,7 @@ async def nothing(scene: Scene, id: str) -> None:
     """No preparation."""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(Struct, frozen=True):
     act: Act
     before: Act = nothing
     prunes: bool = False
@@ -99,7 +99,7 @@ async def has_token(scene: Scene, id: str) -> None:
 
 
 def a_token(scene: Scene, id: str) -> TokenRow:
-    return TokenRow(id, f"hash of {id}", "default", ("*",), 100, scene.now)
+    return TokenRow(id, "default", ("*",), 100, sha256=f"hash of {id}", created_at=scene.now)
 
 
 def lose_node(scene: Scene) -> Any:
@@ -167,7 +167,7 @@ OPERATIONS: dict[str, Operation] = {
     "time out": Operation(lambda scene, id: scene.commit(scene.due_in(4000.0)), running),
     "quarantine": Operation(lambda scene, id: scene.commit(scene.due_in(900.0)), ended),
     "release from quarantine": Operation(
-        lambda scene, id: scene.commit(scene.apply_reports(*scene.gone(id, "boot_changed"))), quarantined
+        lambda scene, id: scene.commit(scene.apply_reports(*scene.gone(id, Proof.BOOT_CHANGED))), quarantined
     ),
     "attest": Operation(lambda scene, id: scene.commit(scene.settle_requests()), attested),
     "lose a node": Operation(lambda scene, id: scene.commit(lose_node(scene)), running),

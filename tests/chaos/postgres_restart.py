@@ -12,13 +12,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import psycopg
 from gpubroker_server.adapters.sql.store import migrate
+from msgspec import Struct
 
 from tests.chaos.deployment import DEVICE_MB, Deployment
 from tests.chaos.evidence import Evidence, add_seeds, on_database, run_seeds
@@ -38,8 +38,7 @@ _BETWEEN_SECONDS = 0.05
 _BACKENDS = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'gpubroker%'"
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Struct, frozen=True):
     seed: int
     restarts: int
     kills: int
@@ -49,8 +48,7 @@ class Batch:
     """The service has this time to recover, from when PostgreSQL accepts connections again."""
 
 
-@dataclass(frozen=True)
-class Interruption:
+class Interruption(Struct, frozen=True):
     began_at: float
     ended_at: float
 

@@ -23,6 +23,7 @@ from gpubroker_server.adapters.sql import database
 from gpubroker_server.adapters.sql.store import SqlStore, migrate
 from gpubroker_server.adapters.sql.system_tables import SQLITE_NOW
 from gpubroker_server.core.domain.units import Term
+from msgspec import Struct
 
 from tests.chaos.database import Checker, Reader
 from tests.chaos.disk import Answered, Disk, Image, crashes
@@ -51,8 +52,7 @@ _SUBMITS = 3
 _POSITION = "SELECT position FROM log_head"
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
+class Statement(Struct, frozen=True):
     """A statement of the writer, and the position of the log when it was answered."""
 
     text: str
@@ -143,13 +143,17 @@ async def _work(chance: Random, path: Path, recording: Recording) -> Recording:
     return recording
 
 
+def _now(*_values: Any) -> float:
+    return time.time()
+
+
 def write(recording: Recording, folder: Path, synchronous: str) -> Disk:
     """Run the recorded statements on a disk that records its writes."""
     path = folder / FILE
     path.write_bytes(recording.before)
     disk = Disk(f"recorded-{synchronous}")
     connection = apsw.Connection(str(path), vfs=disk.name)
-    connection.create_scalar_function(SQLITE_NOW, time.time, 0)
+    connection.create_scalar_function(SQLITE_NOW, _now, 0)
     try:
         for setting in SETTINGS:
             connection.execute(setting.format(synchronous)).fetchall()

@@ -7,6 +7,7 @@ from typing import Any
 
 from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -20,8 +21,13 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.submission import BatchSubmission, Submission, SubmitOutcome, SubmitVerdict
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.submission import (
+    AdmittedTask,
+    BatchSubmission,
+    SubmitOutcome,
+    SubmitVerdict,
+)
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, Term
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
@@ -84,7 +90,7 @@ class Scene:
             self.accepted |= set(ids)
         return outcome
 
-    def _submission(self, id: str, key: str | None = None, **fields: Any) -> Submission:
+    def _submission(self, id: str, key: str | None = None, **fields: Any) -> AdmittedTask:
         if not fields.keys() & {"bundles", "gpu_mb"}:
             fields["gpu_mb"] = 10 * GIB
         task = a_task(id, **{"submitted_at": self.now, **fields})
@@ -147,7 +153,7 @@ class Scene:
             Ended(*run, self.now, ending, result=b"1", failure=failed, rank=rank) for rank in self._ranks(id)
         ]
 
-    def gone(self, id: str, proof: str = "process_absent") -> list[Report]:
+    def gone(self, id: str, proof: Proof = Proof.PROCESS_ABSENT) -> list[Report]:
         """A report for each process of the task that still holds memory."""
         runs = {
             (lease.fence, lease.rank)
@@ -161,7 +167,7 @@ class Scene:
         return TaskId(id), self.task(id).fence
 
     def _ranks(self, id: str) -> range:
-        return range(max(1, len(self.task(id).members)))
+        return range(max(1, len(members_of(self.task(id)))))
 
     # To an end
 
@@ -191,7 +197,7 @@ class Scene:
     def _report_ends(self) -> Sequence[Decision]:
         reports: list[Report] = []
         for id, task in self.world.tasks.items():
-            if task.members and task.state is TaskState.ADMITTED:
+            if members_of(task) and task.state is TaskState.ADMITTED:
                 reports += self.gets_ready(id)
             elif task.state in (TaskState.ADMITTED, TaskState.RUNNING):
                 reports += [*self.starts(id), *self.ends(id), *self.gone(id)]

@@ -18,6 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+from msgspec import Struct
+
 from tests.chaos.database import Reader, a_database
 from tests.chaos.deployment import DEVICE_MB, GatewaysAndBrokers
 from tests.chaos.evidence import Evidence, add_seeds, on_database, run_seeds
@@ -43,8 +45,7 @@ LONG_RUNS: Mapping[str, Mapping[str, Any]] = {
 """Tasks that run all the time, one of them in a shared process. Nothing preempts them."""
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Struct, frozen=True):
     seed: int
     stops: int
     tasks_per_stop: int

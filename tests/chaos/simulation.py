@@ -8,9 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
+
+from msgspec import Struct
 
 from tests.chaos.evidence import Evidence, add_no_evidence
 from tests.simulation.storm import StormReport, storm
@@ -25,8 +26,7 @@ SUMMED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Seeds:
+class Seeds(Struct, frozen=True):
     first: int
     count: int
     steps: int = STEPS

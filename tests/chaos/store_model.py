@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from gpubroker_server.adapters.sql import database
@@ -19,6 +19,7 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import CommitVerdict, StaleTerm, StoreUnavailable, TokenRow
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_task
 from tests.chaos.database import Checker, Reader, picture_of
@@ -211,7 +212,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("pq"), secret=st.sampled_from("12"), cut=CUTS)
     def put_a_token(self, name: str, secret: str, cut: int | None) -> None:
         secret = f"{name}{secret}"  # two tokens never have one hash
-        token = TokenRow(name, secret, "default", ("*",), 100, Instant(NOW))
+        token = TokenRow(name, "default", ("*",), 100, sha256=secret, created_at=Instant(NOW))
         answer = self._ask(self.store.put_token(token, by="olga"), cut)
         if answer is not None:
             assert answer is (self.model.tokens.setdefault(name, secret) == secret)
@@ -253,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.requests)
     @rule(cut=CUTS)
     def settle_requests(self, cut: int | None) -> None:
-        done = Decision(None, "settled", requests_done=tuple(sorted(self.model.requests)))
+        done = Decision("", "settled", requests_done=tuple(sorted(self.model.requests)))
         if self._ask(self.store.commit(self.model.term, [done]), cut) == [CommitVerdict.COMMITTED]:
             self.model.commit(done)
 

@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.core.domain.units import Term
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import CommitVerdict, StoreUnavailable
+from msgspec import Struct
+from msgspec.structs import replace
 from sqlalchemy import Engine
 
 from tests.chaos.database import DURABILITY, Checker, Reader, a_database, picture_of
@@ -75,16 +77,14 @@ class Footprint(NamedTuple):
 NOTHING = Footprint(0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Undisturbed:
+class Undisturbed(Struct, frozen=True):
     """An operation without a fault."""
 
     boundaries: tuple[str, ...]
     footprint: Footprint
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(Struct, frozen=True):
     """One attempt at an operation: its task, and the state of the process before it."""
 
     id: str

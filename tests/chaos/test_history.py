@@ -1,7 +1,6 @@
 """Each invariant of the history checker has a small history that violates it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from gpubroker_server.core.domain.lease import LeaseState, Pledge, PledgeEnd, Pr
 from gpubroker_server.core.domain.task import Move, StopReason, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, Position
 from gpubroker_server.core.world.events import Event, events_of, submitted
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, key
 from tests.chaos.history import violations
@@ -84,7 +84,7 @@ def at(events: Sequence[Event], kind: str, key: str = "", nth: int = 0) -> int:
 
 
 def with_fields(events: list[Event], index: int, **fields: Any) -> list[Event]:
-    events[index] = replace(events[index], fields={**events[index].fields, **fields})
+    events[index] = replace(events[index], payload={**events[index].fields, **fields})
     return events
 
 
@@ -172,7 +172,7 @@ def test_given_capacities_override_those_of_the_log() -> None:
 def test_a_device_that_shrinks_does_not_violate_existing_leases() -> None:
     events = Preemption().events
     seen = events[at(events, "device.seen")]
-    smaller = replace(seen, version=2, fields={**seen.fields, "physical_mb": 10 * GIB, "version": 2})
+    smaller = replace(seen, version=2, payload={**seen.fields, "physical_mb": 10 * GIB, "version": 2})
     where = at(events, "task.started")
     shrunk = [*events[:where], smaller, *events[where : at(events, "task.stopping")]]
     assert violations([replace(event, position=Position(n)) for n, event in enumerate(shrunk, 1)]) == []

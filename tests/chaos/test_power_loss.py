@@ -1,6 +1,7 @@
 """Acknowledged tasks survive a power cut on SQLite, on simulated disk images."""
 
 from random import Random
+from typing import Any
 
 from tests.chaos.disk import Answered, Sync, Truncate, Write, crashes
 from tests.chaos.power_loss import cut_power
@@ -21,7 +22,7 @@ def test_with_fewer_syncs_tasks_are_lost_but_no_transaction_is_there_in_part() -
 
 
 def test_synced_data_is_kept_and_unsynced_data_may_be_lost_torn_or_reordered() -> None:
-    steps = [
+    steps: list[Any] = [
         Write("db", 0, b"a" * 512),
         Sync("db"),
         Answered(1),

@@ -6,19 +6,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import Struct
 
 from tests.chaos.jobs import append_line
 
 POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Struct, frozen=True):
     """One run, which was there at least from `began_at` to `seen_until`."""
 
     task: str

@@ -3,15 +3,14 @@
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from gpubroker.cli import main
+from msgspec import Struct
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Struct, frozen=True):
     code: int
     out: str
     err: str

@@ -4,15 +4,15 @@ import json
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True)
-class Request:
+
+class Request(Struct, frozen=True):
     method: str
     path: str
     params: list[tuple[str, str]]
@@ -20,8 +20,7 @@ class Request:
     body: Any
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(Struct, frozen=True):
     status: int = 200
     body: Any = field(default_factory=dict)
     """Made of the request by a function, if it is one."""

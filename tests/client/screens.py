@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -20,14 +19,13 @@ from unittest.mock import patch
 import httpx
 from gpubroker import Broker
 from gpubroker.cli import main
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample
 from gpubroker_server.core.domain.orders import Started
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.gateway.http import ids
+from gpubroker_server.http import ids
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.builders import GIB, a_device, a_node, a_sample
@@ -130,7 +128,8 @@ async def _scene(gateway: Gateway) -> Client:
         for node in ("gpu-node-02", "gpu-node-03")
         for n in range(4)
     )
-    await gateway.commit(Decision("nodes", "node_seen", nodes=nodes, devices=devices))
+    for node in nodes:
+        await gateway.join(*(device for device in devices if device.node == node.name), node=node)
     gateway.world.measure([a_sample(device.key) for device in devices])
     api = await gateway.client("ops", tenant="research")
     other = await gateway.client("other", tenant="vision-and-language")
@@ -149,9 +148,9 @@ async def _scene(gateway: Gateway) -> Client:
     await _start(gateway)
     health = GpuHealth(power_watts=412.0, temperature_celsius=61.0)
     for node, busy, free, left in zip(nodes, (0.42, 0.07), (96, 201), (380, 910), strict=True):
-        gpus = {device.uuid: health for device in devices if device.node == node.name}
+        seen = {device.uuid: health for device in devices if device.node == node.name}
         memory, disks = (Mib(256 * GIB), Mib(free * GIB)), (DiskSample("/", 1000 * 2**20, left * 2**20),)
-        sample = NodeSample(node.name, gateway.clock.now(), busy, *memory, disks=disks, gpus=gpus)
+        sample = NodeSample(node.name, gateway.clock.now(), busy, *memory, disks=disks, gpus=seen)
         gateway.world.measure((), [sample])
     return api
 
@@ -160,8 +159,7 @@ async def _start(gateway: Gateway) -> None:
     """Carry out what the planner decides, and let all of it run."""
     gateway.clock.advance(60.0)
     gateway.world.measure([a_sample(key, gateway.clock.now()) for key in gateway.world.ledgers])
-    plan = plan_cycle(gateway.world, gateway.policy, gateway.clock.now(), forecasts=gateway.forecast_starts)
-    await gateway.commit(*plan.decisions)
+    await gateway.turn(plans=True)
     for task in list(gateway.world.tasks.values()):
         if task.state is TaskState.ADMITTED:
             await gateway.hear(Started(task.id, task.fence, gateway.clock.now(), pid=1))

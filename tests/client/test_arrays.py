@@ -11,8 +11,9 @@ import pytest
 from gpubroker import Broker, BrokerError, ItemFailed, WrongArgument
 from gpubroker.cli.tasks.arrays import map_
 from gpubroker.cli.tasks.submit import submit as submit_command
-from gpubroker.tasks.array_api import Array, ArrayState, bar_line, progress_bar
+from gpubroker.tasks.array_api import ArrayItem, bar_line, progress_bar
 from gpubroker.transport.decoding import decode
+from gpubroker.wire.arrays import Array, ArrayState
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
@@ -159,6 +160,13 @@ def test_a_newer_state_is_unknown() -> None:
     assert ArrayState("dreaming") is ArrayState.UNKNOWN
 
 
+def test_an_item_has_none_of_what_its_answer_leaves_out() -> None:
+    item = decode(ArrayItem, {"number": 3})
+    assert (item.number, item.state, item.result, item.data, item.error, item.failed) == (
+        3, "", None, None, None, None,
+    )  # fmt: skip
+
+
 def test_a_bar_says_how_far_an_array_is(capsys: pytest.CaptureFixture[str]) -> None:
     half = decode(Array, {"id": ID, "state": "running", "total": 4, "done": 2, "failed": 1, "fraction": 0.5})
     assert bar_line(half, 4) == "[##..] 2/4, 1 failed"
@@ -267,3 +275,11 @@ def test_the_command_about_an_array(service: RecordedService, run: Run) -> None:
     assert run(f"array {ID} --wait").code == 0
     assert run(f"array {ID} --items --cancel").code == 2
     assert run("map jobs:f --items /no/such/file").code == 2
+
+
+def test_logs_and_stack_pass_on_which_worker_is_meant(service: RecordedService, run: Run) -> None:
+    stack = {"id": "task_2", "attempt": 1, "rank": 0, "node": "n1", "stack": "Thread 1", "message": ""}
+    service.reply_with(Reply(200, b"one\n"), Reply(200, stack))
+    assert run(f"logs {ID} --stream stdout --worker task_2").out == "one\n"
+    assert run(f"stack {ID} --worker task_2").out == "Thread 1\n"
+    assert [dict(request.params)["worker"] for request in service.requests] == ["task_2", "task_2"]

@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+from typing import Any
 
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, NodeLost
 from gpubroker_server.core.domain.units import NodeName
 
@@ -26,7 +28,12 @@ def later(gateway: Gateway, seconds: float) -> None:
 
 async def test_show_says_where_each_attempt_ran_how_long_and_why_it_ended() -> None:
     async with Gateway() as gateway:
-        fields = {"name": "fit", "priority": 20, "max_retries": 2, "resources": {"gpu_mb": 60 * GIB}}
+        fields: dict[str, Any] = {
+            "name": "fit",
+            "priority": 20,
+            "max_retries": 2,
+            "resources": {"gpu_mb": 60 * GIB},
+        }
         fit = await gateway.admin.submit(**fields)
         await gateway.admit(fit)
         later(gateway, 100.0)
@@ -35,7 +42,7 @@ async def test_show_says_where_each_attempt_ran_how_long_and_why_it_ended() -> N
         later(gateway, 3.0)
         victim = gateway.task(fit)
         await gateway.hear(Ended(victim.id, victim.fence, gateway.clock.now(), Ending.STOPPED))
-        await gateway.hear(Gone(victim.id, victim.fence, gateway.clock.now(), "process_absent"))
+        await gateway.hear(Gone(victim.id, victim.fence, gateway.clock.now(), Proof.PROCESS_ABSENT))
         first = "1: on n1 for 2m, preempted at 1970-01-12 13:48:23Z"
         assert f"attempts   {first}\n" in await shown(gateway, "show fit")
         await gateway.end(vip)

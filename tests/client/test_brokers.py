@@ -50,7 +50,7 @@ def test_every_method_is_documented_and_returns_what_its_operation_returns() -> 
 
 def test_a_subclass_can_extend_a_method(service: RecordedService) -> None:
     class Logging(Broker):
-        def get(self, task: Any) -> Task:
+        def get(self, task: Any, *, worker: str | None = None) -> Task:
             return super().get(f"{task}-b")
 
     service.reply_with(Reply(200, a_task("task_a-b")), Reply(200, a_task("task_a-b")))

@@ -36,7 +36,8 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
     service.reply_with(Reply(202, a_task(FULL_ID)))
     words = "submit a:b --gpu-memory 18GiB --gpus 2 --memory 4g --cpu 0 --priority critical --name n"
     more = (
-        "--label run=x --label user=me --env SEED=1 --timeout 1h30m --grace 0 --retries 0 --custom licence=2"
+        "--label run=x --label user=me --env SEED=1 --timeout 1h30m --grace 0 --retries 0 --custom licence=2 "
+        "--retry-on failure,timeout"
     )
     kinds = "--kind H100 --kind A100 --prefer-kind H100 --min-power 600 --min-device-memory 40GiB"
     where = f"{kinds} --pool lab --on zone=a,b --prefer-on node=n1"
@@ -66,6 +67,7 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
         "timeout_seconds": 5400,
         "grace_seconds": 0,
         "max_retries": 0,
+        "retry_on": ["failure", "timeout"],
     }
 
 

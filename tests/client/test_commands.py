@@ -84,7 +84,11 @@ def test_a_task_is_submitted_held_and_runs_after_its_release(gpubroker: Run) -> 
 
 def test_tasks_of_a_file_run_after_others_of_it(gpubroker: Run, tmp_path: Path) -> None:
     run = {"entrypoint": WORK, "kwargs": {"seconds": 0}}
-    tasks = [{"name": "first"}, {"name": "second", "after": [0]}, {"name": "third", "after": ["second"]}]
+    tasks: list[dict[str, Any]] = [
+        {"name": "first"},
+        {"name": "second", "after": [0]},
+        {"name": "third", "after": ["second"]},
+    ]
     file = tmp_path / "tasks.jsonl"
     file.write_text("\n".join(json.dumps({"run": run, **task}) for task in tasks))
     ids = gpubroker(f"submit --batch {file}").out.split()
@@ -273,6 +277,8 @@ def apart(*words: str) -> "subprocess.CompletedProcess[str]":
 
 def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path: Path) -> None:
     assert gpubroker("version").out.startswith("gpubroker ")
+    for outside in (gpubroker("progress 0.5"), gpubroker("checkpoint"), gpubroker("complete")):
+        assert (outside.code, "inside a command that gpubroker runs" in outside.err) == (2, True)
     document: dict[str, Any] = yaml.safe_load(gpubroker("openapi").out)
     assert "/tasks" in document["paths"]
     assert "the database is now at" in gpubroker("migrate --data-dir", str(tmp_path / "new")).err

@@ -23,8 +23,8 @@ async def test_the_sdk_cordons_drains_and_uncordons() -> None:
             assert (closed.cordoned, closed.cordon_reason, closed.drain) == (True, "a fan", None)
             drained = await broker.drain("n1", deadline_seconds=600)
             assert drained.drain is not None
-            assert (drained.drain["left"], drained.drain["done"]) == (0, True)
-            assert (await broker.stats()).nodes["cordoned"] == 1
+            assert (drained.drain.left, drained.drain.done) == (0, True)
+            assert (await broker.stats()).nodes.cordoned == 1
             assert (await broker.uncordon("n1")).cordoned is False
             with pytest.raises(Refused, match="no node"):
                 await broker.cordon("n9")
@@ -89,8 +89,8 @@ async def test_the_sdk_asks_for_one_node_and_for_more_of_the_past() -> None:
         async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
             node = await broker.node("n1", history="1h")
             assert [gpu.uuid for gpu in node.devices] == ["gpu0"]
-            assert node.gpu_mb["total"] == (await broker.gpus()).items[0].physical_mb
-            since = [(await broker.nodes(history=text)).items[0].history["since"] for text in ("1h", "0")]
+            assert node.gpu_mb.total == (await broker.gpus()).items[0].physical_mb
+            since = [(await broker.nodes(history=text)).items[0].history.since for text in ("1h", "0")]
             assert since == sorted(since)
             with pytest.raises(Refused, match="no node"):
                 await broker.node("n9")

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from gpubroker.runtime.invoke import CannotOpen, called, opened
+from gpubroker.runtime.journal import Journal
 from gpubroker.runtime.messages import RunOrder, RunOutcome
+from gpubroker.runtime.task import RunningTask
 
 
 def double(number: int) -> int:
@@ -31,7 +33,8 @@ def outcome_of(entrypoint: str, *args: Any) -> RunOutcome:
     arguments = json.dumps({"args": args}).encode()
     order = RunOrder("t", 1, "entrypoint", entrypoint=entrypoint, arguments=arguments)
     try:
-        return called(opened(order), order, bytes.hex)
+        task = RunningTask(order, Journal(lambda _delay: None))
+        return called(opened(order), order, bytes.hex, task)
     except CannotOpen as refusal:
         return refusal.outcome
 

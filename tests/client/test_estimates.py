@@ -1,12 +1,14 @@
 """Learned sizes and times, on the command line and in the SDK."""
 
+from typing import Any
+
 import pytest
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task
 
-SIZING = {
+SIZING: dict[str, Any] = {
     "gpu_mb": 9420,
     "p95_mb": 8192,
     "n": 12,

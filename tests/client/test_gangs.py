@@ -48,11 +48,12 @@ def test_a_gang_is_shown_rank_by_rank(service: RecordedService, run: Run) -> Non
 
 def test_the_ranks_of_a_task_are_decoded() -> None:
     task = decode(Task, a_task(FULL_ID, "running", ranks=RANKS))
+    assert task.ranks is not None
     assert [(rank.rank, rank.node, rank.state) for rank in task.ranks] == [
         (0, "n1", "running"), (1, "n2", "succeeded"),
     ]  # fmt: skip
     assert task.ranks[0].devices[0].gpu_mb == 1024
-    assert decode(Task, a_task(FULL_ID)).ranks == ()
+    assert decode(Task, a_task(FULL_ID)).ranks is None
 
 
 @pytest.mark.parametrize(

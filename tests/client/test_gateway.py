@@ -1,5 +1,6 @@
 """The SDK against the real gateway, operation by operation."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
@@ -10,10 +11,12 @@ from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout, 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Observation, SketchKey, What
 from gpubroker_server.core.domain.orders import Failure
-from gpubroker_server.gateway.http.identity import EVERY_SCOPE
+from gpubroker_server.http.identity import EVERY_SCOPE
 
 from tests.builders import a_sketch
 from tests.gateway.harness import Gateway
+from tests.gateway.test_run_logs import say
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -55,8 +58,8 @@ async def test_every_option_of_submit_arrives(broker: AsyncBroker) -> None:
     )
     assert (task.name, task.band, task.placement, task.model_type) == ("nightly", "batch", "spread", "llm")
     assert (task.max_retries, task.timeout_seconds, task.grace_seconds) == (2, 60, 5)
-    assert (task.labels, task.run["entrypoint"]) == ({"run": "nightly"}, "myteam.training:fit")
-    assert task.resources["gpu_mb"] == 1024
+    assert (task.labels, task.run.entrypoint) == ({"run": "nightly"}, "myteam.training:fit")
+    assert task.resources.gpu_mb == 1024
     assert task.submitted_at is not None
     assert task.expires_at == task.submitted_at + timedelta(hours=1)
     assert task.deadline_at == task.submitted_at + timedelta(hours=2)
@@ -67,16 +70,16 @@ async def test_every_option_of_submit_arrives(broker: AsyncBroker) -> None:
 async def test_tasks_to_run_after_are_given_as_tasks_or_by_their_ids(broker: AsyncBroker) -> None:
     first, second = [await broker.submit(["true"]) for _ in range(2)]
     last = await broker.submit(["true"], after=[first, second.id])
-    assert [one["task"] for one in last.after] == [first.id, second.id]
+    assert [one.task for one in last.after] == [first.id, second.id]
     with pytest.raises(WrongArgument, match=r"write after=\[task\]"):
         await broker.submit(["true"], after=first.id)
 
 
 async def test_commands_and_functions_arrive(broker: AsyncBroker) -> None:
     command = await broker.submit(["ls", "-l"], working_directory="/srv")
-    assert (command.run["kind"], command.run["command"]) == ("command", ["ls", "-l"])
+    assert (command.run.kind, command.run.command) == ("command", ("ls", "-l"))
     function = await broker.submit(lambda x: x + 1, 1)
-    assert (function.run["kind"], function.result_format) == ("function", "cloudpickle")
+    assert (function.run.kind, function.result_format) == ("function", "cloudpickle")
 
 
 async def test_the_same_key_is_the_same_task(broker: AsyncBroker) -> None:
@@ -165,11 +168,28 @@ async def test_the_cluster_can_be_seen(gateway: Gateway, broker: AsyncBroker) ->
     [node] = await broker.nodes()
     assert (node.name, node.ready) == ("n1", True)
     stats = await broker.stats()
-    assert (stats.tasks["running"], stats.gpu["leased_mb"]) == (1, 10 * 1024)
+    assert (stats.tasks.running, stats.gpu.leased_mb) == (1, 10 * 1024)
     events = [event async for event in broker.events()]
     assert [event.position for event in events] == list(range(1, stats.position + 1))
     mine = [event.kind async for event in broker.events(task)]
     assert mine[:2] == ["task.submitted", "task.admitted"]
+
+
+async def test_a_followed_log_of_the_first_worker_ends_with_that_worker(
+    gateway: Gateway, broker: AsyncBroker
+) -> None:
+    array = await broker.submit_array("myteam.checks:verify", [1, 2], max_parallel=2)
+    first, last = (worker.id for worker in array.workers)
+    await gateway.end(first)
+    await say(gateway, first, (0, b"one\n"))
+    assert (await broker.get(array.id)).state == "running", "the other has yet to start"
+    assert (await broker.get(array.id, worker=first)).state == "succeeded"
+    with pytest.raises(Refused, match=f"{first}, {last}; choose one of them"):
+        [line async for line in broker.logs(array.id)]
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert [line async for line in broker.logs(array.id, worker=first, follow=True)] == ["one\n"]
+    told = [event.key async for event in broker.events(array.id) if event.kind == "task.submitted"]
+    assert told == [first, last]
 
 
 async def test_tokens_are_made_listed_and_revoked(broker: AsyncBroker) -> None:
@@ -227,7 +247,7 @@ async def test_estimates_come_back(gateway: Gateway, broker: AsyncBroker) -> Non
 
 async def test_simulations_and_plans_come_back(gateway: Gateway, broker: AsyncBroker) -> None:
     simulated = await broker.simulate("myteam.training:fit", gpu_mb=1024, priority=20)
-    assert (simulated.verdict, simulated.starts, simulated.places[0]["node"]) == ("starts", True, "n1")
+    assert (simulated.verdict, simulated.starts, simulated.places[0].node) == ("starts", True, "n1")
     low = await broker.submit("myteam.training:fit", gpu_mb=60 * 1024, priority=20)
     await gateway.admit(low.id)
     gateway.clock.advance(1.0)
@@ -237,7 +257,7 @@ async def test_simulations_and_plans_come_back(gateway: Gateway, broker: AsyncBr
     refused = await broker.simulate(gpu_mb=10**6)
     assert (refused.verdict, refused.starts) == ("refused", False)
     assert refused.refusal is not None
-    assert refused.refusal["code"] == "exceeds-capacity"
+    assert refused.refusal.code == "exceeds-capacity"
     plan = await broker.plan([{"name": "one", "count": 2, "resources": {"gpu_mb": 30 * 1024}}])
     assert (plan.fits, plan.components[0].placed, [run.id for run in plan.displaced]) == (True, 2, [low.id])
     machine = {"name": "big", "cpu": 8, "gpus": [{"memory_mb": 1024, "count": 2}]}

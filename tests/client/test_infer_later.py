@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpubroker import StoredObject, WrongArgument
+from gpubroker.transport.decoding import decode
 
 from tests.client.conftest import Do
 from tests.client.recorded_service import RecordedService, Reply, a_task
@@ -67,7 +68,7 @@ def test_an_uploaded_array_is_an_input_of_inferences(service: RecordedService, d
 @pytest.mark.parametrize(
     ("inputs", "options", "expected"),
     [
-        ({"x": StoredObject("abc", 8)}, {}, "uploaded as bytes; describe it"),
+        ({"x": decode(StoredObject, {"id": "abc", "size_bytes": 8})}, {}, "uploaded as bytes; describe it"),
         ({"x": np.array([1j])}, {}, "has the dtype complex128"),
         ({"x": np.array([object()])}, {}, "an element of type object"),
         (np.array([1.0]), {}, "inputs is of type ndarray; pass a mapping"),

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Broker, BrokerError, LeaseEnded, LeaseState, Refused
-from gpubroker.leases.lease import Lease, LeaseStatus
+from gpubroker.leases.lease import LeaseStatus
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Answer, Pause
-from gpubroker_server.gateway.http.identity import EVERY_SCOPE
+from gpubroker.wire.leases import Lease
+from gpubroker_server.http.identity import EVERY_SCOPE
 
 from tests.builders import GIB
 from tests.client.command_line import Run

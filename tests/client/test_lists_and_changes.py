@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from gpubroker import WrongArgument
@@ -161,7 +162,8 @@ def test_what_a_missing_leader_has_yet_to_cancel_is_not_asked_again(
 
 
 def test_the_sdk_cancels_everything_only_if_it_is_said(service: RecordedService, do: Do) -> None:
-    for wrong in ({}, {"labels": {}}, {"everything": True, "stream": "night"}):
+    empty: tuple[dict[str, Any], ...] = ({}, {"labels": {}}, {"everything": True, "stream": "night"})
+    for wrong in empty:
         with pytest.raises(WrongArgument, match="everything=True"):
             do("cancel_selected", **wrong)
     service.reply_with(cancelled(matched=1, stopping=1))

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from gpubroker import AsyncBroker, BrokerError, ObjectRef, Refused, StoredObject, Unreachable, WrongArgument
 from gpubroker.tasks import object_api
+from gpubroker.transport.decoding import decode
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
@@ -45,7 +46,7 @@ def test_object_usage_has_the_use_and_the_limit(service: RecordedService, do: Do
 
 def test_an_object_is_deleted_by_its_value_or_its_id(service: RecordedService, do: Do) -> None:
     service.reply_with(Reply(204, b""), Reply(204, b""), a_problem(404, "not-found"))
-    assert do("delete_object", StoredObject(A, 8)) is None
+    assert do("delete_object", decode(StoredObject, {"id": A, "size_bytes": 8})) is None
     do("delete_object", "a/b")
     with pytest.raises(Refused):
         do("delete_object", B)

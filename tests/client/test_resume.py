@@ -26,14 +26,14 @@ async def test_the_sdk_shows_and_ends_a_pause() -> None:
         token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
         transport = httpx.ASGITransport(gateway.app)
         async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
-            assert (await broker.stats()).detection["state"] == "watching"
+            assert (await broker.stats()).detection.state == "watching"
             with pytest.raises(Refused) as refused:
                 await broker.resume("looked")
             assert refused.value.code == "nothing-paused"
-            gateway.paused_nodes = PausedDetection(NOW, (NodeName("n1"),), 3, 4, "why")
+            gateway.paused_nodes = PausedDetection("why", (NodeName("n1"),), 3, 4, NOW)
             resumed = await broker.resume("looked")
             assert (resumed.state, resumed.nodes, resumed.runs, resumed.of_runs) == ("paused", ("n1",), 3, 4)
-            assert (await broker.stats()).detection["message"] == "why"
+            assert (await broker.stats()).detection.message == "why"
 
 
 def test_resume_needs_a_reason_and_no_confirmation(service: RecordedService, run: Run) -> None:

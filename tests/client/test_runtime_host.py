@@ -131,6 +131,20 @@ def test_a_stop_notice_reaches_its_run_and_no_other(hosted: Hosted) -> None:
     assert hosted.result_of(other) is False
 
 
+@pytest.mark.parametrize("code", [None, 0])
+def test_leaving_with_exit_code_0_is_success_without_a_notice_and_obedience_after_one(
+    hosted: Hosted, code: int | None
+) -> None:
+    def work(patience_seconds: float) -> None:
+        current_task().wait_for_stop(patience_seconds)
+        raise SystemExit(code)
+
+    asked = hosted.call(work, 10.0)
+    hosted.host.stop(asked)
+    assert hosted.end_of(asked)[5:7] == ("stopped", None)
+    assert hosted.result_of(hosted.call(work, 0.0)) is None
+
+
 def test_a_stop_notice_for_a_run_that_has_ended_is_ignored(hosted: Hosted) -> None:
     key = hosted.call(lambda: None)
     hosted.end_of(key)

@@ -36,6 +36,7 @@ class Worker:
         common: tuple[Any, ...] = (),
         timeout: float | None = None,
         retries: int = 0,
+        retry_on: list[str] | None = None,
         **order: Any,
     ) -> None:
         self._wake = threading.Event()
@@ -45,6 +46,8 @@ class Worker:
         arguments = b"" if command else cloudpickle.dumps((function, common, {}))
         pickled = isinstance(items, bytes) and not items.lstrip().startswith(b"[")
         limits = {"id": "t", "item_retries": retries, "item_timeout_seconds": timeout, "pickled": pickled}
+        if retry_on is not None:  # an earlier service leaves it out
+            limits["retry_on"] = retry_on
         packed = json.dumps(items).encode() if isinstance(items, list) else items
         self.host.start_shared(
             RunOrder(
@@ -153,6 +156,31 @@ def test_items_fail_one_by_one_and_are_tried_again() -> None:
     assert "fails_odd_and_once" in one[4][2]
     assert (two[2], two[3], two[4]) == (2, b"2", None)
     assert (three[2], three[3]) == (1, b"4")
+
+
+def spins_once(item: str) -> str:
+    """Too long at the first try."""
+    if not Path(item).exists():
+        Path(item).touch()
+        while True:
+            pass
+    return item
+
+
+@pytest.mark.parametrize(
+    ("retry_on", "late", "odd"),
+    [(["failure"], (1, "timeout"), (2, "exception")), (["timeout"], (2, None), (1, "exception"))],
+)
+def test_a_retry_of_an_item_is_for_what_its_array_names(
+    retry_on: list[str], late: tuple[int, str | None], odd: tuple[int, str | None], tmp_path: Path
+) -> None:
+    def kind_of(result: Any) -> tuple[int, str | None]:
+        return result[2], None if result[4] is None else result[4][0]
+
+    slow = Worker(spins_once, [str(tmp_path / "trace")], timeout=0.2, retries=1, retry_on=retry_on)
+    failing = Worker(jobs.fails_odd_and_once, [1], retries=1, retry_on=retry_on)
+    [one], [other] = slow.until_done((0, 1)), failing.until_done((0, 1))
+    assert (kind_of(one), kind_of(other)) == (late, odd)
 
 
 def test_pickled_items_and_an_item_that_is_not_there() -> None:
@@ -265,7 +293,7 @@ def test_a_command_is_killed_at_its_time_limit_and_by_a_notice() -> None:
     assert slow[4][0] == "timeout"
     worker = Worker(["sleep"], ["600"])
     worker.hold(worker.next(), (0, 1))
-    while worker.host._workers[KEY]._child is None:
+    while worker.host._workers[KEY]._command is None:
         assert not threading.Event().wait(0.01)
     worker.host.stop(KEY)
     assert worker.next("ended")[5] == "stopped"

@@ -76,6 +76,7 @@ def test_a_function_that_cannot_be_pickled_is_named() -> None:
         ("a:b", (object(),), {}, "submit the function itself"),
         (["ls"], ("-l",), {}, "takes no separate arguments"),
         ("a:b", (), {"working_directory": "/srv"}, "is only for commands"),
+        ("a:b", (), {"retry_on": "timeout"}, r"write retry_on=\['timeout'\]"),
     ],
 )
 def test_invalid_arguments_are_refused_with_advice(

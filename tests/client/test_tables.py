@@ -18,7 +18,7 @@ NODE = {
 }
 FORETOLD = {"basis": "learned", "n": 40, "median_error_seconds": 70.4, "within_p90": 0.88}
 STATS = {
-    "gpu": {"leased_mb": 1024, "total_mb": 2048},
+    "gpu": {"leased_mb": 1024, "used_mb": 512, "free_mb": 1024, "total_mb": 2048},
     "tasks": {"pending": 7},
     "age_seconds": 0.2,
     "position": 9,
@@ -63,7 +63,7 @@ IN_PIECES_SAYS = [
     "25% of free memory, 10.0 GiB (A100 50% · H100 0%)",
     "! 5 tasks wait for 2 × 30.0 GiB; 40.0 GiB are free, at most 20.0 GiB in one piece",
 ]
-EXPLAINED = {
+EXPLAINED: dict[str, Any] = {
     "id": FULL_ID,
     "state": "pending",
     "reason": "WaitingForMemory",
@@ -173,7 +173,15 @@ TENANT = {
                 "c · ! its node has not joined",
             ],
         ),
-        ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
+        (
+            "stats",
+            STATS,
+            [
+                "leased 1.0 GiB · used 0.5 GiB · free 1.0 GiB · total 2.0 GiB",
+                "pending 7",
+                "0.2 s ago, event 9",
+            ],
+        ),
         (
             f"explain {FULL_ID}",
             EXPLAINED,

@@ -38,7 +38,7 @@ async def test_the_sdk_forms_reads_scales_and_ends_a_set() -> None:
                 await broker.signal_worker_set(made, 1.0)
             with pytest.raises(Refused, match="no Ray driver"):
                 await broker.workers(made).solve(1)
-            assert (await broker.worker_set(made.id)).workers[0].state == "held"
+            assert (await broker.worker_set(made.id)).workers[0].state == "pending"
             assert (await broker.end_worker_set(made)).state == "over"
 
 

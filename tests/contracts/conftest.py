@@ -1,4 +1,4 @@
-"""One suite, three stores: what a test here claims holds in memory, on SQLite and on PostgreSQL."""
+"""One suite, two databases: what a test here claims of the store holds on SQLite and on PostgreSQL."""
 
 import re
 import shutil
@@ -8,47 +8,34 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from gpubroker_server.adapters.memory.store import MemoryStore
-from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.ports.store import TaskStore
 
 from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
+from tests.contracts.scenes import opened
 from tests.mounts import mounted
+from tests.stores import migrated_file
 
 Open = Callable[[], Awaitable[TaskStore]]
-
-
-@pytest.fixture(scope="session")
-def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of SQLite, to be copied: two hundred tests would take its way through all revisions anew."""
-    path = tmp_path_factory.mktemp("migrated") / "gpubroker.db"
-    migrate(f"sqlite:///{path}", "head")
-    return path
 
 
 def database_url(name: str, request: pytest.FixtureRequest, folder: Path) -> str:
     """At the newest schema, as it is right after its migration."""
     if name == "sqlite":
-        shutil.copy(request.getfixturevalue("migrated_file"), folder / "gpubroker.db")
+        shutil.copy(migrated_file(), folder / "gpubroker.db")
         return f"sqlite:///{folder / 'gpubroker.db'}"
     return str(request.getfixturevalue("postgres_url"))
-
-
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[TaskStore]:
-    store: TaskStore
-    if request.param == "memory":
-        store = MemoryStore()
-    else:
-        store = await open_store(database_url(request.param, request, tmp_path))
-    yield store
-    await store.close()
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A database that outlives the store that has it open."""
     return database_url(request.param, request, tmp_path)
+
+
+@pytest.fixture
+async def store(url: str) -> AsyncIterator[TaskStore]:
+    async with opened(url) as store:
+        yield store
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What the leader relies on, whatever executor it has: a class per executor inherits this."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ class ExecutorSuite:
         for _ in range(3):
             before = len(bench.samples)
             bench.executor.measure([node])
-            await bench.until(lambda before=before: bench.samples[before:])
+            await bench.until(partial(lambda first: bench.samples[first:], before))
 
     async def test_a_run_starts_ends_and_is_gone_in_this_order(self, bench: Bench) -> None:
         run = await a_wait(bench, gpu_mb=1000)

@@ -5,7 +5,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import PROTOCOL, Report, RunOrder
@@ -179,6 +179,8 @@ class Leader:
     async def announce(self) -> str:
         """The verdict."""
         asked = self.config.to_json()
+        verdict: str
+        detail: list[Any]
         verdict, *detail = await self.agent.announce(
             self.protocol, asked, self.broker, self.lineage, self.term
         )
@@ -246,4 +248,4 @@ class Leader:
 def a_leader(runners: FakeRunners, folder: Path, **changes: Any) -> Leader:
     """To a new agent, with these changes of its configuration."""
     config = an_agent_config(folder, **changes)
-    return Leader(NodeAgent(config.to_json(), runners), config)
+    return Leader(NodeAgent(config.to_json(), cast("Any", runners)), config)

@@ -6,11 +6,17 @@ of a release are never written again: its agents and runs go on sending them.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpubroker.runtime.messages import RESIZES, TELLS_OUTPUT, RunOrder
+from gpubroker.runtime.messages import (
+    ENDED_WELL,
+    KNOWS_NOTICE,
+    RESIZES,
+    TELLS_OUTPUT,
+    RunOrder,
+    is_unproven_end,
+)
 from gpubroker_server.adapters.ray.agent.run_files import RunRecord
 from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -18,6 +24,7 @@ from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.wire import (
     MEASURE,
     TELLS_LOGS,
+    TELLS_UNPROVEN_ENDS,
     OrderWriter,
     disk_order,
     log_order,
@@ -44,6 +51,8 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, N
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import RunSpec
 from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted, PartAnswer, WantedAnswer
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 FORMS = Path(__file__).with_name("forms")
 
@@ -116,6 +125,7 @@ NEWS: tuple[tuple[Any, ...], ...] = (
         9,
     ),
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
+    ("ended", "t", 3, 1, 1000.0, "succeeded", ENDED_WELL, "json", None, b""),
 )
 """What a run's process says and its agent passes on."""
 SINCE_LOGS = ("loaded", "items")
@@ -148,8 +158,8 @@ ANSWERS = (
 FOUND = FoundFile("/scratch", "a/old.log", FileClass.LOG, 9, 10**18, 7)
 DISK_ORDER = disk_order(
     DiskOrder(
-        AT[2], "r2", (WatchedRoot("/scratch", FileClass.LOG),), ("/data",), 0.6, Seconds(604_800.0), (FOUND,),
-        live=("/scratch/state",),
+        "r2", (WatchedRoot("/scratch", FileClass.LOG),), ("/data",), 0.6, Seconds(604_800.0), (FOUND,),
+        live=("/scratch/state",), node=AT[2],
     )
 )  # fmt: skip
 PEERS_ORDER = peers_order([Peer("n2", "10.0.0.2", (8, 9))])
@@ -185,9 +195,18 @@ def orders_in(agent: int) -> Sequence[Order]:
 
 
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
+    told = NEWS if runner >= KNOWS_NOTICE else NEWS[:-1]
     if runner < TELLS_OUTPUT:
-        return tuple(news for news in NEWS if news[0] not in SINCE_LOGS)
-    return (*NEWS, PRINTED, WANTED, PART)
+        return tuple(news for news in told if news[0] not in SINCE_LOGS)
+    return (*told, PRINTED, WANTED, PART)
+
+
+def told_by(agent: int) -> Sequence[tuple[Any, ...]]:
+    """What a run's process has said. From TELLS_UNPROVEN_ENDS on, an agent adds to an end whether it is
+    unproven; the process of this one spoke a form before KNOWS_NOTICE."""
+    if agent < TELLS_UNPROVEN_ENDS:
+        return NEWS[:-1]
+    return (*NEWS[:-2], *((*news, is_unproven_end(news, KNOWS_NOTICE - 1)) for news in NEWS[-2:]))
 
 
 def items(runner: int) -> Sequence[tuple[Any, ...]]:
@@ -224,12 +243,12 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
-    first, *others = [news for news in NEWS if about_logs or news[0] not in SINCE_LOGS]
+    first, *others = [news for news in told_by(agent) if about_logs or news[0] not in SINCE_LOGS]
     reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
     reports += [LOGGED, STACK, ASKED, PART, DISK_REPORT] if about_logs else []
     reports.append(NODE_SAMPLED)  # the form before leaves it out
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
-    yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
+    yield f"agent-{agent}-record.json", json.dumps(to_builtins(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()
     yield f"runner-{runner}-items.msgpack", pack(items(runner))
     yield f"runner-{runner}-news.msgpack", pack(list(enumerate(news_of(runner))))

@@ -7,6 +7,8 @@ from typing import Any
 
 from gpubroker_server.adapters.ray.agent.disk_cleaning import Answer, DiskCleaner, DiskTask
 from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.units import Seconds
+from msgspec.structs import replace
 
 DAY = 86_400.0
 WEEK = 7 * DAY
@@ -31,8 +33,10 @@ class Node:
     def ask(self, deletes: tuple[FoundFile, ...] | None = None, **changes: Any) -> Answer:
         paths = tuple(map(str, self.live))
         spared = tuple(map(str, self.spared))
-        task = DiskTask("r", self.roots, spared, 0.0, WEEK, deletes, runs_sync=True, live=paths, above=0.0)
-        return self.guard.answer(task._replace(**changes))
+        task = DiskTask(
+            "r", self.roots, spared, 0.0, Seconds(WEEK), deletes, runs_sync=True, live=paths, above=0.0
+        )
+        return self.guard.answer(replace(task, **changes))
 
     def look(self) -> list[str]:
         return sorted(file.path for file in self.ask().files)

@@ -27,7 +27,7 @@ async def live_in(store: SqlStore) -> None:
     await scene.submit("gang", bundles=bundles(2, gpu_mb=60 * GIB), priority=80)
     await scene.submit("quote", gpu_mb=75 * GIB, name='\\N and "quotes",\ttabs, lines\nand 漢字')
     await scene.ask("running", "cancel", grace_seconds=30)
-    token = TokenRow("ci", "hash", "default", ("tasks:read",), 50, scene.now)
+    token = TokenRow("ci", "default", ("tasks:read",), 50, sha256="hash", created_at=scene.now)
     await store.put_token(token, by="admin")
 
 

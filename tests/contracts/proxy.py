@@ -6,10 +6,10 @@ import struct
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from math import inf
 from random import Random
 
+from msgspec import Struct
 from psycopg.conninfo import conninfo_to_dict
 
 Connect = Callable[[], Awaitable[tuple[StreamReader, StreamWriter]]]
@@ -21,8 +21,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 """SO_LINGER of no time: closing says RST and not FIN."""
 
 
-@dataclass(frozen=True)
-class Weather:
+class Weather(Struct, frozen=True):
     """What each direction of each connection meets."""
 
     delay_seconds: float = 0.0

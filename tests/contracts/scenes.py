@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
@@ -15,7 +14,8 @@ from gpubroker_server.core.domain.task import Move, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.store import RunSpec, Submission, TaskStore
+from gpubroker_server.ports.store import AdmittedTask, RunSpec, TaskStore
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, key
 
@@ -33,11 +33,11 @@ async def opened(url: str, **options: Any) -> AsyncIterator[SqlStore]:
 
 def a_submission(
     task: Task | str = "task", key: str | None = None, body: str = "body", **spec: Any
-) -> Submission:
+) -> AdmittedTask:
     """An entrypoint; a name stands for a task of 10 GiB."""
     row = a_task(task, gpu_mb=10 * GIB) if isinstance(task, str) else task
     facts = {"entrypoint": "jobs:train", "arguments": b'{"args": [], "kwargs": {}}', **spec}
-    return Submission(row, RunSpec("entrypoint", **facts), key, body)
+    return AdmittedTask(row, RunSpec("entrypoint", **facts), key, body)
 
 
 def node_seen(*devices: Device, node: Node | None = None) -> Decision:

@@ -15,6 +15,7 @@ from gpubroker_server.adapters.ray.agent.disk_walk import Walk
 from gpubroker_server.core.domain.device import FileClass, FoundFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.contracts.guarded_node import DAY, WEEK, Node, left, put, root
 from tests.mounts import mounted
@@ -151,7 +152,7 @@ def test_only_what_the_sync_command_lists_with_its_size_is_redundant(top: Path, 
         assert (answer.files, answer.kept) == ([], {})
         assert "its sync command" in answer.message
     slow = root(top, FileClass.REDUNDANT, sys.executable, "-c", "import time; time.sleep(60)")
-    answer = Node(tmp_path / "c", slow._replace(sync_seconds=0.01)).ask()
+    answer = Node(tmp_path / "c", replace(slow, sync_seconds=0.01)).ask()
     assert "timed out" in answer.message
 
 
@@ -281,12 +282,17 @@ def test_a_pass_is_bounded_and_leaves_checkpoints_that_it_could_not_see_whole(
 def test_a_walk_reads_no_more_names_than_it_may(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(20):
         put(top / f"{n}.log")
-    scandir, read = os.scandir, []
+    scandir = os.scandir
+    read: list[os.DirEntry[str]] = []
+
+    def noted(entry: os.DirEntry[str]) -> os.DirEntry[str]:
+        read.append(entry)
+        return entry
 
     @contextmanager
     def counted(directory: int) -> Iterator[Iterator[os.DirEntry[str]]]:
         with scandir(directory) as entries:
-            yield (read.append(entry) or entry for entry in entries)
+            yield map(noted, entries)
 
     monkeypatch.setattr(os, "scandir", counted)
     walk = Walk(str(top), 5, frozenset())

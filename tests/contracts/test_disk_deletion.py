@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from gpubroker_server.adapters.ray.agent import disk_cleaning, disk_walk
+from gpubroker_server.adapters.ray.agent import disk_cleaning
 from gpubroker_server.core.domain.device import FileClass
+from msgspec.structs import replace
 
 from tests.contracts.guarded_node import Node, left, put, root
 from tests.mounts import hung_mount
@@ -34,7 +35,7 @@ def test_a_sync_command_that_takes_too_long_is_ended_with_all_that_it_has_starte
     os.mkfifo(tmp_path / "fifo")
     script = f"exec 3>{tmp_path / 'fifo'}; sleep 600 & echo 7 a; wait"
     ends = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    slow = root(top, FileClass.REDUNDANT, "sh", "-c", script)._replace(sync_seconds=0.2)
+    slow = replace(root(top, FileClass.REDUNDANT, "sh", "-c", script), sync_seconds=0.2)
     assert "timed out" in Node(tmp_path / "agent", slow).ask().message
     assert select.select([ends], [], [], PATIENCE_SECONDS)[0], "no process has it open any more"
     os.close(ends)
@@ -171,7 +172,7 @@ def test_where_the_kernel_does_not_know_what_is_open_everything_stays(
     node = Node(tmp_path / "agent", root(top))
     node.ask()
     found = tuple(node.ask().files)
-    monkeypatch.setattr(disk_walk.fcntl, "F_SETLEASE", -1)  # a file system without leases
+    monkeypatch.setattr(fcntl, "F_SETLEASE", -1)  # a file system without leases
     for answer in (node.ask(), node.ask(found)):
         assert (answer.files, dict(answer.kept)) == ([], {"may_be_open": 1})
     assert left(top) == ["old.log"]

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 import psycopg
@@ -11,14 +10,15 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.broker.background import gateways_have_let_go, models_in_use
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.models import ModelTerms
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.task import StopReason, Task
-from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term, mark_of
 from gpubroker_server.core.lifecycle.stopping import give_notice
-from gpubroker_server.gateway.proxy.residency.draining import Draining
-from gpubroker_server.ports.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence, claim_name
-from gpubroker_server.ports.store import RunSpec, Submission
+from gpubroker_server.inference.draining import Draining
+from gpubroker_server.ports.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence
+from gpubroker_server.ports.store import AdmittedTask, RunSpec
+from msgspec.structs import replace
 
 from tests.builders import a_task
 from tests.contracts.scenes import admission, claimed, opened, start, with_gpu
@@ -73,8 +73,8 @@ async def a_gateway(url: str, name: str) -> AsyncIterator[Gateway]:
 
 async def a_resident_model(store: SqlStore) -> tuple[Term, Task]:
     term = await with_gpu(store)
-    task = a_task("llm", model=ModelTerms("main", "llm"))
-    await store.submit(Submission(task, RunSpec(kind="model")))
+    task = a_task("llm", holder=Model("main", "llm"))
+    await store.submit(AdmittedTask(task, RunSpec(kind="model")))
     await store.commit(term, [admission(task)])
     await store.commit(term, [start(claimed(task))])
     record = await store.record(task.id)
@@ -87,7 +87,7 @@ async def stop(leader: Gateway, term: Term, task: Task) -> str:
     world = leader.picture.world
     notice, _ = give_notice(world, task, StopReason.PREEMPT, Seconds(30.0), leader.picture.clock.now())
     await leader.store.commit(term, [Decision(task.id, "evict", tasks=(notice,))])
-    return claim_name(task.id, task.fence)
+    return mark_of(task.id, task.fence, 0)
 
 
 async def let_go(leader: Gateway, claim: str) -> None:
@@ -110,15 +110,15 @@ async def test_a_model_is_drained_when_the_last_gateway_has_its_answers(postgres
         assert not await have_let_go(claim), "the other one has a request there still"
         two.requests.unanswered = False
         await let_go(one, claim)
-        assert not await have_let_go(claim_name(task.id, Fence(task.fence + 1)))
+        assert not await have_let_go(mark_of(task.id, Fence(task.fence + 1), 0))
 
 
 async def test_a_gateway_says_at_once_what_is_in_use_while_an_equal_waits(postgres_url: str) -> None:
     async with a_gateway(postgres_url, "one") as one, a_gateway(postgres_url, "two") as two:
         await a_resident_model(one.store)
         two.requests.models = frozenset({"llm"})
-        rival = a_task("rival", gpu_mb=1, model=ModelTerms("main", "rival"))
-        await one.store.submit(Submission(rival, RunSpec(kind="model")))
+        rival = a_task("rival", gpu_mb=1, holder=Model("main", "rival"))
+        await one.store.submit(AdmittedTask(rival, RunSpec(kind="model")))
 
         async def until_in_use(models: set[str]) -> None:
             async with asyncio.timeout(PATIENCE_SECONDS):

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
+from gpubroker_server.adapters.simulated_executor import SimulatedNode, WaitingExecutor
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Instant, Mib
 

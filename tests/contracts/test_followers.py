@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -21,13 +20,14 @@ from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.control.node_watch import Overload
 from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
+from gpubroker_server.core.domain.progress import first_progress
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.executor import first_progress
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LogShortened, StoreUnavailable
+from msgspec.structs import replace
 
 from tests.builders import a_device, a_node, a_task
 from tests.contracts.proxy import a_proxy, to_postgres, url_through
@@ -168,7 +168,7 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
     postgres_url: str,
 ) -> None:
     paused = PausedDetection(
-        Instant(1.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes fell silent at once"
+        "2 nodes fell silent at once", (NodeName("n1"), NodeName("n2")), 7, 20, Instant(1.0)
     )
     silent = {NodeName("n1"): Instant(2.0)}
     async with opened(postgres_url) as one, opened(postgres_url) as two:

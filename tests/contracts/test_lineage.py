@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psycopg
 import pytest
@@ -55,7 +56,8 @@ async def test_claims_of_a_new_lineage_have_fences_that_no_earlier_one_can_have_
 
 async def test_a_process_that_has_read_further_than_the_log_reads_everything_again(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        seen, faults = LogFollower(two, HALF_LIFE_SECONDS, fails), []
+        seen = LogFollower(two, HALF_LIFE_SECONDS, fails)
+        faults: list[Any] = []
         seen.on_reread.append(faults.append)
         await seen.begin()
         await with_gpu(one, a_task("kept"))
@@ -121,7 +123,8 @@ async def test_after_a_failover_the_old_term_commits_nothing_and_the_next_begins
     with a_server_of_its_own() as primary, a_standby_of(primary) as standby:
         url = both(primary, standby)
         async with opened(url, may_lose_commits=True) as store:
-            seen, faults = LogFollower(store, HALF_LIFE_SECONDS, fails), []
+            seen = LogFollower(store, HALF_LIFE_SECONDS, fails)
+            faults: list[Any] = []
             seen.on_reread.append(faults.append)
             await seen.begin()
             term = await with_gpu(store, kept := a_task("kept"))

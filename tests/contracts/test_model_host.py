@@ -1,12 +1,13 @@
 """What the leader relies on of a server of models, asked of the one in memory."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.units import DeviceKey, Mib, Seconds
 from gpubroker_server.ports.models import HostFault, HostRefused, ModelState
+from msgspec.structs import replace
+
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 SOON = Seconds(20.0)
 REPOSITORY = (

@@ -11,8 +11,8 @@ from gpubroker_server.adapters.sql.copying.move_data import move_data
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import SqlStore, migrate
 from gpubroker_server.adapters.sql.tables import metadata
+from gpubroker_server.core.domain.stored_objects import Quota, StoredObject
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.ports.objects import Quota, StoredObject
 from gpubroker_server.ports.store import TaskFilter
 
 from tests.builders import GIB, NOW

@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position
 from gpubroker_server.ports.objects import ObjectOrder
 from gpubroker_server.ports.store import SubmitVerdict, TaskFilter
+from msgspec.structs import replace
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tests.builders import a_task
@@ -237,7 +237,7 @@ LISTS = [
 ]
 
 
-def test_making_a_list_leaves_hardly_anything_to_the_collector_of_cycles():
+def test_making_a_list_leaves_hardly_anything_to_the_collector_of_cycles() -> None:
     """It comes rarely, and lists are asked for every few seconds: see `make_full_collections_rare`."""
     wanted = TaskFilter("tenant-0", states=(TaskState.PENDING,), kind="command", quarantined=False)
     reads.listing(wanted)
@@ -262,7 +262,8 @@ def test_postgresql_lists_without_reading_all_tasks(
     postgres_plan_of_many: Explain, wanted: TaskFilter
 ) -> None:
     compiled = reads.listing(wanted).compile(
-        dialect=postgresql.psycopg.dialect(), compile_kwargs={"render_postcompile": True}
+        dialect=postgresql.psycopg.dialect(),  # type: ignore[no-untyped-call]
+        compile_kwargs={"render_postcompile": True},
     )
     plan = postgres_plan_of_many(str(compiled), dict(compiled.params))
     assert "Seq Scan on task " not in plan, plan

@@ -37,7 +37,7 @@ async def test_a_queue_works_through_it(postgres_url: str) -> None:
         assert {outcome.verdict for outcome in outcomes} == {SubmitVerdict.ACCEPTED}
         again = await store.submit(a_submission("other", "k2"))
         assert (again.verdict, again.task) == (SubmitVerdict.DUPLICATE, "t2")
-        await store.put_token(TokenRow("ci", "hash", "lab", ("*",), 100, NOW), by="alice")
+        await store.put_token(TokenRow("ci", "lab", ("*",), 100, sha256="hash", created_at=NOW), by="alice")
         record = await store.record(TaskId("t39"))
         assert record is not None
         snapshot = await store.snapshot()

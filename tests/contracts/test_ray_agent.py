@@ -6,8 +6,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker.runtime.messages import PROTOCOL, RunKey, RunOrder, checkpointed, ended, failed, started
@@ -16,6 +16,7 @@ from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord, U
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
 from gpubroker_server.adapters.ray.wire import MEASURE
+from msgspec.structs import replace
 from ray.exceptions import RaySystemError
 from structlog.testing import capture_logs
 
@@ -67,7 +68,7 @@ async def test_an_agent_does_not_answer_while_ray_cannot_list_its_actors(
     leave_a_run(runners, leader.config, "left")
 
     def away() -> list[str]:
-        raise RaySystemError("the control service is away")
+        raise RaySystemError("the control service is away")  # type: ignore[no-untyped-call]  # Ray has no types
 
     with monkeypatch.context() as ray:
         ray.setattr(runners, "names", away)
@@ -240,7 +241,8 @@ async def test_an_agent_that_is_not_polled_ends_and_leaves_nothing(
 async def test_an_agent_that_is_to_be_replaced_takes_no_run_and_loses_none(
     runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, has_process = [], asyncio.Event()
+    left: list[Any] = []
+    has_process = asyncio.Event()
     monkeypatch.setattr(os, "_exit", left.append)
     runners.on_start = lambda runner: setattr(runner, "answers", has_process)
     leader = open_leader()

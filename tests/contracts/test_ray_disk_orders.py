@@ -13,6 +13,7 @@ from gpubroker_server.adapters.ray.agent.disk_cleaning import DiskCleaner
 from gpubroker_server.adapters.ray.wire import disk_order
 from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
 from gpubroker_server.core.domain.units import NodeName, Seconds
+from msgspec.structs import astuple
 
 from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
 from tests.mounts import hung_mount
@@ -38,7 +39,7 @@ async def test_a_busy_agent_refuses_looks_and_keeps_the_order_to_delete(tmp_path
     status = (scratch / "old.log").stat()
     old = FoundFile(str(scratch), "old.log", FileClass.LOG, 1, status.st_mtime_ns, status.st_ino)
     sync = ("sh", "-c", f"read line < '{tmp_path}/goes on'")
-    roots = tuple(WatchedRoot(str(scratch), FileClass.LOG)), (str(copies), FileClass.REDUNDANT, sync)
+    roots = (str(scratch), FileClass.LOG, (), 600.0), (str(copies), FileClass.REDUNDANT, sync)
     guard = DiskCleaner(tmp_path / "agent", told.put_nowait)
     for request, deletes, runs_sync in (("one", None, True), ("two", None, False), ("three", (old,), False)):
         guard.take((request, roots, (), 0.0, WEEK, deletes, runs_sync, (), 0.0))
@@ -59,12 +60,13 @@ async def test_the_disk_guard_answers_the_leader_and_deletes_only_for_the_presen
     old = scratch / "old.log"
     leader = a_leader(runners, tmp_path)
     await leader.announce()
-    order = partial(DiskOrder, NodeName("n1"), "r", (WatchedRoot(str(scratch), FileClass.LOG),), (), 0.0)
-    looks = order(WEEK, runs_sync=True)
+    root = WatchedRoot(str(scratch), FileClass.LOG)
+    order = partial(DiskOrder, "r", (root,), (), 0.0, WEEK, node=NodeName("n1"))
+    looks = order(runs_sync=True)
     await leader.order(*disk_order(looks))
     seen = await leader.receive("disk")
     assert [file[1] for file in seen[3]] == ["old.log"]
-    deletes = order(WEEK, deletes=tuple(FoundFile(*file) for file in seen[3]))
+    deletes = order(deletes=tuple(FoundFile(*file) for file in seen[3]))
     leader.term = 0
     await leader.order(*disk_order(deletes))
     assert old.exists()
@@ -84,7 +86,7 @@ async def test_a_root_that_hangs_holds_up_neither_the_agent_nor_other_roots(
     away, near = tmp_path / "away", a_scratch(tmp_path)
     leader = a_leader(runners, tmp_path, sample_period_seconds=0.05, watched_directories=(str(away),))
     roots = tuple(WatchedRoot(str(place), FileClass.LOG) for place in (away, near))
-    order = disk_order(DiskOrder(NodeName("n1"), "r", roots, (), 0.0, WEEK))
+    order = disk_order(DiskOrder("r", roots, (), 0.0, WEEK, node=NodeName("n1")))
     with hung_mount(away) as server:
         await leader.announce()
         for _ in range(2):
@@ -121,7 +123,7 @@ async def test_a_root_that_begins_to_hang_in_a_pass_costs_that_pass(
     slow = WatchedRoot(str(copies), FileClass.REDUNDANT, sync, Seconds(5.0))
     later = WatchedRoot(str(away), FileClass.LOG)
     guard = DiskCleaner(tmp_path / "agent", told.put_nowait)
-    guard.take(("one", (tuple(near), tuple(slow), tuple(later)), (), 0.0, WEEK, None, True, (), 0.0))
+    guard.take(("one", tuple(map(astuple, (near, slow, later))), (), 0.0, WEEK, None, True, (), 0.0))
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # a file is no event
             await asyncio.sleep(0.01)
@@ -129,7 +131,7 @@ async def test_a_root_that_begins_to_hang_in_a_pass_costs_that_pass(
             await asyncio.to_thread((tmp_path / "hung").write_text, "now\n")
             assert (await told.get())[6] == f"{away} did not answer within 5.2 s"
             monkeypatch.setattr(disk_cleaning, "PASS_SECONDS", PATIENCE_SECONDS)
-            guard.take(("two", (tuple(near), tuple(later)), (), 0.0, WEEK, None, False, (), 0.0))
+            guard.take(("two", (astuple(near), astuple(later)), (), 0.0, WEEK, None, False, (), 0.0))
             report = await told.get()
             assert report[6] == f"{away} does not answer and is left out"
             assert [file[1] for file in report[3]] == ["old.log"]

@@ -22,6 +22,7 @@ from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import PROTOCOL, frame, read_frame, unpack, write_reports
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
+from gpubroker_server.core.domain.submission import ItemTerms, SeatTerms
 from gpubroker_server.core.domain.units import (
     Fence,
     Instant,
@@ -116,9 +117,9 @@ class Bench:
         """The next one that is started, connected."""
         return await (await self.started()).meet()
 
-    async def send(self, task: str, arguments: bytes = b"", **env: str) -> None:
+    async def send(self, task: str, arguments: bytes = b"", **spec: Any) -> None:
         order = StartOrder(TaskId(task), Fence(1), NodeName("n1"), "i.1", (), shareable=False)
-        payload = RunPayload(RunSpec("entrypoint", env=env), arguments, None, None, 1, "", "default", None)
+        payload = RunPayload(RunSpec("entrypoint", **spec), arguments, None, None, 1, "", "default", None)
         await self.executor.send([order], {order.task: payload})
 
     async def close(self) -> None:
@@ -195,10 +196,10 @@ NAMED = ObjectRef("0a" * 32)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env"),
+    ("arguments", "spec"),
     [
-        (b"", {"GPUBROKER_ARRAY": "{}"}),
-        (b"", {"GPUBROKER_WORKER_SET": "{}"}),
+        (b"", {"items": ItemTerms(TaskId("a"))}),
+        (b"", {"seat": SeatTerms(TaskId("s"))}),
         (b'{"args":[{"object":"%s"}],"kwargs":{}}' % NAMED.id.encode(), {}),
         (cloudpickle.dumps((len, (NAMED,), {})), {}),
         (cloudpickle.dumps((len, (), {"obj": {"object": NAMED.id}})), {}),
@@ -206,14 +207,14 @@ NAMED = ObjectRef("0a" * 32)
     ids=["a worker of an array", "a worker of a set", "JSON", "a pickled reference", "a pickled id"],
 )
 async def test_an_agent_of_an_earlier_release_gets_no_array_no_set_and_no_object(
-    bench: Bench, arguments: bytes, env: dict[str, str]
+    bench: Bench, arguments: bytes, spec: dict[str, Any]
 ) -> None:
     """It would call the function without an item or with the name of the object, or end with what the class
     makes, and say all is well."""
     driver = await bench.driver()
     driver.send_reports(SEEN, protocol=8)
     await bench.executor.reports()
-    await bench.send("new", arguments, **env)
+    await bench.send("new", arguments, **spec)
     ended, gone = await bench.executor.reports()
     assert isinstance(ended, Ended)
     assert (ended.task, ended.ending) == ("new", Ending.NEVER_STARTED)

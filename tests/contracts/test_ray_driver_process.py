@@ -26,7 +26,11 @@ def test_its_environment_names_the_ray_that_is_joined_whatever_that_of_the_servi
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "other:6379")
     ours, theirs = socket.socketpair()
-    with ours, theirs, link._start_driver(RayOptions(tmp_path, "head:6379"), "head:6379", theirs) as child:
+    with (
+        ours,
+        theirs,
+        link._start_driver(RayOptions(tmp_path, address="head:6379"), "head:6379", theirs) as child,
+    ):
         try:
             environ = Path(f"/proc/{child.pid}/environ")
             until(environ.read_bytes, "its environment is there")

@@ -26,9 +26,11 @@ from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose
 from gpubroker_server.core.control.findings.finding import Finding
 from gpubroker_server.core.domain.orders import NodeReport
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import MonotonicSeconds
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_node, a_sample, a_task, a_world, holding
+from tests.closed_ports import a_closed_port
 from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
 from tests.mounts import mounted
 from tests.nvml.heard import next_node_sample
@@ -60,9 +62,9 @@ async def finding(leader: Leader, world: World, kind: str) -> Finding:
 
 
 @pytest.fixture
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        return int(other.getsockname()[1])
+def closed_port() -> Iterator[int]:
+    with a_closed_port() as closed:
+        yield int(closed.getsockname()[1])
 
 
 @pytest.fixture
@@ -203,7 +205,7 @@ async def test_a_leader_whose_clock_is_wrong_finds_that_of_its_node_apart(
     open_leader: OpenLeader, ahead: float, which: str
 ) -> None:
     """`ahead`: how far the leader's clock is."""
-    leader, agents = open_leader(), NodeAgents(time.monotonic)
+    leader, agents = open_leader(), NodeAgents(lambda: MonotonicSeconds(time.monotonic()))
     await leader.announce()
     read_by(agents, lambda: time.time() + ahead, await leader.receive("node_seen"))
     assert f"40 s {which} the leader's" in found(a_world(), agents.views())["clocks-apart"].cause
@@ -213,7 +215,7 @@ async def test_a_leader_whose_clock_is_wrong_finds_that_of_its_node_apart(
 async def test_a_node_with_other_software_than_most_is_found(
     runners: FakeRunners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agents = NodeAgents(time.monotonic)
+    agents = NodeAgents(lambda: MonotonicSeconds(time.monotonic()))
     for node, python, ray in (
         ("n1", "3.12.1", "2.60.0"),
         ("n2", "3.12.9", "2.59.0"),

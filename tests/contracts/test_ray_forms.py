@@ -29,6 +29,7 @@ from gpubroker_server.core.domain.device import (
     StoreSample,
     UnreachedNode,
 )
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -87,6 +88,7 @@ RESULTS = (
     ItemResult(5, 0.5, 1, b"1", None),
     ItemResult(6, 0.5, 2, None, Failure("exception", "no", "Trace")),
 )
+UNPROVEN = Ended(*OF_RUN, Ending.SUCCEEDED, messages.ENDED_WELL, rank=1, is_unproven=True)
 OF_ITEMS = ItemsReported(*OF_RUN, 4, RESULTS, ((0, 5), (7, 8)), 9, 1)
 
 
@@ -133,7 +135,8 @@ def test_reports_are_read(agent: int) -> None:
         Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),
         *([Loaded(*OF_RUN, 2, 5, 40.0, 1, 17), OF_ITEMS] if agent > 8 else []),
         Ended(*OF_RUN, Ending.FAILED, None, "json", Failure("exception", "no", "Trace"), b"log", 1),
-        Gone(*OF_RUN, "process_absent", SAMPLE, 1),
+        *([UNPROVEN] if agent >= wire.TELLS_UNPROVEN_ENDS else []),
+        Gone(*OF_RUN, Proof.PROCESS_ABSENT, SAMPLE, 1),
         Sampled(N, AT, SAMPLE),
         Heartbeat(N, AT),
         NodeLost(N, "a.1", AT, "dead"),
@@ -144,6 +147,34 @@ def test_reports_are_read(agent: int) -> None:
         *([] if agent == 8 else [DiskReport(N, AT, "r2", (FOUND,), (("young", 3),), is_first=True)]),
         *([] if agent == 8 else [NODE_SAMPLED]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ending", "result", "unproven"),
+    [("succeeded", messages.ENDED_WELL, True), ("succeeded", b"{}", False), ("stopped", None, False)],
+)
+def test_exit_code_0_is_unproven_if_an_earlier_agent_reports_it(
+    ending: str, result: bytes | None, unproven: bool
+) -> None:
+    told = ("ended", "t", 3, 1, 1000.0, ending, result, "json", None, b"")
+    message = wire.write_reports("n1", 1000.0, [told], protocol=wire.TELLS_UNPROVEN_ENDS - 1)
+    [report] = ReportReader("c", lambda: 1000.0).read(message, 0.0).reports
+    assert isinstance(report, Ended)
+    assert report.is_unproven is unproven
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_later_agent_says_itself_whether_an_end_is_unproven(said: bool) -> None:
+    told = ("ended", "t", 3, 1, 1000.0, "succeeded", messages.ENDED_WELL, "json", None, b"", said)
+    [report] = ReportReader("c", lambda: 1000.0).read(wire.write_reports("n1", 1000.0, [told]), 0.0).reports
+    assert isinstance(report, Ended)
+    assert report.is_unproven is said
+
+
+@pytest.mark.parametrize("protocol", messages.SPOKEN)
+def test_only_a_process_of_an_earlier_form_leaves_open_why_its_command_ended(protocol: int) -> None:
+    told = ("ended", "t", 3, 1, 1000.0, "succeeded", messages.ENDED_WELL, "json", None, b"")
+    assert messages.is_unproven_end(told, protocol) is (protocol < messages.KNOWS_NOTICE)
 
 
 @AGENTS

@@ -6,15 +6,18 @@ The newer one is this software, told that it also speaks a form after this one.
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpubroker.runtime import messages
-from gpubroker.runtime.messages import PROTOCOL, RunKey, RunOrder, ended, failed
+from gpubroker.runtime.command_reports import CommandReports
+from gpubroker.runtime.journal import Journal
+from gpubroker.runtime.messages import PROTOCOL, RunKey, RunOrder, RunOutcome, ended, failed
 from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
+from gpubroker.runtime.task import RunningTask
 from gpubroker_server.adapters.ray import wire
 from gpubroker_server.adapters.ray.agent import node_agent
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
@@ -22,8 +25,10 @@ from gpubroker_server.adapters.ray.driver.agents import AGAIN_SECONDS, IDLE_SECO
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
 from gpubroker_server.adapters.ray.wire import unpack
 from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
-from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, MonotonicSeconds, NodeName, TaskId
+from msgspec.structs import replace
 
 from tests.contracts.fake_runners import GPU, FakeRunners, Leader
 
@@ -69,6 +74,49 @@ async def test_a_warm_process_of_the_release_before_finishes_its_runs(
     old.report(ended(RunKey("left", 1, 0), failed("exception", "no"), b""))
     await leader.receive("gone", "left")
     await leader.until_noted(old)
+
+
+@pytest.mark.parametrize("protocol", messages.SPOKEN)
+@pytest.mark.parametrize("asked_in", wire.SPOKEN)
+async def test_the_agent_says_of_the_command_of_an_earlier_process_that_its_success_is_unproven(
+    runners: FakeRunners, open_leader: OpenLeader, protocol: int, asked_in: int
+) -> None:
+    """An earlier leader does not learn it: it would not read the report."""
+    runners.on_start = lambda runner: setattr(runner, "speaks", (protocol,))
+    leader = open_leader()
+    leader.protocol = asked_in
+    await leader.announce()
+    await leader.start("t")
+    await leader.until(lambda: "t" in runners.started)
+    well = RunOutcome("succeeded", result=messages.ENDED_WELL)
+    runners.runner_of("t").report(ended(RunKey("t", 1, 0), well, b""))
+    told = await leader.receive("ended", "t")
+    unproven = (protocol < messages.KNOWS_NOTICE,)
+    assert told[10:] == (unproven if asked_in >= wire.TELLS_UNPROVEN_ENDS else ())
+
+
+@pytest.mark.parametrize("place", [None, "/tmp"], ids=["its usual place", "/tmp"])
+async def test_the_file_for_reports_of_a_killed_command_is_removed(
+    runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch, place: str | None
+) -> None:
+    leader = open_leader()
+    await leader.announce()
+    await leader.start("t")
+    await leader.until(lambda: "t" in runners.started)
+    task = RunningTask(RunOrder("t", 1, "command"), Journal(lambda _delay: None))
+    with monkeypatch.context() as run:
+        if place is not None:
+            run.setattr(tempfile, "tempdir", place)
+        instance = leader.config.instance
+        left, other = (CommandReports(RunKey("t", fence, 0), task, instance) for fence in (1, 11))
+    runners.runner_of("t").process.kill()
+    await leader.receive("gone", "t")
+    assert are_there(left.path, other.path) == [False, True]
+    other.close()
+
+
+def are_there(*paths: str) -> list[bool]:
+    return [Path(path).exists() for path in paths]
 
 
 @pytest.mark.usefixtures("newer_agent")
@@ -202,12 +250,12 @@ class Time:
 
 
 def test_an_agent_of_an_earlier_release_is_replaced_when_its_node_is_idle() -> None:
-    agents = NodeAgents(lambda: Time.now)
+    agents = NodeAgents(lambda: MonotonicSeconds(Time.now))
     agents.see(seen("0.0.1", RUN), wire.PROTOCOL)
     agents.on_order(StartOrder(TaskId("u"), Fence(1), NODE, "a.1", (), shareable=False))
     for report in (
         Ended(TaskId("u"), Fence(1), Instant(0.0), Ending.NEVER_STARTED),
-        Gone(*RUN[:2], Instant(0.0), "process_absent"),
+        Gone(*RUN[:2], Instant(0.0), Proof.PROCESS_ABSENT),
     ):
         assert not is_replaced(agents)
         agents.on_report(NODE, report)
@@ -217,7 +265,7 @@ def test_an_agent_of_an_earlier_release_is_replaced_when_its_node_is_idle() -> N
 
 
 def test_an_agent_whose_successor_is_as_old_is_not_replaced_again_soon() -> None:
-    agents = NodeAgents(lambda: Time.now)
+    agents = NodeAgents(lambda: MonotonicSeconds(Time.now))
     agents.see(seen(), wire.PROTOCOL)
     assert "stays in use" in agents.views()["n1"]["message"]
     assert is_replaced(agents)
@@ -239,7 +287,7 @@ def test_an_agent_whose_successor_is_as_old_is_not_replaced_again_soon() -> None
 def test_the_view_of_an_outdated_agent_says_what_happens_to_it(
     release: str, protocol: int, outdated: bool
 ) -> None:
-    agents = NodeAgents(lambda: Time.now)
+    agents = NodeAgents(lambda: MonotonicSeconds(Time.now))
     agents.see(seen(release), protocol)
     view = agents.views()["n1"]
     assert (view["release"], view["protocol"]) == (release or None, protocol)

@@ -1,7 +1,6 @@
 """Records say which processes are killed, so no other user may write them. Logs are bounded."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from gpubroker.runtime.messages import RunKey
 from gpubroker.runtime.output import Stream
 from gpubroker_server.adapters.ray.agent import run_files
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunLogs, RunRecord, UnreadableRecord
+from msgspec.structs import replace
 
 RECORD = RunRecord("t", 1, 0, (("GPU-a", 100),), "runner", 42, 4711, "ray-node", 5)
 BOOT = "this-boot"

@@ -1,6 +1,7 @@
 """The conversation with one runner process, whose replies may overtake each other; when it is replaced."""
 
 import asyncio
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -138,7 +139,7 @@ async def test_an_adopted_process_repeats_every_report_that_it_keeps(scene: Scen
 async def test_the_end_is_noted_after_the_last_reports(scene: Scene) -> None:
     scene.process.send(("share", 1))
     _, reply = await scene.actor.call(0)
-    scene.process.watched.signal(9)
+    scene.process.watched.signal(signal.SIGKILL)
     await scene.process.watched.wait()
     assert not scene.ended.is_set()
     reply.set_result(pack([(1, ("ended",))]))
@@ -179,7 +180,7 @@ async def test_an_end_that_could_not_be_noted_is_noted_again(
         scene.ended.set()
 
     monkeypatch.setattr(scene.process, "_on_end", stumble_once)
-    scene.process.watched.signal(9)
+    scene.process.watched.signal(signal.SIGKILL)
     await asyncio.wait_for(scene.ended.wait(), PATIENCE_SECONDS)
     assert told == ["told", "told"]
 

@@ -8,10 +8,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from gpubroker.runtime.journal import AT_ONCE
@@ -22,6 +21,7 @@ from gpubroker_server.adapters.ray.processes import has_stopped
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceReading, MeasuredDevice, ProcessGroup
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.contracts.fake_runners import GPU, FakeRunners, an_agent_config
@@ -56,7 +56,7 @@ class Scene:
         self.probe = Probe()
         self.reports: list[Report] = []
         self.config = an_agent_config(run_dir, warm_runners=1)
-        self.runs = NodeRuns(self.config, self.report, DeviceMeter([self.probe]), self.runners)
+        self.runs = NodeRuns(self.config, self.report, DeviceMeter([self.probe]), cast("Any", self.runners))
 
     def report(self, report: Report, _delay_seconds: float = AT_ONCE) -> None:
         self.reports.append(report)

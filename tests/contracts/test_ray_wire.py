@@ -1,12 +1,13 @@
 """Orders and reports arrive as they were sent."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from gpubroker.runtime.messages import RunOrder, is_report
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, ReportReader
 from gpubroker_server.adapters.ray.wire import PROTOCOL, OrderWriter, pack, unpack, write_reports
 from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     MOST_HELD,
     Checkpointed,
@@ -33,6 +34,7 @@ from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import RunSpec
+from msgspec.structs import replace
 
 T, F, N = TaskId("t"), Fence(3), NodeName("n1")
 AT = Instant(1000.0)
@@ -56,7 +58,7 @@ def carried(
     now: float = 1000.0,
     asked_seconds_ago: float = 0.0,
     held_seconds: float = 0.0,
-) -> list[Report]:
+) -> list[Any]:
     data = write_reports("n1", sent_at, wire_reports, held_seconds)  # type: ignore[arg-type]  # also junk
     told = ReportReader("c", lambda: now).read(data, asked_seconds_ago)
     assert (told.node, told.protocol) == ("n1", PROTOCOL)
@@ -83,7 +85,7 @@ def carried(
         ),
         (
             ("gone", "t", 3, 0, 1000.0, "process_absent", WIRE_SAMPLE),
-            Gone(T, F, AT, "process_absent", SAMPLE),
+            Gone(T, F, AT, Proof.PROCESS_ABSENT, SAMPLE),
         ),
         (("sampled", 1000.0, WIRE_SAMPLE), Sampled(N, AT, SAMPLE)),
         (
@@ -166,9 +168,9 @@ def swapped(report: tuple[object, ...], place: int, value: object) -> tuple[obje
         *(swapped(CHECKPOINTED, 7, data) for data in ("text", None, 5)),
         *((*CHECKPOINTED[:7], None, uri) for uri in (5, "a\0b", "x" * 3000)),
         swapped(CHECKPOINTED, 8, "data and uri"),
-        *(swapped(ENDED, 5, ending) for ending in ("won", None, [])),
+        *(swapped(ENDED, 5, ending) for ending in list[Any](("won", None, []))),
         *(swapped(ENDED, 6, result) for result in (5, "text", None)),
-        *(swapped(ENDED, 7, form) for form in ("yaml", None, {})),
+        *(swapped(ENDED, 7, form) for form in list[Any](("yaml", None, {}))),
         *(swapped(ENDED, 8, failure) for failure in ("no", ("exception", "no"), ("exception", 5, ""))),
         *(swapped(ENDED, 9, tail) for tail in (None, "text", b"x" * 2_000_000)),
         *(swapped(ITEMS, 7, ranges) for ranges in NO_RANGES),
@@ -264,6 +266,15 @@ def test_a_run_on_a_part_of_a_device_is_told_its_share_rounded_down() -> None:
     written = unpack(pack(OrderWriter(1000, 500).write(order, payload)))
     limits = {"GPUBROKER_GPU_FRACTIONS": "0.3333,1", "GPUBROKER_GPU_LIMITS_MB": "90,900"}
     assert written[3]["env"] == {"A": "b", **limits}
+
+
+def test_a_run_finds_in_its_environment_what_it_is_told_of_its_specification() -> None:
+    order = StartOrder(T, F, N, "i", (), shareable=False)
+    spec = RunSpec("entrypoint", env={"A": "b"}, roles=("generate", "train"), retry_of=TaskId("old"))
+    payload = RunPayload(spec, b"", None, None, 1, "", "default", None)
+    written = unpack(pack(OrderWriter(1000, 500).write(order, payload)))
+    told = {"GPUBROKER_ROLES": "generate,train", "GPUBROKER_RETRY_OF": "old"}
+    assert written[3]["env"] == {"A": "b", **told}
 
 
 def test_the_other_orders_name_the_claim() -> None:

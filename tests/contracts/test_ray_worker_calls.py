@@ -229,7 +229,8 @@ async def test_a_call_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "fault", [RayTaskError("call", "Traceback", ValueError("no")), RayActorError(), RuntimeError("a bug")]
+    "fault",
+    [RayTaskError("call", "Traceback", ValueError("no")), RayActorError(), RuntimeError("a bug")],  # type: ignore[no-untyped-call]  # Ray has no types
 )
 async def test_a_call_that_fails_once_it_is_sent_is_lost_and_not_sent_again(
     monkeypatch: pytest.MonkeyPatch, fault: Exception

@@ -5,15 +5,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from gpubroker_server.adapters.memory.store_parts import MemorySecrets
 from gpubroker_server.adapters.secret_files import SecretFiles
 from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import StoreUnavailable
 
 
-@pytest.fixture(params=["files", "memory"])
-def secrets(request: pytest.FixtureRequest, tmp_path: Path) -> SecretStore:
-    return SecretFiles(tmp_path / "secrets") if request.param == "files" else MemorySecrets()
+@pytest.fixture
+def secrets(tmp_path: Path) -> SecretStore:
+    return SecretFiles(tmp_path / "secrets")
 
 
 async def test_a_secret_belongs_to_one_tenant_and_is_replaced_and_dropped(secrets: SecretStore) -> None:

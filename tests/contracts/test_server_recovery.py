@@ -34,7 +34,7 @@ def a_folder() -> Iterator[str]:
 def told(server: OwnServer, *statements: str) -> None:
     with psycopg.connect(server.url, autocommit=True) as connection:
         for statement in statements:
-            connection.execute(statement)  # type: ignore[arg-type]  # not a literal
+            connection.execute(statement)
 
 
 def archived(server: OwnServer) -> None:

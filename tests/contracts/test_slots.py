@@ -7,16 +7,16 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.broker.background import SlotDivider
 from gpubroker_server.core.domain.units import Instant, Term
 from gpubroker_server.core.serving.slots import FRESH_SECONDS, HOLD_SECONDS, Claim
-from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneEntry, LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
+from gpubroker_server.http.identity import Identity
+from gpubroker_server.inference.lanes import NO_WISH, LaneEntry, LaneOptions, Lanes
+from gpubroker_server.inference.slot_leases import SlotLeases
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen, SlotStore
 from gpubroker_server.ports.store import StoreUnavailable
 
 from tests.builders import NOW
 from tests.contracts.scenes import opened
 
-SOMEBODY = Identity("me", "default", frozenset({"*"}), 50)
+SOMEBODY = Identity("me", "default", ("*",), 50)
 
 
 class ManualClock:

@@ -1,6 +1,5 @@
 """Results of the items of arrays in a store."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,13 @@ from gpubroker_server.adapters.sql.reads import counts_of
 from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.adapters.sql.system_tables import SCHEMA
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.submission import WORKER_LABELS, BatchSubmission
 from gpubroker_server.core.domain.task import Move, Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.ports.arrays import ItemCounts, PageFilter
 from gpubroker_server.ports.store import CommitVerdict, TaskStore
+from msgspec.structs import replace
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
@@ -35,9 +36,9 @@ def stored(task: Task, *pages: ItemPage) -> Decision:
 
 
 async def test_pages_are_read_by_number_and_by_commit(store: TaskStore) -> None:
-    task = a_task(ARRAY, array=ARRAY)
+    task = a_task(ARRAY, holder=WorkerSeat(ARRAY))
     term = await with_gpu(store, task)
-    assert [row.array for row in (await store.snapshot()).tasks] == [ARRAY]
+    assert [row.holder for row in (await store.snapshot()).tasks] == [WorkerSeat(ARRAY)]
     assert await store.item_counts(ARRAY) == ItemCounts()
     last, first = a_page(5, 1, failed=1), a_page(0, 2, lines=b"\x00\xff", digest="ab" * 32)
     middle = a_page(2, 3, count=3, failed=3)

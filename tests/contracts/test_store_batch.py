@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.submission import Request
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict, TaskStore, Unstorable
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import a_submission, log_of, opened, replayed
@@ -19,10 +19,10 @@ LARGE = 1200
 
 
 def a_batch(
-    prefix: str, count: int, key: str | None = None, body: str = "body", **spec: object
+    prefix: str, count: int, key: str | None = None, body: str = "body", **spec: Any
 ) -> BatchSubmission:
     like = a_task(f"{prefix}00000", gpu_mb=1024)
-    tasks = [changed(like, id=TaskId(f"{prefix}{number:05}"), queued_bytes=number) for number in range(count)]
+    tasks = [replace(like, id=TaskId(f"{prefix}{number:05}"), queued_bytes=number) for number in range(count)]
     first = a_submission(like, **spec)
     submissions = [replace(a_submission(task, **spec), like=first) for task in tasks]
     return BatchSubmission(submissions, key, body, f"answer to {prefix}")

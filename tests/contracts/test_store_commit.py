@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from gpubroker_server.bootstrap.follower import fill
@@ -11,10 +10,11 @@ from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, move_lease
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Position, TaskId, Term
-from gpubroker_server.core.world.event_codec import changed_task, task_from
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.payload import changed_task, encode, read_task
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import CommitVerdict, StaleTerm, TaskStore
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task
 from tests.contracts.scenes import (
@@ -289,7 +289,7 @@ async def test_the_history_of_a_task_holds_its_leases_pledges_and_requests(store
     await store.commit(term, [admission(a_task("t0")), makes(a_pledge_of("t1")), admission(task)])
     await store.request(Request("r1", task.id, "default", "cancel", {}, Instant(NOW)))
     await store.commit(term, [Decision("t1", "cancel", requests_done=("r1",))])
-    kinds = [event.kind for event in await store.events(Position(0), 100, task.id)]
+    kinds = [event.kind for event in await store.events(Position(0), 100, [task.id])]
     assert kinds == [
         "task.submitted", "pledge.made", "task.admitted", "lease.reserved", "request.made", "request.done",
     ]  # fmt: skip
@@ -346,9 +346,9 @@ async def test_the_task_in_an_event_is_what_its_fields_make_of_it(store: TaskSto
     tasks: dict[str, Task] = {}
     for event in await a_busy_day(store):
         if event.kind == "task.submitted":
-            tasks[event.key] = task_from(event.fields)
+            tasks[event.key] = read_task(encode(event.payload))
         elif event.kind.startswith("task."):
-            tasks[event.key] = changed_task(tasks[event.key], event.version, event.fields)
+            tasks[event.key] = changed_task(tasks[event.key], encode(event.payload), event.version)
         if event.kind.startswith("task."):
             assert event.task == tasks[event.key]
     assert len(tasks) > 1

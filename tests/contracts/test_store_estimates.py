@@ -1,7 +1,6 @@
 """What runs taught is kept with the decisions that end them."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision
@@ -11,6 +10,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, Position
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import CommitVerdict, TaskStore
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_sketch, a_task
 from tests.contracts.scenes import (
@@ -112,7 +112,7 @@ async def test_a_mark_of_overuse_is_kept_and_the_lease_goes_on(store: TaskStore)
         assert await store.commit(term, [Decision("t1", "overuse", leases=(lease,))]) == [COMMITTED]
     assert list((await store.snapshot()).leases) == [marked]
     assert await store.commit(term, [Decision("t1", "overuse", leases=(marked,))]) == [STALE]
-    events = await store.events(Position(0), 100, task.id)
+    events = await store.events(Position(0), 100, [task.id])
     assert [event.kind for event in events][-2:] == ["lease.held", "lease.overused"]
     from_rows = World()
     fill(from_rows, await store.snapshot())

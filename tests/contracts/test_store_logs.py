@@ -1,13 +1,12 @@
 """Parts of logs, and which logs are read: the same in every store."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.run_logs import FollowedLogs
 from gpubroker_server.ports.run_logs import LogChanges, LogPart
 from gpubroker_server.ports.store import StaleTerm, TaskStore
+from msgspec.structs import replace
 
 from tests.builders import NOW
 from tests.contracts.scenes import next_term, with_gpu

@@ -1,12 +1,11 @@
 """Nodes in rows and in the log."""
 
-from dataclasses import replace
-
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.ports.store import TaskStore
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_node
 from tests.contracts.scenes import log_of, node_seen, replayed, with_gpu

@@ -2,22 +2,15 @@
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.stored_objects import LEAST_BYTES, Counted, Quota, StoredObject
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.ports.objects import (
-    LEAST_BYTES,
-    Counted,
-    ObjectOrder,
-    ObjectSort,
-    Quota,
-    SortKey,
-    StoredObject,
-)
+from gpubroker_server.ports.objects import ObjectOrder, ObjectSort, SortKey
 from gpubroker_server.ports.store import TaskStore
+from msgspec.structs import replace
 
 from tests.builders import a_task
 from tests.contracts.scenes import a_submission, next_term

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -25,6 +24,7 @@ from gpubroker_server.ports.store import (
     TokenRow,
     Unstorable,
 )
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import (
@@ -213,7 +213,9 @@ async def test_what_no_row_can_hold_cannot_be_looked_for(postgres_url: str) -> N
 async def test_a_token_whose_commit_was_lost_is_put_once_and_is_ours(postgres_url: str) -> None:
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:
         wire.cut = Cut.AFTER_COMMIT
-        assert await store.put_token(TokenRow("ci", "hash", "lab", ("*",), 100, NOW), by="alice")
+        assert await store.put_token(
+            TokenRow("ci", "lab", ("*",), 100, sha256="hash", created_at=NOW), by="alice"
+        )
         assert wire.was_cut.is_set()
     with psycopg.connect(postgres_url) as connection:
         assert connection.execute("SELECT actor FROM audit").fetchall() == [("alice",)]

@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.core.domain.decisions import AuditNote, Decision
-from gpubroker_server.core.domain.lease import quarantine
+from gpubroker_server.core.domain.lease import Proof, quarantine
 from gpubroker_server.core.domain.lease import release as give_back
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
@@ -22,6 +22,7 @@ from gpubroker_server.ports.store import (
     TokenRow,
     Unstorable,
 )
+from msgspec.structs import replace
 from sqlalchemy import create_engine, text
 
 from tests.builders import NOW, a_task
@@ -46,7 +47,7 @@ async def test_everything_is_there_after_a_restart(url: str) -> None:
         term = await with_gpu(store, first, second)
         await store.commit(term, [admission(first), admission(second), end(claimed(second))])
         await store.commit(term, [a_checkpoint(claimed(first), 1)])
-        await store.put_token(TokenRow("ci", "hash", "lab", ("*",), 100, NOW), by="admin")
+        await store.put_token(TokenRow("ci", "lab", ("*",), 100, sha256="hash", created_at=NOW), by="admin")
         before, log = await store.snapshot(), await log_of(store)
     async with opened(url) as store:
         after = await store.snapshot()
@@ -81,7 +82,7 @@ async def test_what_cannot_be_stored_fails_alone(url: str) -> None:
     async with opened(url) as store:
         bad = a_submission(a_task("bad", name="half a pair: \ud800"))
         good = [store.submit(a_submission(f"t{n}")) for n in range(3)]
-        outcomes = await asyncio.gather(*good, store.submit(bad), return_exceptions=True)
+        outcomes: list[Any] = await asyncio.gather(*good, store.submit(bad), return_exceptions=True)
         assert isinstance(outcomes[-1], Unstorable)
         assert [outcome.verdict for outcome in outcomes[:3]] == [SubmitVerdict.ACCEPTED] * 3
         assert await store.head() == 3
@@ -91,7 +92,7 @@ async def test_what_postgresql_alone_refuses_fails_alone(postgres_url: str) -> N
     async with opened(postgres_url) as store:
         bad = a_submission(a_task("bad", name="nul: \0"))
         good = [store.submit(a_submission(f"t{n}")) for n in range(3)]
-        outcomes = await asyncio.gather(*good, store.submit(bad), return_exceptions=True)
+        outcomes: list[Any] = await asyncio.gather(*good, store.submit(bad), return_exceptions=True)
         assert isinstance(outcomes[-1], Unstorable)
         assert await store.head() == 3
 
@@ -139,7 +140,7 @@ async def test_nothing_acknowledged_is_lost_when_the_process_is_killed(url: str)
 async def test_the_audit_log_names_the_actor(url: str) -> None:
     async with opened(url) as store:
         await next_term(store, "host:1")
-        token = TokenRow("ci", "hash", "lab", ("*",), 100, NOW)
+        token = TokenRow("ci", "lab", ("*",), 100, sha256="hash", created_at=NOW)
         assert await store.put_token(token, by="alice")
         assert not await store.put_token(replace(token, sha256="other"), by="mallory")
         assert await store.drop_token("ci", by="bob")
@@ -163,7 +164,7 @@ async def test_what_a_decision_notes_is_written_with_it_or_not_at_all(url: str) 
         term = await with_gpu(store, task)
         await store.commit(term, [admission(task), Decision(task.id, "unconfirmed", leases=(stuck,))])
         assert (await store.snapshot()).leases == [stuck], "with the time since when"
-        stated = Decision(task.id, "attest", leases=(give_back(stuck, "statement"),), audit=(note,))
+        stated = Decision(task.id, "attest", leases=(give_back(stuck, Proof.STATEMENT),), audit=(note,))
         assert await store.commit(term, [stated]) == [CommitVerdict.COMMITTED]
         assert CommitVerdict.COMMITTED not in await store.commit(term, [stated])
         [*_, last] = await store.events(Position(0), 100)

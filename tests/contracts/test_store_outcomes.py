@@ -1,11 +1,10 @@
 """What runs leave behind in a store: results, failures and checkpoints."""
 
-from dataclasses import replace
-
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.ports.store import CommitVerdict, TaskStore
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_device, a_task
 from tests.contracts.scenes import a_checkpoint, admission, claimed, end, node_seen, start, with_gpu

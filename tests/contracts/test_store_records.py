@@ -1,9 +1,10 @@
 """What people look up: lists, specs, tokens."""
 
 import asyncio
-from dataclasses import replace
+from typing import Any
 
 import pytest
+from gpubroker.wire.worker_sets import Scaling
 from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.domain.decisions import (
     AuditNote,
@@ -14,21 +15,21 @@ from gpubroker_server.core.domain.decisions import (
     WorkerSetWrite,
     write_move,
 )
-from gpubroker_server.core.domain.models import ModelTerms
-from gpubroker_server.core.domain.submission import Scaling, WorkerSet
-from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
+from gpubroker_server.core.domain.holders import External, Model, WorkerSeat
+from gpubroker_server.core.domain.submission import WorkerSet
+from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.store import (
+    AdmittedTask,
     RunSpec,
     StoredState,
-    Submission,
     TaskFilter,
     TaskSort,
     TaskStore,
     TokenRow,
 )
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_demand, a_task
 from tests.contracts.scenes import (
@@ -45,7 +46,7 @@ from tests.contracts.scenes import (
 
 
 async def listed(store: TaskStore, tenant: str = "lab", **wanted: object) -> list[str]:
-    return [row.task.id for row in await store.records(replace(TaskFilter(tenant), **wanted))]  # type: ignore[arg-type]  # fields of the filter
+    return [row.task.id for row in await store.records(replace(TaskFilter(tenant), **wanted))]
 
 
 @pytest.fixture
@@ -81,21 +82,21 @@ async def test_tasks_are_sorted_by_priority_or_end_with_pages_that_follow(six: T
     by_priority = {"sort": TaskSort.PRIORITY}
     assert await listed(six, **by_priority) == ["t6", "t5", "t4", "t8", "t3", "t2", "t1"]
     assert await listed(six, **by_priority, after=(30, "t8"), limit=2) == ["t3", "t2"]
-    up = {"sort": TaskSort.PRIORITY, "descending": False}
+    up: dict[str, Any] = {"sort": TaskSort.PRIORITY, "descending": False}
     assert await listed(six, **up, limit=4) == ["t1", "t2", "t3", "t8"]
     assert await listed(six, **up, after=(30.0, "t3")) == ["t8", "t4", "t5", "t6"]
     assert await listed(six, descending=False, after=("t5",)) == ["t6", "t8"]
     first = claimed(a_task("t1", tenant="lab", name="job-1", priority=10))
     earlier = write_move(first, Move.FAILED, finished_at=Instant(NOW - 0.25))
     await six.commit(term, [Decision("t1", "ended", tasks=(earlier,))])
-    by_end = {"sort": TaskSort.FINISHED, "states": (TaskState.SUCCEEDED, TaskState.FAILED)}
+    by_end: dict[str, Any] = {"sort": TaskSort.FINISHED, "states": (TaskState.SUCCEEDED, TaskState.FAILED)}
     assert await listed(six, **by_end) == ["t2", "t1"]
     assert await listed(six, **by_end, after=(NOW, "t2")) == ["t1"]
     assert await listed(six, **by_end, descending=False, after=(NOW - 0.25, "t1")) == ["t2"]
 
 
 async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(six: TaskStore) -> None:
-    await six.submit(a_submission(a_task("t8", tenant="lab", priority=60, model=ModelTerms("main", "llm"))))
+    await six.submit(a_submission(a_task("t8", tenant="lab", priority=60, holder=Model("main", "llm"))))
     assert (await listed(six, min_priority=30))[0] == "t8"
     wanted = TaskFilter("lab", min_priority=30, max_priority=50)
     assert await six.selected(wanted) == ["t5", "t4", "t3"]
@@ -163,7 +164,7 @@ async def test_a_worker_set_stays_until_it_is_over(six: TaskStore) -> None:
     workers = WorkerSet(ids[0], "lab", "solvers", ids, 0, 2, 1, 8, Instant(NOW), scaling)
     term = await next_term(six)
     await six.commit(term, [Decision("t1", "form", worker_sets=(WorkerSetWrite(workers, "formed"),))])
-    more = changed(workers, count=2, signal=3.5)
+    more = replace(workers, count=2, signal=3.5)
     scaled = WorkerSetWrite(more, "changed", ("count", "signal"))
     await six.commit(term, [Decision("t1", "scale", worker_sets=(scaled,))])
     assert list((await six.snapshot()).worker_sets) == [more]
@@ -186,12 +187,12 @@ async def test_many_requests_are_stored_in_one_commit_and_a_repeated_one_once(si
 
 
 async def test_external_holders_are_kept_as_they_asked_and_listed_apart(six: TaskStore) -> None:
-    terms = ExternalTerms(Seconds(60.0), pid=4711)
-    await six.submit(a_submission(a_task("t8", tenant="lab", external=terms, deadline_at=Instant(NOW + 60))))
+    terms = External(Seconds(60.0), pid=4711)
+    await six.submit(a_submission(a_task("t8", tenant="lab", holder=terms, deadline_at=Instant(NOW + 60))))
     assert await listed(six, kind="external") == ["t8"]
     assert (await listed(six))[:2] == ["t8", "t6"]
     [task] = [task for task in (await six.snapshot()).tasks if task.id == "t8"]
-    assert (task.external, task.deadline_at) == (terms, NOW + 60)
+    assert (task.holder, task.deadline_at) == (terms, NOW + 60)
     replay = replayed(await log_of(six))
     assert replay.tasks[TaskId("t8")] == task
     term = await next_term(six, "test")
@@ -342,7 +343,7 @@ async def test_tokens_are_no_events(store: TaskStore) -> None:
 async def test_states_are_read_of_tasks_that_have_a_record(store: TaskStore) -> None:
     await store.submit(a_submission(a_task("t1", tenant="lab")))
     await store.submit(a_submission(a_task("t2")))
-    await store.submit(a_submission(a_task("t3")))
+    await store.submit(a_submission(a_task("t3", holder=WorkerSeat(TaskId("t3")))))
     term = await next_term(store, "leader")
     failed = write_move(a_task("t2"), Move.FAILED, failed_by=TaskId("t1"), finished_at=NOW)
     await store.commit(term, [Decision("t2", "dependency", tasks=(failed,))])
@@ -350,6 +351,8 @@ async def test_states_are_read_of_tasks_that_have_a_record(store: TaskStore) -> 
         "t1": StoredState("lab", TaskState.PENDING),
         "t2": StoredState("default", TaskState.FAILED, TaskId("t1")),
     }
+    worker = (await store.states([TaskId("t3")]))[TaskId("t3")]
+    assert worker.array == "t3"
     assert await store.states([]) == {}
 
 
@@ -360,8 +363,8 @@ async def test_the_entrypoints_of_pending_tasks_are_counted(store: TaskStore) ->
     tasks = {name: a_task(name) for name in ("runs", "over", "a", "b", "c")}
     for name, task in tasks.items():
         entrypoint = "jobs:g" if name == "c" else "demo:f"
-        await store.submit(Submission(task, RunSpec("entrypoint", entrypoint=entrypoint)))
-    await store.submit(Submission(a_task("command"), RunSpec("command", command=("true",))))
+        await store.submit(AdmittedTask(task, RunSpec("entrypoint", entrypoint=entrypoint)))
+    await store.submit(AdmittedTask(a_task("command"), RunSpec("command", command=("true",))))
     expiry = write_move(tasks["over"], Move.EXPIRED, finished_at=Instant(NOW))
     decided = [admission(tasks["runs"]), Decision(TaskId("over"), "expired", tasks=(expiry,))]
     assert [str(verdict) for verdict in await store.commit(term, decided)] == ["committed"] * 2

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from gpubroker.wire.forecasts import Sizing
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
+from gpubroker_server.core.domain.holders import INFERENCE, Model
+from gpubroker_server.core.domain.models import ModelUsage
+from gpubroker_server.core.domain.submission import BatchSubmission, ItemTerms, SeatTerms
 from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, Task
-from gpubroker_server.core.domain.units import Instant, Position, TaskId
-from gpubroker_server.core.world.event_codec import task_from
+from gpubroker_server.core.domain.units import Instant, Mib, Position, TaskId
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import RunSpec, Submission, SubmitVerdict, TaskFilter, TaskStore
+from gpubroker_server.core.world.payload import read_task
+from gpubroker_server.ports.store import AdmittedTask, RunSpec, SubmitVerdict, TaskFilter, TaskStore
 
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import a_submission, log_of, next_term
@@ -34,9 +37,9 @@ async def test_what_was_submitted_reads_back_as_it_was(store: TaskStore) -> None
         arguments_digest="ab" * 32, python="3.11", objects=("cd" * 32,), env={"A": "1"},
         result_format="cloudpickle", labels={"team": "vision", "run": "7"}, model_type="llm",
         working_directory="/srv",
-        sizing={"gpu_mb": 9420, "p95_mb": 8192, "n": 12, "kind": "H100", "message": "ü"},
+        sizing=Sizing(9420, 8192, 12, "H100", "ü"),
     )  # fmt: skip
-    await store.submit(Submission(task, spec, "key", "hash"))
+    await store.submit(AdmittedTask(task, spec, "key", "hash"))
     record = await store.record(task.id)
     assert record is not None
     assert (record.task, record.spec) == (task, spec)
@@ -175,8 +178,8 @@ async def test_a_demand_of_every_kind_survives(store: TaskStore) -> None:
     demands = [
         Demand(),
         Demand(gpus=8),
-        Demand(gpus=1, gpu_fraction=0.25, cpu=0.5, memory_mb=512),
-        Demand(gpus=2, gpu_mb=1024, exclusive=True, placement="spread"),
+        Demand(gpus=1, gpu_fraction=0.25, cpu=0.5, memory_mb=Mib(512)),
+        Demand(gpus=2, gpu_mb=Mib(1024), exclusive=True, placement="spread"),
         Demand(custom=(("a", 1.0), ("b", 2.5))),
     ]
     tasks: list[Task] = [a_task(f"t{n}", demand=demand) for n, demand in enumerate(demands)]
@@ -187,20 +190,20 @@ async def test_a_demand_of_every_kind_survives(store: TaskStore) -> None:
 
 
 def a_model(id: str, server: str = "main", **terms: Any) -> Task:
-    return a_task(id, gpu_mb=10 * GIB, model=ModelTerms(server, "llm", **terms))
+    return a_task(id, gpu_mb=10 * GIB, holder=Model(server, "llm", **terms))
 
 
 async def test_a_model_reads_back_with_its_terms(store: TaskStore) -> None:
     usage = ModelUsage(Instant(NOW), (1.0, 2.5, 3.0, 4.0))
-    asked = {"asked_priority": 70, "asked_at": Instant(NOW), "queued": True}
-    told = {"load_seconds": 4.5, "usage": usage, "steps": ("a", "b"), "versions": ("1", "3")}
+    asked: dict[str, Any] = {"asked_priority": 70, "asked_at": Instant(NOW), "queued": True}
+    told: dict[str, Any] = {"load_seconds": 4.5, "usage": usage, "steps": ("a", "b"), "versions": ("1", "3")}
     task = a_model("m1", pinned=True, **asked, **told)
     await store.submit(a_submission(task))
     record = await store.record(task.id)
     assert record is not None
     assert record.task == task
     [event] = await log_of(store)
-    assert (task_from(event.fields), (await store.snapshot()).tasks) == (task, [task])
+    assert (read_task(event.payload), (await store.snapshot()).tasks) == (task, [task])
 
 
 async def test_of_each_model_of_a_server_there_is_one_holder_at_a_time(store: TaskStore) -> None:
@@ -225,14 +228,34 @@ async def test_of_many_submits_for_a_model_one_creates_its_holder(store: TaskSto
     assert other.verdict is SubmitVerdict.ACCEPTED
 
 
+async def test_what_a_task_is_told_of_its_specification_reads_back(store: TaskStore) -> None:
+    told: dict[str, Any] = {
+        "roles": ("a", "b"),
+        "profile": "scorer",
+        "max_concurrency": 3,
+        "retry_of": TaskId("old"),
+    }
+    terms: dict[str, Any] = {
+        "items": ItemTerms(TaskId("t1"), 1, 9.0),
+        "seat": SeatTerms(TaskId("t1"), health={"method": "m"}),
+    }
+    one = a_submission("t1", env={"SEED": "4"}, **told, **terms)
+    await store.submit(one)
+    await store.submit_batch(BatchSubmission([a_submission("t2", **told)]))
+    specs = [(await store.specs([TaskId(name)]))[TaskId(name)] for name in ("t1", "t2")]
+    records = [await store.record(TaskId(name)) for name in ("t1", "t2")]
+    assert specs == [one.spec, a_submission("t2", **told).spec]
+    assert [record and record.spec for record in records] == specs
+
+
 async def test_an_inference_reads_back_with_the_model_that_is_to_answer_it(store: TaskStore) -> None:
     task = a_task("i1", answered_by="resnet")
     spec = RunSpec(kind="inference", entrypoint="resnet", arguments=b"\x00\xff")
-    await store.submit(Submission(task, spec))
+    await store.submit(AdmittedTask(task, spec))
     record = await store.record(task.id)
     assert record is not None
-    assert (record.task, record.spec, record.task.is_inference) == (task, spec, True)
+    assert (record.task, record.spec, record.task.holder) == (task, spec, INFERENCE)
     [event] = await log_of(store)
-    assert task_from(event.fields) == task
+    assert read_task(event.payload) == task
     assert (await store.snapshot()).tasks == [task]
     assert [found.task.id for found in await store.records(TaskFilter("default", kind="inference"))] == ["i1"]

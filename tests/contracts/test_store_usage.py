@@ -1,13 +1,12 @@
 """What tenants have used is kept with the leases, and is what the log tells."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import CommitVerdict, TaskStore
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_task
 from tests.contracts.scenes import (

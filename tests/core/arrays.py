@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Ended,
@@ -50,7 +51,7 @@ def terms(total: int = 100, **fields: Any) -> ArrayTerms:
 
 def a_worker(id: str, state: TaskState = TaskState.RUNNING, **fields: Any) -> Task:
     on_node = {"node": NodeName("n1"), "admitted_at": NOW, "started_at": NOW, "fence": Fence(1), "version": 3}
-    facts = {"cpu": 1.0, "state": state, "array": TaskId("w0"), "max_retries": 10, **fields}
+    facts = {"cpu": 1.0, "state": state, "holder": WorkerSeat(TaskId("w0")), "max_retries": 10, **fields}
     return a_task(id, **facts, **(on_node if state is TaskState.RUNNING else {}))
 
 

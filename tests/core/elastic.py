@@ -101,7 +101,8 @@ def seen(gang: Agents, node: str, *ranks: int) -> list[Order]:
     answer = NodeReport(row, devices, known, gang.now)
     decisions = reconcile(gang.world, answer, gang.now, gang.policy, InventoryRules("test"))
     commit(gang.world, decisions)
-    return [order for decision in decisions for order in decision.orders]
+    orders: list[Any] = [order for decision in decisions for order in decision.orders]
+    return orders
 
 
 def state_of(gang: Agents, id: str = "urgent") -> TaskState:

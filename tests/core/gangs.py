@@ -5,7 +5,8 @@ from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.holders import MemberState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -19,7 +20,7 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import MemberState, Task
+from gpubroker_server.core.domain.task import Task, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -48,7 +49,7 @@ def admit_all(world: World, policy: Policy = POLICY, now: float = NOW) -> list[D
 
 def where(world: World, id: str = "gang") -> list[str]:
     """The node of each rank; empty if it is not placed."""
-    return [member.node for member in world.tasks[TaskId(id)].members]
+    return [member.node for member in members_of(world.tasks[TaskId(id)])]
 
 
 class Agents:
@@ -69,7 +70,8 @@ class Agents:
         """What the leader orders because of that."""
         decisions = apply_reports(self.world, reports, self.now, self.policy)
         commit(self.world, decisions)
-        return [order for decision in decisions for order in decision.orders]
+        orders: list[Any] = [order for decision in decisions for order in decision.orders]
+        return orders
 
     def started(self, rank: int) -> Started:
         return Started(self.id, self.fence, self.now, pid=1, rank=rank)
@@ -82,7 +84,7 @@ class Agents:
         failure = Failure("exception", "boom") if ending is Ending.FAILED else None
         return Ended(self.id, self.fence, self.now, ending, result, failure=failure, rank=rank)
 
-    def gone(self, rank: int, proof: str = "process_absent") -> Gone:
+    def gone(self, rank: int, proof: Proof = Proof.PROCESS_ABSENT) -> Gone:
         return Gone(self.id, self.fence, self.now, proof, rank=rank)
 
     def node_lost(self, node: str) -> NodeLost:
@@ -90,7 +92,7 @@ class Agents:
 
     def run(self) -> None:
         """All ranks get ready and begin."""
-        ranks = [member.rank for member in self.task.members]
+        ranks = [member.rank for member in members_of(self.task)]
         orders = self.tell(*map(self.started, ranks), *map(self.ready, ranks))
         assert sum(isinstance(order, GoOrder) for order in orders) == len(ranks)
 
@@ -116,7 +118,7 @@ def running(**fields: Any) -> Agents:
 
 
 def states(task: Task) -> list[MemberState]:
-    return [member.state for member in task.members]
+    return [member.state for member in members_of(task)]
 
 
 def leases(gang: Agents) -> dict[int, LeaseState]:

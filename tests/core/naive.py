@@ -4,16 +4,17 @@ Slow on purpose. It shares the values of the core (tasks, leases, pledges) and n
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import Gang, Member
 from gpubroker_server.core.domain.lease import HOLDERS_ON_SERVERS, HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Member, Task, TaskState
-from gpubroker_server.core.domain.units import NodeName, node_of
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
+from gpubroker_server.core.domain.units import Instant, NodeName, node_of
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_gangs import a_rank, gang_step, runs
@@ -27,13 +28,24 @@ Step = tuple[Any, ...]
 ("withdraw", task, ended pledges): what a plan does, without its bookkeeping."""
 
 
+def held_by(user: Task, *, of_ranks: bool = False) -> list[tuple[str, float]]:
+    """What it has of limits; a task that waits, what it needs at least. `of_ranks`: what its ranks have."""
+    demand = user.demand
+    if not members_of(user):
+        return [*demand.custom, *demand.slots]
+    by_rank = any(bundle.slots for bundle in demand.bundles)
+    own = [slot for slot in demand.slots if not (by_rank and slot[0].startswith("pool:"))]
+    parts = [run.demand for run in runs(user)]
+    return [*([] if of_ranks else own), *(it for part in parts for it in (*part.custom, *part.slots))]
+
+
 class Naive(NaiveLeavers):
     """Everything the planner may look at, in flat lists."""
 
     def __init__(self, world: World, policy: Policy, now: float, forecasts: Sequence[Any] = ()) -> None:
         self.policy, self.now, self.forecasts = policy, now, forecasts
         self.refused_by_reservation, self.barred, self.taken = 0, frozenset[str](), dict[str, Step]()
-        self.tasks: dict[str, Task] = dict(world.tasks)
+        self.tasks: dict[str, Task] = {str(id): task for id, task in world.tasks.items()}
         self.nodes = sorted(world.nodes.values(), key=lambda node: node.name)
         self.ledgers = [world.ledgers[key] for key in sorted(world.ledgers)]
         self.leases: list[Lease] = [lease for run in world.leases.values() for lease in run.values()]
@@ -174,12 +186,15 @@ class Naive(NaiveLeavers):
             if limit.per_node:
                 continue
             users = [run for run in self.tasks.values() if run.is_active]
+            alone: list[Task] = []
             if gone is not None:
                 left = {one.id for one in gone if not self.is_alone(one)}
+                alone = [one for one in gone if one.id not in left]
                 users = [run for run in users if run.state is not TaskState.STOPPING and run.id not in left]
             whose = {p.preemptor for p in self.pledges if p.priority >= task.priority} - {task.id}
             users += [self.tasks[name] for name in sorted(whose) if not self.tasks[name].is_active]
-            used = sum(dict((*user.demand.custom, *user.demand.slots)).get(name, 0.0) for user in users)
+            used = sum(amount for user in users for it, amount in held_by(user) if it == name)
+            used -= sum(amount for one in alone for it, amount in held_by(one, of_ranks=True) if it == name)
             if amount > round(limit.amount - used, 6):
                 return False
         return True
@@ -255,7 +270,7 @@ class Naive(NaiveLeavers):
     def places(self, task: Task) -> Iterator[tuple[Any, str, tuple[tuple[str, int], ...]]]:
         """Every placement there is: (rank, node, devices)."""
         demand = task.demand
-        sign = -1 if "spread" in (demand.placement, self.policy.placement) else 1
+        is_spread = "spread" in (demand.placement, self.policy.placement)
         for node in self.nodes:
             cpu, memory, runs = self.room(node, task)
             if not node.ready or node.cordoned or not self.custom_is_there(task) or self.over_quota(task):
@@ -267,25 +282,38 @@ class Naive(NaiveLeavers):
             if not self.node_has(node, task):
                 continue
             for chosen in combinations(self.devices(node.name), demand.gpus):
-                needs = [self.needs(demand, device) for device in chosen]
-                if any(
-                    need is None or self.free(d, task) < need for d, need in zip(chosen, needs, strict=True)
+                sizes = [self.needs(demand, device) for device in chosen]
+                needs = [need for need in sizes if need is not None]
+                if len(needs) < len(sizes) or any(
+                    self.free(d, task) < need for d, need in zip(chosen, needs, strict=True)
                 ):
                     continue
                 left = sum(self.free(d, task) - need for d, need in zip(chosen, needs, strict=True))
                 names = (node.name, *(device.key for device in chosen))
                 devices = tuple((d.key, need) for d, need in zip(chosen, needs, strict=True))
                 unmet = self.unmet(node, chosen, task)
-                if self.measure is None or demand.placement == "spread" or demand.where.devices:
-                    busy = len(self.runs_on(node)) if sign < 0 else 0
-                    yield (unmet, sign * left, busy, sign * cpu, names), node.name, devices
+                if is_spread:
+                    taken = sum(self.taken_share(device, task) for device in chosen)
+                    holders = sum(lease.device == device.key for device in chosen for lease in self.leases)
+                    busy = len(self.runs_on(node))
+                    yield (unmet, holders, taken, busy, -cpu, names), node.name, devices
+                elif self.measure is None or demand.where.devices:
+                    yield (unmet, left, 0, 0, cpu, names), node.name, devices
                 elif demand.gpus <= 1 or devices == fullest(self, node, task):
-                    yield (unmet, -score(self, node, task, dict(devices)), 0, 0, names), node.name, devices
+                    worth = score(self, node, task, dict(devices))
+                    yield (unmet, -worth, 0, 0, 0, names), node.name, devices
+
+    def taken_share(self, device: Any, task: Task) -> int:
+        """In millionths of what may be leased of it."""
+        size = device.physical_mb - device.reserve_mb - device.declared_foreign_mb
+        return (size - self.free(device, task)) * 1_000_000 // size
 
     # The cycle
 
     def waits(self, task: Task | None) -> bool:
-        due = task is not None and (task.not_before is None or task.not_before <= self.now)
+        if task is None:
+            return False
+        due = task.not_before is None or task.not_before <= self.now
         return due and task.state is TaskState.PENDING and not (task.held or task.awaits)
 
     def plan(self, taken: Sequence[Step] = ()) -> list[Step]:
@@ -333,8 +361,8 @@ class Naive(NaiveLeavers):
             task, state=TaskState.ADMITTED, node=node, fence=task.fence + 1, admitted_at=self.now
         )
         for device, mb in devices:
-            holder = (HolderKind.RUN, task.id, task.fence + 1, device, mb)
-            self.take(Lease(*holder, task.tenant, task.priority, since=self.now))
+            holder: tuple[Any, Any, Any, Any, Any] = (HolderKind.RUN, task.id, task.fence + 1, device, mb)
+            self.take(Lease(*holder, task.tenant, task.priority, since=Instant(self.now)))
         return ("admit", task.id, node, devices, tuple(sorted(ended | self.overtake(used, task.priority))))
 
     def admit_gang(self, task: Task, places: Sequence[tuple[str, tuple[tuple[str, int], ...]]]) -> Step:
@@ -344,11 +372,18 @@ class Naive(NaiveLeavers):
         self.given[task.tenant] += max(0, sum(mb for *_, mb in devices) - promised)
         used = {key for _, key, _ in devices}
         ended = self.use_up(task, used | {f"/{node}/" for node, _ in places})
-        claim = {"node": places[0][0], "fence": task.fence + 1, "admitted_at": self.now, "members": members}
+        claim = {"node": places[0][0], "fence": task.fence + 1, "admitted_at": self.now}
+        claim["holder"] = Gang(members)
         self.tasks[task.id] = replace(task, state=TaskState.ADMITTED, started_at=None, **claim)
         for rank, key, mb in devices:
-            holder = (HolderKind.GANG_MEMBER, task.id, task.fence + 1, key, mb)
-            self.take(Lease(*holder, task.tenant, task.priority, since=self.now, rank=rank))
+            holder: tuple[Any, Any, Any, Any, Any] = (
+                HolderKind.GANG_MEMBER,
+                task.id,
+                task.fence + 1,
+                key,
+                mb,
+            )
+            self.take(Lease(*holder, task.tenant, task.priority, since=Instant(self.now), rank=rank))
         ended |= self.overtake(used, task.priority)
         return ("admit", task.id, tuple(node for node, _ in places), devices, tuple(sorted(ended)))
 
@@ -359,7 +394,7 @@ class Naive(NaiveLeavers):
         for key, mb, ranks in devices:
             made.append((key, mb, ranks))
             self.given[task.tenant] += mb
-            whose = (kept_up_to, task.tenant, self.now, self.now)
+            whose: tuple[Any, Any, Any, Any] = (kept_up_to, task.tenant, self.now, self.now)
             self.pledges.append(Pledge(task.id, key, mb, *whose, ranks))
         ended = self.overtake({key for key, *_ in devices}, task.priority)
         return ("preempt", task.id, names, tuple(sorted(made)), tuple(sorted(ended)))

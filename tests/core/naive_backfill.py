@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import combinations
 from math import inf
 from typing import Any
 
+from gpubroker_server.core.domain.holders import RUN, External
 from gpubroker_server.core.domain.lease import Lease, LeaseState
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from msgspec.structs import replace
 
 
 def nodes_of(forecast: Forecast) -> set[str]:
@@ -28,7 +30,7 @@ def rank_tasks_on(naive: Any, forecast: Forecast, node: str) -> list[Task]:
     task = naive.tasks[forecast.task]
     bundles = task.demand.bundles or (task.demand,)
     ranks = [rank for rank, place in enumerate(forecast.places) if place.node == node]
-    return [replace(task, demand=bundles[rank], members=()) for rank in ranks]
+    return [replace(task, demand=bundles[rank], holder=RUN) for rank in ranks]
 
 
 def keepers(naive: Any) -> list[Forecast]:
@@ -57,7 +59,7 @@ def ends_at(naive: Any, run: Task, forecast: Forecast) -> tuple[float, bool]:
     limits = [as_of + left]
     if run.timeout_seconds is not None:
         limits.append(max(naive.now, began + run.timeout_seconds + run.grace_seconds))
-    if run.deadline_at is not None:
+    if run.deadline_at is not None and not isinstance(run.holder, External):  # a lease is renewed
         limits.append(max(naive.now, run.deadline_at + run.grace_seconds))
     return min(limits), is_guess
 
@@ -166,7 +168,7 @@ def allows(naive: Any, task: Task, device: Any, mb: int, all_reservations: bool)
             continue
         other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
         left = naive.unheld(device)
-        left -= sum(p.mb for p in naive.pledges if p.device == device.key and p.priority >= other.priority)
+        left -= sum(pledge.mb for pledge in naive.respected(device, other))
         left += sum(
             naive.takes(lease)
             for lease in naive.leases
@@ -228,15 +230,42 @@ def nodes_closed_to(naive: Any, task: Task) -> Sequence[str]:
     ]
 
 
+def floors(naive: Any, task: Task) -> dict[str, int]:
+    """Closed nodes where some may be stopped all the same -> from which priority on: those whom the tasks
+    ahead, which ask for no GPU, could not have stopped themselves. Not where the task, or a rank of it, needs
+    nobody to leave."""
+    if naive.refused_by_reservation >= naive.policy.backfill_depth:
+        return {}
+    found: dict[str, int] = {}
+    parts = [replace(task, demand=bundle) for bundle in task.demand.bundles] or [task]
+    for node in naive.nodes:
+        ahead = [
+            naive.tasks[forecast.task]
+            for forecast in keepers(naive)
+            if node.name in nodes_of(forecast)
+            and naive.comes_first(naive.tasks[forecast.task], task)
+            and not gives_way(naive, task, forecast)
+        ]
+        if not ahead or any(map(naive.needs_gpus, ahead)) or not node.ready or node.cordoned:
+            continue
+        if not any(
+            naive.is_open(node, part) and naive.would_fit(node, devices, part, [])
+            for part in parts
+            for devices in combinations(naive.devices(node.name), part.demand.gpus)
+        ):
+            found[node.name] = max(map(naive.stops_below, ahead))
+    return found
+
+
 def other_way(naive: Any, task: Task, best: Any) -> Any:
     """Whom to stop if the best place may not be had, or there is none; where a forecast stands in the way,
-    on other nodes."""
-    closed = nodes_closed_to(naive, task)
+    on other nodes first."""
+    closed, above = nodes_closed_to(naive, task), floors(naive, task)
     if naive.over_quota(task):
-        return naive.room_in_quota(task, closed)
+        return naive.room_in_quota(task, closed, above)
     if not naive.custom_is_there(task):
         return naive.room_in_limit(task, nodes_closed_to(naive, task))
-    if not best and (taken_back := naive.reclaim(task, closed)):
+    if not best and (taken_back := naive.reclaim(task, closed, above)):
         return taken_back
     if naive.refused_by_reservation >= naive.policy.backfill_depth:
         closed = [name for forecast in keepers(naive) for name in nodes_of(forecast)]
@@ -244,6 +273,8 @@ def other_way(naive: Any, task: Task, best: Any) -> Any:
     if not all(option[2] for option in options):
         return None  # room is coming
     way = naive.eviction(task, closed)
+    if way is None and all(option[2] for option in naive.evictions(task) if option[0][1] not in closed):
+        way = naive.eviction_above(task, above)
     naive.refused_by_reservation += way is None and bool(
         best or any(option[0][1] in closed for option in options)
     )

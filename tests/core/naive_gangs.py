@@ -4,13 +4,15 @@ Where a gang goes, and of equally cheap ways whom it stops, is the planner's to 
 with how many ranks, delaying nobody, and what it costs others at least, is not.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.holders import RUN
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
+from msgspec.structs import replace
 
 from tests.core import naive_backfill as backfill
 
@@ -26,9 +28,9 @@ def a_rank(task: Task, rank: int) -> Task:
     """As a task of its own: with its notice, if it was asked to leave a gang that goes on."""
     if not task.demand.bundles:
         return task
-    late = next((m.bundle for m in task.members if m.rank == rank), None)
-    part = replace(task, demand=task.demand.bundles[rank if late is None else late], members=())
-    for member in task.members:
+    late = next((m.bundle for m in members_of(task) if m.rank == rank), None)
+    part = replace(task, demand=task.demand.bundles[rank if late is None else late], holder=RUN)
+    for member in members_of(task):
         if member.rank == rank:
             part = replace(part, node=member.node)
         if member.rank == rank and not member.takes_part:
@@ -39,9 +41,9 @@ def a_rank(task: Task, rank: int) -> Task:
 
 def runs(task: Task) -> list[Task]:
     """Of a task that is placed, or of what may leave of it."""
-    if not task.members:
+    if not members_of(task):
         return [task]
-    return [a_rank(task, member.rank) for member in task.members if not member.gone]
+    return [a_rank(task, member.rank) for member in members_of(task) if not member.gone]
 
 
 def places(
@@ -62,7 +64,7 @@ def places(
         if len(found) == count:
             yield found
             return
-        part = replace(task, demand=task.demand.bundles[len(found)], members=())
+        part = replace(task, demand=task.demand.bundles[len(found)], holder=RUN)
         for node in usable:
             before = left[node.name]
             after = less(before, part)
@@ -117,7 +119,7 @@ def delays_nobody(naive: Any, task: Task, where: Places) -> bool:
         if naive.refused_by_reservation >= naive.policy.backfill_depth:
             return False
         there = [rank for rank, (name, _) in enumerate(where) if name == node.name]
-        parts = [replace(task, demand=task.demand.bundles[rank], members=()) for rank in there]
+        parts = [replace(task, demand=task.demand.bundles[rank], holder=RUN) for rank in there]
         if not backfill.is_open(naive, task, node, all_reservations=False, parts=parts):
             return False
         for device in naive.devices(node.name):
@@ -135,6 +137,7 @@ def gang_step(naive: Any, task: Task, *, is_pledged: bool) -> list[Any]:
         return [] if is_pledged else room_in_limit(naive, task)
     ranks = list(range(task.demand.least_ranks, len(task.demand.bundles) + 1))
     ranks = [n for n in ranks if n == ranks[0] or not naive.over_quota(task, n)]
+    ranks = [n for n in ranks if n == ranks[0] or naive.custom_is_there(with_ranks(task, n))]
     most = most_of(naive, task, ranks, lambda _: True)
     if not most:
         return [] if is_pledged else make_room(naive, task)
@@ -148,6 +151,17 @@ def gang_step(naive: Any, task: Task, *, is_pledged: bool) -> list[Any]:
     if not is_good or not (is_pledged or delays_nobody(naive, task, taken)):
         return [("admit", task.id, f"{able} ranks", taken)]
     return [naive.admit_gang(task, taken)]
+
+
+def with_ranks(task: Task, count: int) -> Task:
+    """The gang, if it needed so many ranks, under the limits that count ranks."""
+    parts = task.demand.bundles[:count]
+    custom, slots = Counter[str](), Counter[str]()
+    for part in parts:
+        custom.update(dict(part.custom))
+        slots.update(dict(part.slots))
+    sums = {"custom": tuple(sorted(custom.items())), "slots": tuple(sorted(slots.items()))}
+    return replace(task, demand=replace(task.demand, **sums))
 
 
 def most_of(
@@ -171,8 +185,9 @@ def make_room(naive: Any, task: Task) -> list[Any]:
     may_stop = naive.may_preempt(task)
     surplus = naive.surplus_for(task)
     if surplus and may_stop:
-        nodes = [node for node in naive.nodes if node.name not in closed]
-        found = [one for node in nodes for one in naive.borrowers_on(node.name, task, surplus)]
+        above = backfill.floors(naive, task)
+        nodes = [node for node in naive.nodes if node.name not in closed or node.name in above]
+        found = above_floors(nodes, above, lambda node: naive.borrowers_on(node.name, task, surplus))
         if step := stop(naive, task, nodes, found, lambda gone: naive.leaves_guarantees(gone, surplus)):
             return step
     if naive.refused_by_reservation >= naive.policy.backfill_depth:
@@ -184,10 +199,21 @@ def make_room(naive: Any, task: Task) -> list[Any]:
         found = [one for node in nodes for one in naive.possible_victims(node, task)]
         if step := stop(naive, task, nodes, found, lambda gone: naive.may_be_stopped_for(task, gone)):
             return step
+        if above := backfill.floors(naive, task):
+            nodes = [node for node in naive.nodes if node.name not in closed or node.name in above]
+            found = above_floors(nodes, above, lambda node: naive.possible_victims(node, task))
+            if step := stop(naive, task, nodes, found, lambda gone: naive.may_be_stopped_for(task, gone)):
+                return step
     naive.refused_by_reservation += any(
         could_hold_a_rank(naive, task, node) for node in naive.nodes if node.name in closed
     )
     return []
+
+
+def above_floors(
+    nodes: Sequence[Any], floors: dict[str, int], victims_on: Callable[[Any], Sequence[Task]]
+) -> list[Task]:
+    return [one for node in nodes for one in victims_on(node) if one.priority >= floors.get(node.name, -1)]
 
 
 def could_hold_a_rank(naive: Any, task: Task, node: Any) -> bool:
@@ -206,8 +232,10 @@ def room_in_quota(naive: Any, task: Task) -> list[Any]:
     lacks, closed = naive.lacks(task), backfill.nodes_closed_to(naive, task)
     if not lacks or not naive.policy.preemption or not naive.custom_is_there(task):
         return []
-    nodes = [node for node in naive.nodes if node.name not in closed]
-    found = [one for node in nodes for one in naive.possible_victims(node, task) if one.tenant == task.tenant]
+    above = backfill.floors(naive, task)
+    nodes = [node for node in naive.nodes if node.name not in closed or node.name in above]
+    found = above_floors(nodes, above, lambda node: naive.possible_victims(node, task))
+    found = [one for one in found if one.tenant == task.tenant]
     return stop(naive, task, nodes, found, enough=lambda gone: naive.held_by(gone) >= lacks)
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from gpubroker_server.core.domain.holders import Gang, MemberState
 from gpubroker_server.core.domain.lease import Lease
-from gpubroker_server.core.domain.task import MemberState, Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
+from msgspec.structs import replace
 
 from tests.core.naive_gangs import runs
 from tests.core.naive_tenants import TOPS, NaiveTenants
@@ -15,20 +16,20 @@ from tests.core.naive_tenants import TOPS, NaiveTenants
 
 def leavers(run: Task) -> list[Task]:
     """Each with those of its members that would leave."""
-    if not run.members:
+    if not members_of(run):
         return [run]
-    at_work = [member for member in run.members if member.takes_part and not member.gone]
+    at_work = [member for member in members_of(run) if member.takes_part and not member.gone]
     beyond = [m for m in at_work if m.rank >= run.demand.least_ranks and not m.has_ended]
     surplus = beyond if run.state is TaskState.RUNNING else []
     rest = tuple(member for member in at_work if member not in surplus)
-    return [replace(run, members=some) for some in (*((m,) for m in surplus), rest) if some]
+    return [replace(run, holder=Gang(some)) for some in (*((m,) for m in surplus), rest) if some]
 
 
 def is_alone(one: Task) -> bool:
     """A rank without which its gang goes on."""
-    if one.state is not TaskState.RUNNING or len(one.members) != 1:
+    if one.state is not TaskState.RUNNING or len(members_of(one)) != 1:
         return False
-    [member] = one.members
+    [member] = members_of(one)
     return member.rank >= one.demand.least_ranks and not member.has_ended
 
 
@@ -42,7 +43,7 @@ def names_of(gone: Sequence[Task]) -> tuple[str, ...]:
     ranks: dict[str, list[int]] = {}
     for one in gone:
         if one.id not in whole:
-            ranks.setdefault(one.id, []).append(one.members[0].rank)
+            ranks.setdefault(one.id, []).append(members_of(one)[0].rank)
     named = [(name, f"{name}:{','.join(map(str, sorted(some)))}") for name, some in ranks.items()]
     return tuple(said for _, said in sorted([*named, *((name, name) for name in whole)]))
 
@@ -56,12 +57,12 @@ def leave(naive: Any, gone: Sequence[Task], preemptor: str) -> tuple[str, ...]:
         if one.id in names:
             naive.tasks[one.id] = replace(run, state=TaskState.STOPPING, **notice)
             continue
-        [leaver] = one.members
+        [leaver] = members_of(one)
         members = [
             replace(m, state=MemberState.LEAVING, **notice) if m.rank == leaver.rank else m
-            for m in run.members
+            for m in members_of(run)
         ]
-        naive.tasks[one.id] = replace(run, members=tuple(members))
+        naive.tasks[one.id] = replace(run, holder=Gang(tuple(members)))
     return names
 
 
@@ -90,7 +91,7 @@ class NaiveLeavers(NaiveTenants):
         return sorted((one for one in found if is_on(one, node.name)), key=self.by_cost)
 
     def by_cost(self, one: Task) -> Any:
-        rank = one.members[0].rank if is_alone(one) else -1
+        rank = members_of(one)[0].rank if is_alone(one) else -1
         return self.lost(one), not is_alone(one), one.priority, -self.gives_back(one), one.id, -rank
 
     def may_preempt(self, task: Task) -> bool:
@@ -113,7 +114,7 @@ class NaiveLeavers(NaiveTenants):
         return sum(map(self.lost, gone)), stopped, 0 if stopped else ranks
 
     def name_of(self, one: Task) -> tuple[str, int]:
-        return one.id, one.members[0].rank if is_alone(one) else -1
+        return one.id, members_of(one)[0].rank if is_alone(one) else -1
 
     def is_named(self, one: Task, names: Sequence[str]) -> bool:
         """Whether a step says that it leaves: a whole gang, or just these of its ranks."""
@@ -128,20 +129,20 @@ class NaiveLeavers(NaiveTenants):
     def is_shielded(self, run: Task, at: float | None = None) -> bool:
         now = self.now if at is None else at
         spent = run.preemptions >= self.policy.preemption_budget
-        began = run.started_at is not None
-        saved = began and run.checkpoint_at is not None and run.checkpoint_at > run.started_at
-        long = began and now - run.started_at >= self.policy.shield_seconds
-        young = not began or now - run.started_at < self.policy.min_run_seconds
+        since = run.started_at
+        saved = since is not None and run.checkpoint_at is not None and run.checkpoint_at > since
+        long = since is not None and now - since >= self.policy.shield_seconds
+        young = since is None or now - since < self.policy.min_run_seconds
         return (young and self.policy.min_run_seconds > 0) or (spent and not saved and not long)
 
     def has_turn_protection(self, run: Task, priority: int, at: float | None = None) -> bool:
         """Until it has saved its work or run for long, those of its band are kept from it before whom it went
         by its age when it was admitted."""
         now = self.now if at is None else at
-        began = run.started_at is not None
-        saved = began and run.checkpoint_at is not None and run.checkpoint_at > run.started_at
-        early = not began or now - run.started_at < self.policy.shield_seconds
-        admitted = run.admitted_at if run.is_active else self.now
+        since = run.started_at
+        saved = since is not None and run.checkpoint_at is not None and run.checkpoint_at > since
+        early = since is None or now - since < self.policy.shield_seconds
+        admitted = run.admitted_at if run.is_active and run.admitted_at is not None else self.now
         points = int(max(0.0, admitted - run.submitted_at) / self.policy.ageing_seconds_per_point)
         stood = min(min(top for top in TOPS if run.priority <= top), run.priority + points)
         return self.policy.shield_seconds > 0 and early and not saved and priority <= stood
@@ -154,9 +155,9 @@ class NaiveLeavers(NaiveTenants):
 
     def leases_of(self, run: Task) -> list[Lease]:
         mine = [lease for lease in self.leases if lease.holder == run.id and lease.fence == run.fence]
-        if not run.members:
+        if not members_of(run):
             return mine
-        ranks = {member.rank for member in run.members}
+        ranks = {member.rank for member in members_of(run)}
         return [lease for lease in mine if lease.rank in ranks and not self.is_leaving(lease)]
 
     def taken_from(self, gone: Sequence[Task]) -> list[Lease]:
@@ -221,13 +222,13 @@ class NaiveLeavers(NaiveTenants):
         """Of idle work what is in the way, else the cheapest, of open nodes; ties go by node, then (one GPU)
         device or (several) by who leaves."""
         options = [option for option in self.evictions(task) if option[0][1] not in closed]
-        if not options:
-            return None
+        if not options or not all(option[2] for option in options):
+            return None  # room is coming where it may go
         idle = self.idle_eviction(task, closed)
         if idle is not None and self.may_be_stopped_for(task, idle[1]):
             return idle
 
-        if any(one.members for option in options for one in option[2]):
+        if any(members_of(one) for option in options for one in option[2]):
             return self.as_taken(task, [o for o in options if self.may_be_stopped_for(task, o[2])])
 
         def rank(option: Any) -> Any:
@@ -239,6 +240,20 @@ class NaiveLeavers(NaiveTenants):
             options = [option for option in options if self.may_be_stopped_for(task, option[2])]
             best = min(options, key=lambda option: option[0][:4], default=best)
         return (best[1], best[2]) if best[2] and self.may_be_stopped_for(task, best[2]) else None
+
+    def eviction_above(self, task: Task, floors: dict[str, int]) -> tuple[list[Any], list[Task]] | None:
+        """The cheapest on these nodes, of runs from such a priority on."""
+        options = [
+            option
+            for option in self.evictions(task)
+            if option[0][1] in floors
+            and all(one.priority >= floors[option[0][1]] for one in option[2])
+            and self.may_be_stopped_for(task, option[2])
+        ]
+        if any(members_of(one) for option in options for one in option[2]):
+            return self.as_taken(task, options)
+        best = min(options, key=lambda option: option[0][:4], default=None)
+        return None if best is None else (best[1], best[2])
 
     def idle_eviction(self, task: Task, closed: Sequence[str]) -> Any:
         """Where the task would go if there were no idle work, the cheapest of it that is in the way there."""
@@ -268,7 +283,7 @@ class NaiveLeavers(NaiveTenants):
             for gone in combinations(enumerate(idle[name]), count)
             if self.would_fit(node, devices, task, [run for _, run in gone])
         ]
-        if any(one.members for _, gone in ways for one in gone):
+        if any(members_of(one) for _, gone in ways for one in gone):
             return self.as_taken(task, [(rank, devices or [node], gone) for rank, gone in ways])
         return devices or [node], min(ways, key=lambda way: way[0])[1]
 

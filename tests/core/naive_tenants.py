@@ -1,18 +1,19 @@
 """What the naive planner makes of tenants: their order, quotas and claims, from flat lists."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, permutations
 from math import log
+from types import MappingProxyType
 from typing import Any
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.lease import HolderKind, Lease, Pledge
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Mib
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import NOW
 from tests.core.naive_moves import is_moving
@@ -21,6 +22,8 @@ from tests.core.naive_moves import is_moving
 def needs_gpus(demand: Demand) -> bool:
     return any(part.gpus for part in (demand, *demand.bundles))
 
+
+NO_FLOORS: Mapping[str, int] = MappingProxyType({})
 
 TOPS = (9, 39, 69, 89, 100)
 
@@ -52,6 +55,8 @@ class NaiveTenants:
     gives_back: Any
     leases_of: Any
     standings: dict[str, int]
+    forecasts: Sequence[Any]
+    stream_weights: Mapping[str, float]
     runs_on: Any
     runs_of: Any
     leaving_members: Any
@@ -71,8 +76,20 @@ class NaiveTenants:
         return max([task.priority, *map(self.standing, heirs)])
 
     def comes_first(self, one: Task, other: Task) -> bool:
-        """Whether what is reserved for one binds the other: it is ahead; or it has aged to the top of its
-        band, and is behind by its tenant's share alone."""
+        """Whether what is reserved for one binds the other; if each would, what was reserved first does."""
+        reserved = [
+            f.task
+            for f in self.forecasts
+            if (f.first_in or (f.reserves_room and f.places))
+            and f.task in self.tasks
+            and self.tasks[f.task].state is TaskState.PENDING
+        ]
+        is_earlier = other.id not in reserved or reserved.index(one.id) < reserved.index(other.id)
+        return self.would_bind(one, other) and (is_earlier or not self.would_bind(other, one))
+
+    def would_bind(self, one: Task, other: Task) -> bool:
+        """Whether it is ahead; or it has aged to the top of its band, and is behind by its tenant's share
+        alone."""
         mine, theirs = list(self.order(one)), list(self.order(other))
         ahead, is_aged = mine < theirs, mine[0] == mine[3]
         del mine[2], theirs[2]
@@ -109,7 +126,8 @@ class NaiveTenants:
         )
         life = world.accounts.half_life_seconds / log(2.0)
         self.used, self.claimed, self.given = Counter[str](), Counter[str](), Counter[str]()
-        for row in (*self.leases, *(p for p in self.pledges if not is_moving(self, p.preemptor))):
+        rows: list[Any] = [*self.leases, *(p for p in self.pledges if not is_moving(self, p.preemptor))]
+        for row in rows:
             self.claimed[row.tenant] += row.mb
         for tenant in world.accounts:
             self.used[tenant] = world.accounts.used(tenant, Instant(self.now)) / (self.whole * life)
@@ -135,7 +153,8 @@ class NaiveTenants:
         """Held, or being freed for others of its tasks that this one must respect."""
         pledges = [p for p in self.pledges if p.preemptor != task.id and p.priority >= task.priority]
         pledges = [p for p in pledges if not is_moving(self, p.preemptor)]
-        return sum(row.mb for row in (*self.leases, *pledges) if row.tenant == tenant)
+        rows: list[Any] = [*self.leases, *pledges]
+        return sum(row.mb for row in rows if row.tenant == tenant)
 
     def over_quota(self, task: Task, ranks: int | None = None) -> bool:
         mine = self.policy.tenant(task.tenant)
@@ -149,7 +168,8 @@ class NaiveTenants:
             mine.borrow_mb is not None and claimed + need > mine.guaranteed_mb + mine.borrow_mb
         ):
             return True
-        everybody = {row.tenant for row in (*self.leases, *self.pledges)} | {task.tenant}
+        everybody = {lease.tenant for lease in self.leases} | {task.tenant}
+        everybody |= {pledge.tenant for pledge in self.pledges}
         members = [name for name in everybody if self.policy.tenant(name).cohort == mine.cohort]
         there_is = sum(t.guaranteed_mb or 0 for t in self.policy.tenants if t.cohort == mine.cohort)
         return sum(self.claims_of(name, task) for name in members) + need > there_is
@@ -158,7 +178,9 @@ class NaiveTenants:
         """What its tenant has to give back for it, besides what is leaving."""
         stayed, self.leases = self.leases, [ls for ls in self.leases if not self.is_leaving(ls)]
         for lacking in range(sum(lease.mb for lease in stayed) + 1):
-            self.leases.append(Lease(HolderKind.RUN, "", Fence(0), "", Mib(-lacking), task.tenant, 0, NOW))
+            self.leases.append(
+                Lease(HolderKind.RUN, "", Fence(0), DeviceKey(""), Mib(-lacking), task.tenant, 0, NOW)
+            )
             is_over = self.over_quota(task)
             self.leases.pop()
             if not is_over:
@@ -166,14 +188,20 @@ class NaiveTenants:
         self.leases = stayed
         return lacking
 
-    def room_in_quota(self, task: Task, closed: Any) -> tuple[list[Any], list[Task]] | None:
+    def room_in_quota(
+        self, task: Task, closed: Any, floors: dict[str, int]
+    ) -> tuple[list[Any], list[Task]] | None:
         """The cheapest of the tenant's own runs of lower priority, wherever they are, with whom it has a
         place, and where: at the node with the least left, on the devices with the least left."""
         lacks = self.lacks(task)
         if not lacks or not self.policy.preemption or not self.custom_is_there(task):
             return None
         return self.room_of(
-            task, closed, lambda run: run.tenant == task.tenant, lambda gone: self.held_by(gone) >= lacks
+            task,
+            [name for name in closed if name not in floors],
+            lambda run: run.tenant == task.tenant,
+            lambda gone: self.held_by(gone) >= lacks,
+            floors,
         )
 
     def room_in_limit(self, task: Task, closed: Any) -> tuple[list[Any], list[Task]] | None:
@@ -194,10 +222,20 @@ class NaiveTenants:
         )
 
     def room_of(
-        self, task: Task, closed: Any, is_asked: Callable[[Task], bool], gives: Callable[[list[Task]], bool]
+        self,
+        task: Task,
+        closed: Any,
+        is_asked: Callable[[Task], bool],
+        gives: Callable[[list[Task]], bool],
+        floors: Mapping[str, int] = NO_FLOORS,
     ) -> tuple[list[Any], list[Task]] | None:
         nodes = [n for n in self.nodes if n.ready and not n.cordoned and n.name not in closed]
-        found = [run for node in nodes for run in self.possible_victims(node, task) if is_asked(run)]
+        found = [
+            run
+            for node in nodes
+            for run in self.possible_victims(node, task)
+            if is_asked(run) and run.priority >= floors.get(node.name, -1)
+        ]
         found = list({self.name_of(one): one for one in found}.values())
         found.sort(key=self.by_cost)
         options = []
@@ -210,7 +248,7 @@ class NaiveTenants:
                 for node in nodes:
                     if self.is_open(node, task) and (fit := self.fullest_fit(node, task, victims)):
                         options.append(((cost, *fit[0]), fit[1] or [node], victims))
-        if any(one.members for one in found):
+        if any(members_of(one) for one in found):
             return self.as_taken(task, [((cost[:3],), *way) for (cost, *_), *way in options])
         best = min(options, key=lambda option: option[0], default=None)
         return (best[1], best[2]) if best and best[2] else None
@@ -312,7 +350,9 @@ class NaiveTenants:
         held = [ls.mb for ls in self.leases if ls.tenant == run.tenant and not self.is_leaving(ls)]
         return sum(held) <= whose.guaranteed_mb
 
-    def reclaim(self, task: Task, closed: Any = ()) -> tuple[list[Any], list[Task]] | None:
+    def reclaim(
+        self, task: Task, closed: Any = (), floors: Mapping[str, int] = NO_FLOORS
+    ) -> tuple[list[Any], list[Task]] | None:
         """The cheapest way to take back from borrowers."""
         if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
             return None
@@ -321,7 +361,9 @@ class NaiveTenants:
         for node in self.nodes if surplus else []:
             if not node.ready or node.cordoned or not self.is_open(node, task):
                 continue
-            found = [] if node.name in closed else self.borrowers_on(node.name, task, surplus)
+            found = self.borrowers_on(node.name, task, surplus)
+            if node.name in closed:
+                found = [one for one in found if one.priority >= floors.get(node.name, 101)]
             for count in range(len(found) + 1):
                 for gone in combinations(enumerate(found), count):
                     victims = [run for _, run in gone]
@@ -333,7 +375,7 @@ class NaiveTenants:
                         if self.would_fit(node, chosen, task, victims):
                             left = sorted((self.left_after(d, task, victims), d.key) for d in chosen)
                             options.append(((cost, node.name, by_place, left), list(chosen), victims))
-        if any(one.members for option in options for one in option[2]):
+        if any(members_of(one) for option in options for one in option[2]):
             return self.as_taken(task, options)
         best = min(options, key=lambda option: option[0], default=None)
         return (best[1], best[2]) if best is not None and best[2] else None

@@ -38,8 +38,8 @@ def learn(naive: Any, edition: Mapping[Demand, int]) -> FragmentationMeasure | N
         if can:
             mix[Shape(demand.cpu, demand.gpus, can)] += count
     sizes = {sort(device): whole(device) for device in devices}
-    count = Counter(map(sort, devices))
-    fleet = {name: (count[name], size) for name, size in sizes.items()}
+    counted = Counter(map(sort, devices))
+    fleet = {name: (counted[name], size) for name, size in sizes.items()}
     if not mix:
         return None
     if naive.policy.placement == "fgd":

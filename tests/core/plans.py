@@ -1,13 +1,13 @@
 """Plans for components, and searches for victims, in one go."""
 
 from collections.abc import Sequence
-from math import inf
 
+from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.fit import Component, FleetPlan, plan_fleet
-from gpubroker_server.core.planning.budget import ProbeBudget, finish
+from gpubroker_server.core.planning.budget import finish
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offers
@@ -40,5 +40,10 @@ def eviction_for(draft: Draft, task: Task, policy: Policy = POLICY, now: Instant
     offers = Offers(draft, policy, now)
     if not may_preempt(offers, task):
         return None
-    found = finish(search_eviction(offers, task, offers.nodes, now, ProbeBudget(inf)))
+    found = finish(search_eviction(offers, task, offers.nodes, now))
     return found if isinstance(found, Eviction) else None
+
+
+def whole(_demand: Demand) -> float:
+    """The share of a GPU, where it makes no difference."""
+    return 1.0

@@ -1,8 +1,8 @@
 """Random clusters and what may happen to them, for properties that must hold whatever happens."""
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, write_move
@@ -16,6 +16,7 @@ from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.world import World
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_device, a_node, a_sample, a_task, a_world, commit, let_go, submit
 
@@ -30,8 +31,8 @@ POLICY = Policy(
         CustomLimit("tenant:default", 3.0),
     ),
     preemption_budget=1,
-    shield_seconds=40.0,
-    min_run_seconds=20.0,
+    shield_seconds=Seconds(40.0),
+    min_run_seconds=Seconds(20.0),
     streams=(("light", 0.5), ("main", 2.0)),
     tenants=(
         TenantPolicy("acme", "lab", Mib(40), weight=2.0),
@@ -40,7 +41,7 @@ POLICY = Policy(
         TenantPolicy("*", "lab", Mib(0)),
         TenantPolicy("default", weight=0.5),
     ),
-    usage_half_life_seconds=100.0,
+    usage_half_life_seconds=Seconds(100.0),
     forecasts=3,
     consolidation=50,
     backfill_depth=2,
@@ -125,9 +126,9 @@ def clusters(draw: st.DrawFn) -> World:
         for index in range(draw(st.integers(1, 2))):
             foreign = 10 if odd == "foreign" else 0
             size = draw(st.sampled_from((40, 80)))
-            kinds = (("a big", 2, 3), ("a small", 1, 0), ("a small", 1, 0, "a GPU"))
-            kind, power, context_mb, *parent = draw(st.sampled_from(kinds))
-            facts = {"kind": kind, "power": power, "context_mb": context_mb, "parent": "".join(parent)}
+            kinds = (("a big", 2, 3, ""), ("a small", 1, 0, ""), ("a small", 1, 0, "a GPU"))
+            kind, power, context_mb, parent = draw(st.sampled_from(kinds))
+            facts: dict[str, Any] = {"kind": kind, "power": power, "context_mb": context_mb, "parent": parent}
             device = a_device(
                 f"gpu{index}", node, mb=size, reserve_mb=4, declared_foreign_mb=foreign, **facts
             )
@@ -141,7 +142,7 @@ def clusters(draw: st.DrawFn) -> World:
     world = a_world(*parts)
     world.accounts.half_life_seconds = Seconds(100.0)
     for ledger in world.ledgers.values():
-        if ledger.sampled_at != NOW:
+        if ledger.sample is not None and ledger.sampled_at != NOW:
             ledger.sample = replace(ledger.sample, at=Instant(NOW - 60.0))
     return world
 
@@ -295,13 +296,14 @@ def twin(world: World, seed: int) -> World:
     shuffle = random.Random(seed).shuffle
     other = World()
     other.position, other.as_of = world.position, world.as_of
-    for rows, add in (
+    copied: tuple[tuple[list[Any], Callable[[Any], object]], ...] = (
         (list(world.nodes.values()), other.add_node),
         ([ledger.device for ledger in world.ledgers.values()], other.add_device),
         (list(world.tasks.values()), other.add_task),
         ([lease for run in world.leases.values() for lease in run.values()], other.add_lease),
         ([pledge for mine in world.pledges.values() for pledge in mine.values()], other.add_pledge),
-    ):
+    )
+    for rows, add in copied:
         shuffle(rows)
         for row in rows:
             add(row)

@@ -1,12 +1,11 @@
 """What tests of models on servers say in one line: of 80 GiB, a model takes 50."""
 
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -17,6 +16,7 @@ from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -43,8 +43,8 @@ def a_model(
 ) -> Task:
     """50 of 80 GiB, wanted at priority 50 for five minutes."""
     facts = {"gpu_mb": 50 * GIB, "expires_at": at(WANTED), "grace_seconds": Seconds(10.0), "max_retries": 1}
-    model = ModelTerms(server, id, **(terms or {}))
-    return a_task(id, model=model, **{**facts, **fields})
+    model = Model(server, id, **(terms or {}))
+    return a_task(id, holder=model, **{**facts, **fields})
 
 
 def an_inference(id: str = "ask", **fields: Any) -> Task:

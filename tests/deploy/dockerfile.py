@@ -3,12 +3,12 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True)
-class Instruction:
+
+class Instruction(Struct, frozen=True):
     name: str
     words: str
 
@@ -30,8 +30,7 @@ class Instruction:
         return found
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(Struct, frozen=True):
     name: str
     base: str
     own: list[Instruction] = field(default_factory=list)

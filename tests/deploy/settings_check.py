@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from unittest.mock import patch
 
-from gpubroker_server.settings.loading import Settings, load_settings
+from gpubroker_server.settings.loading import Settings, load_settings, settings_model
 from pydantic import BaseModel
 
 PREFIX = "GPUBROKER_"
@@ -19,7 +19,7 @@ def settings_from(variables: Mapping[str, str]) -> Settings:
 
 
 def _is_setting(variable: str) -> bool:
-    section: type[BaseModel] = Settings
+    section = settings_model()
     if variable == "GPUBROKER_CONFIG":
         return True
     *sections, name = variable.removeprefix(PREFIX).lower().split("__")

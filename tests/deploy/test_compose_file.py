@@ -70,7 +70,7 @@ def test_two_gateways_and_two_brokers_share_database_and_objects_and_nothing_els
     for name, settings in found.items():
         is_gateway = name.startswith("gateway")
         assert (settings.ray.address == "") is is_gateway
-        assert settings.entrypoints == ["team.training:*"]
+        assert settings.entrypoints == ("team.training:*",)
         assert [server.name for server in settings.triton.servers] == ["main"]
     gateways = [settings for name, settings in found.items() if name.startswith("gateway")]
     assert all({"gpus.example.org", "gateway-a", "gateway-b"} == {*it.allowed_hosts} for it in gateways)
@@ -109,7 +109,7 @@ def test_without_triton_and_entrypoints_there_are_none() -> None:
     needed = {name: value for name, value in ENV.items() if name not in ("TRITON_SERVERS", "ENTRYPOINTS")}
     services = compose_file(needed)["services"]
     settings = settings_from({key: str(value) for key, value in services["gateway-a"]["environment"].items()})
-    assert (settings.triton.servers, settings.entrypoints) == ([], [])
+    assert (settings.triton.servers, settings.entrypoints) == ((), ())
     assert services["triton"]["profiles"] == ["triton"]
 
 

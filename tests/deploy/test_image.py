@@ -81,7 +81,7 @@ def test_its_state_is_in_the_volume_and_it_listens_once_its_host_names_are_known
     settings = settings_from({name: value for name, value in found.items() if name.startswith("GPUBROKER_")})
     assert str(settings.data_dir) == last(image, "VOLUME").words
     assert settings.data_dir in settings.objects.parents
-    assert (settings.host, settings.allowed_hosts) == ("0.0.0.0", [])
+    assert (settings.host, settings.allowed_hosts) == ("0.0.0.0", ())
     assert str(settings.port) == last(image, "EXPOSE").words
     assert settings.log_format == "json"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -66,7 +67,7 @@ class Place:
         for name in _required(extras):
             self._link(distribution(name))
 
-    def run(self, *words: str, **variables: str) -> str:
+    def run(self, *words: str, **variables: Any) -> str:
         return ran([str(self.folder / "bin" / words[0]), *words[1:]], cwd=self.folder, **variables)
 
     def _link(self, found: Distribution) -> None:

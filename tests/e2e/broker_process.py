@@ -27,7 +27,7 @@ from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTermRules
-from gpubroker_server.core.domain.orders import Ended, Order, Report, StartOrder, StopOrder
+from gpubroker_server.core.domain.orders import Ended, Order, StartOrder, StopOrder
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.units import TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
@@ -212,7 +212,7 @@ class Broker:
             for order in told:
                 tell("sent", task=order.task, fence=order.fence, kind=type(order).__name__)
 
-        async def send_reports() -> Sequence[Report]:
+        async def send_reports() -> Sequence[Any]:
             heard = await reports()
             for report in heard:
                 if isinstance(report, Ended):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker import Broker
-from gpubroker.cluster.fleet import NodeDisk
+from gpubroker.wire.nodes import NodeDisk
 
 from tests.chaos.database import Reader
 from tests.e2e.service_process import until
@@ -56,7 +56,7 @@ class GuardedDisk:
             until(lambda: _dry_runs(broker) != [], "the guard's own first pass, which deletes nothing")
             would_go = _cleaned(broker, node)
             assert not would_go.deleted
-            assert [file["path"] for file in would_go.files] == self._paths(OLD)
+            assert [file.path for file in would_go.files] == self._paths(OLD)
             assert (self._left(), len(audited())) == ({*OLD, *KEPT}, before)
 
             gone = _cleaned(broker, node, dry_run=False)

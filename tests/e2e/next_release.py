@@ -1,7 +1,7 @@
 """An installation that is upgraded to the next release: this software, with a new form of its own."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpubroker.runtime import messages
@@ -10,17 +10,18 @@ from gpubroker_server.adapters.ray import wire
 from tests.e2e.service_process import ROOT
 
 
-def _newer(protocol: int) -> Mapping[str, str]:
-    """It also speaks the form of this release."""
+def _newer(protocol: int, earlier: Sequence[int]) -> Mapping[str, str]:
+    """It also speaks the form of this release, and none of the `earlier` ones."""
+    spoken = f"({', '.join(map(str, earlier))}, PROTOCOL)"
     return {
         f"PROTOCOL = {protocol}\n": f"PROTOCOL = {protocol + 1}\n",
-        f"SPOKEN = ({protocol - 1}, PROTOCOL)": f"SPOKEN = ({protocol}, PROTOCOL)",
+        f"SPOKEN = {spoken}": f"SPOKEN = ({protocol}, PROTOCOL)",
     }
 
 
 CHANGES = {
-    "service/gpubroker_server/adapters/ray/wire.py": _newer(wire.PROTOCOL),
-    "client/gpubroker/runtime/messages.py": _newer(messages.PROTOCOL),
+    "service/gpubroker_server/adapters/ray/wire.py": _newer(wire.PROTOCOL, wire.SPOKEN[:-1]),
+    "client/gpubroker/runtime/messages.py": _newer(messages.PROTOCOL, messages.SPOKEN[:-1]),
 }
 
 

@@ -5,7 +5,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import psutil
 from gpubroker.runtime.process import RUN_MARK
 from gpubroker_server.adapters.ray.agent.node_agent import DESERTED_SECONDS
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
-from gpubroker_server.adapters.ray.head.head import HeadState, read_state
+from gpubroker_server.adapters.ray.head.head import EVERYWHERE, ON_LOOPBACK, HeadState, read_state
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Instant, Mib
+from msgspec.structs import replace
 
 from tests.contracts.executor_bench import PATIENCE_SECONDS, Bench
 
@@ -36,7 +36,7 @@ def lab_options(data_dir: Path, **changes: Any) -> RayOptions:
         beat_seconds=0.5,
         result_limit_bytes=2_000_000,
         checkpoint_limit_bytes=1_000_000,
-        object_store_bytes=80 * 2**20,
+        object_store_mb=Mib(80),
     )
     return replace(options, **changes)
 
@@ -66,11 +66,12 @@ class Lab(Bench):
 
 
 def guest_environment(data_dir: Path) -> dict[str, str]:
-    """What somebody who joins the head of this data directory needs."""
+    """Return the variables with which a process joins the head of this data directory."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(data_dir / "ray-token"),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        **EVERYWHERE,
+        **ON_LOOPBACK,
         # A joined cluster's runs have their directory below the temporary one.
         "TMPDIR": str(data_dir),
     }
@@ -93,7 +94,9 @@ def is_there(pid: int) -> bool:
 
 def vital_pid(head: HeadState | None, name: str) -> int | None:
     """Of a head that may still be starting; read from /proc, whose names appear with the program."""
-    for process in psutil.process_iter(["name"]) if head is not None else ():
+    if head is None:
+        return None
+    for process in psutil.process_iter(["name"]):
         try:
             if process.info["name"] == name and os.getsid(process.pid) == head.pid and is_there(process.pid):
                 return process.pid

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 import psutil
 import yaml
-from gpubroker import Broker, Token
+from gpubroker import Broker, NewToken, Refused, Task
 
 from tests.patience import PATIENCE_SECONDS
 
@@ -21,7 +22,11 @@ GIB = 1024
 OPEN = ["pending", "admitted", "running", "stopping"]
 
 
-def until(true: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+def is_running(broker: Broker, task: Task | str) -> bool:
+    return broker.get(task).state == "running"
+
+
+def until(true: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for a fact that only polling can see (a file, a process), with a deadline that fails the test."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -59,7 +64,7 @@ class ServiceProcess:
         }
         self._config.write_text(yaml.safe_dump({**defaults, **settings}), encoding="utf-8")
         self._process: subprocess.Popen[bytes] | None = None
-        self._tenants: dict[str, Token] = {}
+        self._tenants: dict[str, NewToken] = {}
 
     def use(self, software: str) -> None:
         """From its next start on; `software`: folders to import it from, as in PYTHONPATH."""
@@ -114,13 +119,14 @@ class ServiceProcess:
 
     @property
     def broker(self) -> Broker:
-        return Broker(**self._client())
+        client = self._client()
+        return Broker(url=client["url"], token=client["token"])
 
     def of(self, tenant: str) -> Broker:
         """For one tenant, who may submit and nothing more."""
         if tenant not in self._tenants:
             scopes = ["tasks:read", "tasks:write"]
-            about = {"scopes": scopes, "tenant": tenant, "new_tenant": True}
+            about: dict[str, Any] = {"scopes": scopes, "tenant": tenant, "new_tenant": True}
             self._tenants[tenant] = self.broker.create_token(tenant, **about)
         return Broker(url=self.url, token=self._tenants[tenant].token)
 
@@ -146,8 +152,12 @@ class ServiceProcess:
         admin = self.broker
         for broker in (admin, *map(self.of, self._tenants)):
             for task in broker.list(state=OPEN):
-                broker.cancel(task, grace_seconds=0)
-        until(lambda: not any(admin.stats().tasks.get(state) for state in OPEN), "no task is open")
+                try:
+                    broker.cancel(task, grace_seconds=0)
+                except Refused as refused:  # it has ended since it was listed
+                    if refused.code != "task-already-finished":
+                        raise
+        until(lambda: not any(getattr(admin.stats().tasks, state) for state in OPEN), "no task is open")
         until(lambda: all(gpu.leased_mb == 0 for gpu in admin.gpus()), "all memory is free again")
 
     def kill_9(self) -> None:

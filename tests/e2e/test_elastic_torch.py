@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_model_is_trained_through_growth_and_shrinking_with_the_losses_of_one_
         alone = broker.submit(TRAIN, STEPS, bundles=[{"gpu_mb": 1000}])
         expected = broker.result(alone, timeout_seconds=PATIENCE_SECONDS)["losses"]
 
-        options = {"priority": "background", "min_ranks": 2, "grace_seconds": 60}
+        options: dict[str, Any] = {"priority": "background", "min_ranks": 2, "grace_seconds": 60}
         gang = broker.submit(TRAIN, STEPS, 0.5, bundles=[{"count": 4, "gpu_mb": 10_000}], **options)
 
         def goes_on_with(ranks: str) -> bool:

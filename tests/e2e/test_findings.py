@@ -4,10 +4,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from gpubroker.cluster.fleet import Finding
+from gpubroker.wire.fleet import Finding
 
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.nvml.machine import Gpu, Machine, Process, a_library
@@ -24,7 +25,7 @@ def machine() -> Iterator[Machine]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Iterator[ServiceProcess]:
     libraries = f"{machine.folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
-    settings = {
+    settings: dict[str, Any] = {
         "ray": {"spares": 1}, "policy": QUICK, "simulated_devices": [],
         "fleet": {"idle_check_seconds": 0.5, "idle_grace_seconds": 1.0},
     }  # fmt: skip
@@ -54,8 +55,10 @@ def test_a_gpu_that_is_held_and_not_used_is_found_with_its_cause(
     until(lambda: [gpu for gpu in broker.gpus() if not gpu.stale], "its GPUs are measured")
     [node] = broker.nodes()
     assert node.agent is not None
-    assert {"python", "ray"} <= node.agent.keys()
-    assert abs(node.agent["clock_ahead_seconds"]) < 10
+    assert node.agent.python
+    assert node.agent.ray
+    assert isinstance(node.agent.clock_ahead_seconds, int)
+    assert abs(node.agent.clock_ahead_seconds) < 10
 
     with broker.lease(gpu_mb=20 * GIB, holder="a notebook") as lease:
         until(lambda: found(service, "gpu-held-unasked"), "it does nothing")
@@ -83,7 +86,8 @@ def test_a_gpu_that_is_held_and_not_used_is_found_with_its_cause(
 
 @pytest.mark.provokes("out-of-memory-cuda", "out-of-memory-host")
 def test_what_ran_out_of_memory_three_times_is_told_apart(service: ServiceProcess) -> None:
-    broker, again = service.broker, {"max_retries": 2}
+    broker = service.broker
+    again: dict[str, Any] = {"max_retries": 2}
     message = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.99 GiB"
     broker.submit("tests.e2e.work:fail_as", "OutOfMemoryError", message, name="train", **again)
     broker.submit([sys.executable, "-c", TAKES_MEMORY.format(28)], memory_mb=64, name="load", **again)

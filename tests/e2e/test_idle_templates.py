@@ -71,7 +71,7 @@ def test_a_template_without_gpus_fills_a_machine_gives_way_and_is_deleted_while_
         admin = service.broker
         until(lambda: len(admin.nodes()) == 1, "its node is there")  # a service is ready without
         [node] = admin.nodes()
-        everything = {"cpu": node.cpu["total"]}
+        everything: dict[str, Any] = {"cpu": node.cpu.total}
         long = Submission("tests.e2e.work:wait", kwargs={"seconds": 600}, grace_seconds=5, **everything)
         admin.create_idle_template("fill", long, max_running=3)
 

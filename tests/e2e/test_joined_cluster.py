@@ -8,16 +8,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from gpubroker_server.adapters.ray.head.head import token_environment
-from gpubroker_server.adapters.ray.options import RayTls
+from gpubroker_server.settings.ray import RayTls
+from msgspec import Struct
 
 from tests.authority import Authority
-from tests.e2e.ray_node import RayHead
+from tests.e2e.ray_node import RayHead, RayNode
 from tests.e2e.service_process import ServiceProcess, until
 
 REQUESTED = """
@@ -28,9 +29,8 @@ print((_internal_kv_get("autoscaler_resource_request") or b"").decode())
 """
 
 
-@dataclass(frozen=True)
-class Site:
-    head: RayHead
+class Site(Struct, frozen=True):
+    head: RayNode
     address: str
     token_file: Path
     tls: RayTls
@@ -74,7 +74,7 @@ def test_a_cluster_with_token_and_tls_is_joined_and_its_head_may_start_again(
 
     tls = {name: str(getattr(site.tls, name)) for name in ("certificate", "key", "ca")}
     ray = {"address": site.address, "token_file": str(site.token_file), "tls": tls, "autoscale": True}
-    settings = {"ray": {**ray, "cluster": "joined", "spares": 1, "warm_runners": 0}}
+    settings: dict[str, Any] = {"ray": {**ray, "cluster": "joined", "spares": 1, "warm_runners": 0}}
     with ServiceProcess(tmp_path / "data", {"TMPDIR": str(tmp_path)}, **settings) as service:
         assert f"tasks run on the Ray cluster at {site.address}, which was joined" in service.log()
         broker, flag = service.broker, tmp_path / "flag"

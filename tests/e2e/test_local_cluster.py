@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -95,7 +96,7 @@ def listening_ports(cluster: Cluster) -> list[tuple[str, int]]:
     ours = set(cluster.processes())
     return [
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
-        for connection in psutil.net_connections("inet")
+        for connection in list[Any](psutil.net_connections("inet"))
         if connection.status == psutil.CONN_LISTEN and connection.pid in ours
     ]
 
@@ -182,11 +183,11 @@ def test_the_elastic_example_takes_each_worker_as_it_arrives(
     cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ray = {"address": cluster.state.address, "token_file": str(cluster.folder / "ray-token"), "spares": 1}
-    settings = {"ray": ray, "simulated_devices": [], "entrypoints": ["examples.elastic:*"]}
+    settings: dict[str, Any] = {"ray": ray, "simulated_devices": [], "entrypoints": ["examples.elastic:*"]}
     with ServiceProcess(tmp_path / "data", **settings) as service:
         until(lambda: len(service.broker.gpus()) == 2, "both nodes say which GPU they have")
         assert {gpu.node for gpu in service.broker.gpus()} == {"head", "worker-1"}
-        assert {node.cpu["total"] for node in service.broker.nodes()} == {1.0}
+        assert {node.cpu.total for node in service.broker.nodes()} == {1.0}
         broker = Broker(service.url, service.token)
         fitted = threading.Thread(target=elastic.run, args=(broker,))
         fitted.start()
@@ -195,7 +196,8 @@ def test_the_elastic_example_takes_each_worker_as_it_arrives(
         assert not fitted.is_alive()
         [task] = broker.list()
         assert (task.state, task.attempt) == ("succeeded", 1)
-        assert {rank.node for rank in task.ranks} == {"head", "worker-1", "worker-2"}
+        assert task.ranks is not None
+    assert {rank.node for rank in task.ranks} == {"head", "worker-1", "worker-2"}
     told = capfd.readouterr().out
     print(told)
     assert re.search(r"step \d+ by rank 0, 1: y = ", told)

@@ -18,7 +18,7 @@ def lines_of(*logs: Path) -> list[dict[str, Any]]:
 
 
 def test_a_task_is_followed_by_its_id_through_the_logs_of_all_processes(tmp_path: Path) -> None:
-    logs = {"log_format": "json", "access_log": True}
+    logs: dict[str, Any] = {"log_format": "json", "access_log": True}
     with ServiceProcess(tmp_path / "data", ray={"spares": 1, "warm_runners": 0}, **logs) as service:
         bearer = {"Authorization": f"Bearer {service.token}"}
         wish = {"run": {"entrypoint": "tests.e2e.work:add", "args": [1, 2]}, "resources": {"gpu_mb": 1024}}
@@ -29,7 +29,7 @@ def test_a_task_is_followed_by_its_id_through_the_logs_of_all_processes(tmp_path
         later = service.broker.submit("tests.e2e.work:add", 1, 2, not_before=tomorrow)
         service.broker.cancel(later)
         service_log, agent_log = tmp_path / "data.log", tmp_path / "data/runs/local/agent.log"
-        until(lambda: '"event": "run gone"' in agent_log.read_text(), "the agent has told the end of it")
+        until(lambda: '"event":"run gone"' in agent_log.read_text(), "the agent has told the end of it")
         told = [line for line in lines_of(service_log, agent_log) if line.get("task") == task]
         moves = [line for line in lines_of(service_log) if line.get("task") == later.id]
         driver_log = (tmp_path / "data/ray-driver.log").read_text()
@@ -56,5 +56,5 @@ def test_a_task_is_followed_by_its_id_through_the_logs_of_all_processes(tmp_path
     assert (line["method"], line["path"], line["status"], line["token"]) == ("POST", "/tasks", 202, "admin")
     assert "gpubroker listens on" in every[0]["event"] + every[1]["event"] + every[2]["event"]
     assert every[-1]["event"].startswith("gpubroker stopped")
-    for line in driver_log.splitlines():
-        assert json.loads(line)["event"], "what Ray prints is elsewhere"
+    for said in driver_log.splitlines():
+        assert json.loads(said)["event"], "what Ray prints is elsewhere"

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from gpubroker.cluster.fleet import Gpu as SeenGpu
+from gpubroker.wire.devices import Gpu as SeenGpu
 
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.nvml.machine import Gpu, Machine, a_library
@@ -24,7 +25,11 @@ def machine() -> Iterator[Machine]:
 def service(tmp_path: Path, machine: Machine) -> Iterator[ServiceProcess]:
     libraries = f"{machine.folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     env = {"LD_LIBRARY_PATH": libraries}
-    settings = {"ray": {"spares": 1}, "policy": {"sample_period_seconds": 0.5}, "simulated_devices": []}
+    settings: dict[str, Any] = {
+        "ray": {"spares": 1},
+        "policy": {"sample_period_seconds": 0.5},
+        "simulated_devices": [],
+    }
     with ServiceProcess(tmp_path / "data", env=env, **settings) as service:
         yield service
 
@@ -43,7 +48,7 @@ def test_a_run_that_loses_one_of_four_gpus_frees_the_others_and_the_lost_one_say
 ) -> None:
     broker, lost, gate = service.broker, machine.gpus[1], tmp_path / "gate"
     until(lambda: usable(service) == UUIDS, "all four are offered")
-    wide = {"gpus": 4, "gpu_mb": 20 * GIB}
+    wide: dict[str, Any] = {"gpus": 4, "gpu_mb": 20 * GIB}
     task = broker.submit("tests.e2e.work:hold", str(tmp_path / "witness"), str(gate), **wide)
     until(lambda: broker.get(task).state == "running", "it runs")
 
@@ -58,7 +63,7 @@ def test_a_run_that_loses_one_of_four_gpus_frees_the_others_and_the_lost_one_say
     assert seen(service, lost.uuid) == [], "nothing is held there any more"
     [node] = broker.nodes()
     assert node.agent is not None
-    assert node.agent["gpu_faults"] == {lost.uuid: "GPU is lost"}
+    assert node.agent.gpu_faults == {lost.uuid: "GPU is lost"}
     three = broker.submit("tests.e2e.work:hold", str(tmp_path / "again"), str(gate), **{**wide, "gpus": 3})
     assert broker.result(three) == 1
 

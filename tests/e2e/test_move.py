@@ -50,6 +50,6 @@ def test_a_run_goes_on_while_its_service_moves_and_its_end_is_accepted(
             again = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000, idempotency_key="a-key")
             assert again.id == pending.id
             assert {token.name for token in broker.tokens()} == {"admin", "ci"}
-            until(lambda: [n.runs["limit"] for n in broker.nodes()] == [7], "its agent has other settings")
+            until(lambda: [n.runs.limit for n in broker.nodes()] == [7], "its agent has other settings")
             until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "all memory is free again")
         assert "has been moved to" in refusal(ServiceProcess(home, engine="simulated"))

@@ -52,7 +52,7 @@ def what_is_said(service: ServiceProcess, part: str) -> str:
     def comes() -> bool:
         nonlocal said
         executor = service.broker.stats().executor
-        said = f"{executor['state']}: {executor['message']}"
+        said = f"{executor.state}: {executor.message}"
         return part in said
 
     until(comes, f"people are told of {part}")

@@ -5,8 +5,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -76,6 +77,12 @@ class Site:
         """Seconds; None if it was not yet."""
         told = [event for event in self.broker.events(run) if event.kind == "task.requeued"]
         return told[-1].at.timestamp() - since if told else None
+
+    def all_run(self, runs: Iterable[Task]) -> bool:
+        return all(self.broker.get(run).state == "running" for run in runs)
+
+    def all_requeued(self, runs: Iterable[Task], since: float) -> bool:
+        return all(self.requeued_after(run, since) for run in runs)
 
 
 @pytest.fixture
@@ -173,7 +180,7 @@ def test_when_ray_has_ended_all_nodes_for_lack_of_its_control_service_a_person_s
     assert control is not None
     struck_at, began = time.time(), time.monotonic()
     os.kill(control, signal.SIGKILL)
-    until(lambda: site.broker.stats().detection["state"] == "paused", "no node is heard")
+    until(lambda: site.broker.stats().detection.state == "paused", "no node is heard")
     print(f"gcs_server killed: no node was heard any more after {time.monotonic() - began:.1f} s")
     assert site.broker.get(run).state == "running", "the leader may be cut off"
     site.broker.resume("its Ray is gone")
@@ -204,12 +211,12 @@ def test_what_ran_on_a_node_without_power_is_requeued_within_the_bound(site: Sit
     small = {"cpu": 0.05, "prefer_nodes": {"node": ["n2"]}}
     for loss in range(LOSSES):
         runs = [site.hands.hold(f"run-{loss}-{n}", **small) for n in range(RUNS)]
-        until(lambda runs=runs: all(site.broker.get(run).state == "running" for run in runs), "all run")
+        until(partial(site.all_run, runs), "all run")
         there = [run for run in runs if site.broker.get(run).node == "n2"]
         struck_at = time.time()
         site.node.kill()
         until(
-            lambda there=there, at=struck_at: all(site.requeued_after(run, at) for run in there),
+            partial(site.all_requeued, there, struck_at),
             "all come back",
         )
         took += [site.requeued_after(run, struck_at) or 0.0 for run in there]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import psycopg
@@ -150,7 +151,7 @@ def test_a_restored_backup_keeps_its_tasks_and_ends_the_runs_that_it_does_not_kn
         file = tmp_path / name
         return lambda: file.exists() and len(file.read_text(encoding="utf-8").splitlines()) >= times
 
-    settings = {"ray": RAY, "database_url": backup.url}
+    settings: dict[str, Any] = {"ray": RAY, "database_url": backup.url}
     with ForkedServiceOnRay(home, **settings) as service:
         broker = service.broker
         finished = broker.submit("tests.e2e.work:add", 2, 3, cpu=0.1)

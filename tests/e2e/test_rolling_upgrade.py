@@ -108,7 +108,7 @@ def test_the_upgrade_under_load_and_one_step_back_leave_nobody_without_an_answer
 def test_a_new_gateway_refuses_what_a_leader_of_the_last_release_does_not_know(
     tmp_path: Path, released: str, empty_postgres_url: str
 ) -> None:
-    shared = {
+    shared: dict[str, Any] = {
         "database_url": empty_postgres_url,
         "engine": "simulated",
         "blob_dir": str(tmp_path / "objects"),
@@ -116,7 +116,7 @@ def test_a_new_gateway_refuses_what_a_leader_of_the_last_release_does_not_know(
     old = BrokerProcess(tmp_path / "old", env={"PYTHONPATH": released}, **shared)
     with old, GatewayProcess(tmp_path / "gateway", **shared) as gateway:
         broker = gateway.broker
-        until(lambda: broker.stats().leader.get("holder"), "the leader of the last release is heard")
+        until(lambda: broker.stats().leader.holder, "the leader of the last release is heard")
         with pytest.raises(
             BrokerError, match=r"arrays needs a leader of gpubroker 0\.3\.0 or later"
         ) as refused:

@@ -87,7 +87,7 @@ def test_alerts_name_lost_nodes_and_the_service_goes_on_as_soon_as_ray_says_that
     prometheus.until()
     assert len(site.ready()) == 3
     site.leader.kill_9()
-    until(lambda: broker.stats().leader["holder"].endswith(f":{site.standby.pid}"), "the other one leads")
+    until(lambda: str(broker.stats().leader.holder).endswith(f":{site.standby.pid}"), "the other one leads")
     site.leader.start()
     prometheus.until()
 

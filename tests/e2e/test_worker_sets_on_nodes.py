@@ -40,6 +40,9 @@ def assert_all_done(broker: Broker, array: Array) -> None:
     assert found == [(number, number**2) for number in range(ITEMS)]
 
 
+ON_NODES: dict[str, Any] = {"simulated_devices": [{"kind": "sim-24g", "memory_mb": 24 * GIB}]}
+
+
 @pytest.mark.evidence
 def test_workers_are_called_and_share_an_array_wherever_they_go_and_whoever_leads(
     tmp_path: Path, postgres_server: PostgresServer
@@ -49,15 +52,15 @@ def test_workers_are_called_and_share_an_array_wherever_they_go_and_whoever_lead
         head = asyncio.run(running_head(lab_options(home)))
         env = guest_environment(home)
         shared: dict[str, Any] = {"database_url": url, "blob_dir": str(tmp_path / "objects")}
-        ray = {"ray": {"address": head.address, "cluster": "called", "spares": 1, "warm_runners": 0}}
-        on_nodes: dict[str, Any] = {"simulated_devices": [{"kind": "sim-24g", "memory_mb": 24 * GIB}]}
+        joined = {"address": head.address, "cluster": "called", "spares": 1, "warm_runners": 0}
+        ray: dict[str, Any] = {"ray": joined}
         try:
             with (
                 RayNode(head.address, "n2", env) as node,
                 GatewayProcess(tmp_path / "calls", env, **shared, **ray) as calls,
                 GatewayProcess(tmp_path / "plain", env, **shared) as plain,
-                BrokerProcess(tmp_path / "broker", env, **shared, **ray, **on_nodes) as leader,
-                BrokerProcess(tmp_path / "other", env, **shared, **ray, **on_nodes),
+                BrokerProcess(tmp_path / "broker", env, **shared, **ray, **ON_NODES) as leader,
+                BrokerProcess(tmp_path / "other", env, **shared, **ray, **ON_NODES),
             ):
                 broker = calls.broker
                 until(lambda: len([n for n in broker.nodes() if n.ready]) == 2, "two nodes answer")

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ def add(a: int, b: int) -> int:
 def submit_another(priority: int | str | None = None) -> dict[str, object]:
     """With the access that the service gives to tasks."""
     with Broker() as broker:
-        options = {} if priority is None else {"priority": priority}
+        options: dict[str, Any] = {} if priority is None else {"priority": priority}
         child = broker.submit("tests.e2e.work:add", 20, 22, cpu=0.1, **options)
         total = broker.result(child.id, timeout_seconds=PATIENCE_SECONDS)
         access = {"url": broker.connection.url, "token": broker.connection.token}
@@ -312,3 +313,51 @@ def size_of(value: Any) -> int:
 
 def text_of(size: int) -> str:
     return "x" * size
+
+
+def want_ray() -> dict[str, str]:
+    """What each way to Ray says in this process: the exception, or what it gave."""
+    ray = import_module("ray")
+
+    @ray.remote  # type: ignore[untyped-decorator]  # Ray has no types
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    ways: dict[str, Callable[[], object]] = {
+        "init": ray.init,
+        "again": lambda: ray.init(ignore_reinit_error=True),
+        "auto": lambda: ray.init(address="auto"),
+        "put": lambda: ray.put(1),
+        "remote": lambda: ray.get(add.remote(1, 2)),
+        "actor": lambda: ray.get_actor("x"),
+        "nodes": ray.nodes,
+        "context": ray.get_runtime_context,
+    }
+    assert not ray.is_initialized()
+    ray.shutdown()
+    return {name: _said_by(way) for name, way in ways.items()}
+
+
+def _said_by(way: Callable[[], object]) -> str:
+    try:
+        return repr(way())
+    except Exception as fault:
+        return f"{type(fault).__name__}: {fault}"
+
+
+def variables_of_ray(_item: object = None) -> dict[str, dict[str, str]]:
+    """Those of this process, as the kernel shows it, and of a child."""
+    return {
+        place: {name: text for name, text in env.items() if name.startswith("RAY_")}
+        for place, env in surroundings().items()
+    }
+
+
+class WantsRay:
+    """What a worker of a set is made of."""
+
+    def want_ray(self) -> dict[str, str]:
+        return want_ray()
+
+    def variables_of_ray(self) -> dict[str, dict[str, str]]:
+        return variables_of_ray()

@@ -1,6 +1,7 @@
 """The data plane over gRPC, between a bare client and a server that does what a test says."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,26 +9,27 @@ from typing import Any
 import grpc
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.connections import ConnectionLimits
-from gpubroker_server.gateway.http.identity import Callers, new_token
-from gpubroker_server.gateway.proxy.grpc_port import GrpcCalls, GrpcPort
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.plane import TENANT_REQUESTS, Plane
-from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
-from gpubroker_server.gateway.proxy.servers import Fleet, Server
-from gpubroker_server.gateway.proxy.streams import IDLE_SECONDS
+from gpubroker_server.http.identity import Callers, new_token
+from gpubroker_server.inference.lanes import LaneOptions, Lanes
+from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.protocols.triton.checks import TRITON
+from gpubroker_server.inference.protocols.triton_grpc.port import GrpcCalls, GrpcPort
+from gpubroker_server.inference.protocols.triton_grpc.streams import IDLE_SECONDS
+from gpubroker_server.inference.servers import Fleet, Server
 from gpubroker_server.ports.backends import Metadata
 from gpubroker_server.ports.models import ModelHost
 
+from tests.closed_ports import a_closed_port
 from tests.gateway.harness import Gateway
-from tests.triton.server import free_ports
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFER = SERVICE + "ModelInfer"
 STREAM = SERVICE + "ModelStreamInfer"
 NAMES = ("main", "b", "c")
-LIMITS = ConnectionLimits()
+LIMITS = ServiceLimits()
 
 Handler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
 """Of one call, whichever it is."""
@@ -96,8 +98,8 @@ async def a_stage(
     others: Sequence[Handler | None] = (),
     most_body_bytes: int = 10**9,
     most_waiting_bytes: int = 10**9,
-    limits: ConnectionLimits = LIMITS,
-    tenant_requests: int = TENANT_REQUESTS,
+    limits: ServiceLimits = LIMITS,
+    tenant_requests: int = ServiceLimits().tenant_requests,
     idle_seconds: Seconds = IDLE_SECONDS,
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: nobody. `others`: more. `certificate`: with its key."""
@@ -109,7 +111,7 @@ async def a_stage(
             upstream, port = await _upstream(handler, certificate)
             upstreams.append(upstream)
             nowhere = HttpBackend(TritonServer(name, "localhost", 1, b"localhost:1"))
-            servers.append(Server(name, nowhere, is_managed=served is not None))
+            servers.append(Server(name, nowhere, TRITON, is_managed=served is not None))
             servers[-1].calls = RpcBackend(
                 TritonRpcServer(
                     name, f"localhost:{port}", metadata, certificate, silence_seconds=Seconds(silence_seconds)
@@ -126,12 +128,12 @@ async def a_stage(
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,
             lanes=Lanes(LaneOptions()) if lanes is None else lanes,
-            fleet=Fleet(servers, gateway.parts.residencies),
+            fleet=Fleet(servers, gateway.residencies),
             most_body_bytes=most_body_bytes,
             most_waiting_bytes=most_waiting_bytes,
             tenant_requests=tenant_requests,
             takes_files=takes_files,
-            residencies=gateway.parts.residencies,
+            residencies=gateway.residencies,
             audit=gateway.store.audit,
         )
         door = GrpcPort(GrpcCalls(plane, idle_seconds), "127.0.0.1", 0, 64, most_body_bytes, limits)
@@ -143,13 +145,23 @@ async def a_stage(
         for one in servers:
             await one.close()
         for upstream in upstreams:
-            await upstream.stop(0)
+            await _close(upstream)
 
 
-async def _upstream(server: Handler | None, certificate: bytes | None) -> tuple[grpc.aio.Server, int]:
-    upstream = grpc.aio.server()
+async def _close(upstream: grpc.aio.Server | socket.socket) -> None:
+    if isinstance(upstream, socket.socket):
+        upstream.close()
+    else:
+        await upstream.stop(0)
+
+
+async def _upstream(
+    server: Handler | None, certificate: bytes | None
+) -> tuple[grpc.aio.Server | socket.socket, int]:
     if server is None:
-        return upstream, free_ports(1)[0]  # what is bound and not served takes connections
+        closed = a_closed_port()
+        return closed, closed.getsockname()[1]
+    upstream = grpc.aio.server()
     if certificate is None:
         port = upstream.add_insecure_port("localhost:0")
     else:

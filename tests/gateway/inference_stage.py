@@ -5,26 +5,30 @@ The real Triton is in tests/triton; this one is for what that does not do when i
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections
-from gpubroker_server.gateway.http.identity import Callers, new_token
-from gpubroker_server.gateway.proxy.connection import in_front_of
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.plane import TENANT_REQUESTS, Plane
-from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
-from gpubroker_server.gateway.proxy.servers import Fleet, Server
+from gpubroker_server.http.connections import Connections
+from gpubroker_server.http.identity import Callers, new_token
+from gpubroker_server.inference.lanes import LaneOptions, Lanes
+from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.protocols.triton.checks import TRITON
+from gpubroker_server.inference.protocols.triton_http.connection import in_front_of
+from gpubroker_server.inference.servers import Fleet, Server
 from gpubroker_server.ports.models import ModelHost
+from msgspec.structs import replace
 from uvicorn.server import ServerState
 
+from tests.closed_ports import a_closed_port
 from tests.gateway.harness import Gateway
 from tests.patience import PATIENCE_SECONDS
 
@@ -42,6 +46,8 @@ class Connection:
         self._stage = stage
         self.reader = reader
         self.writer = writer
+        assert isinstance(writer.transport, asyncio.Transport)
+        self.transport = writer.transport
 
     def send(self, *parts: str | bytes) -> None:
         for part in parts:
@@ -151,36 +157,32 @@ async def a_stage(
     connections: int = 4,
     certificate: Path | None = None,
     served: tuple[ServerRules, ModelHost] | None = None,
+    also_served: Sequence[tuple[ServerRules, ModelHost]] = (),
     lanes: Lanes | None = None,
     others: Sequence[Handler | None] = (),
     plain: Collection[str] = (),
-    tenant_requests: int = TENANT_REQUESTS,
+    tenant_requests: int = ServiceLimits().tenant_requests,
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
     `certificate`: with its key; the server shows it, and it is believed. `served`: its models are in
-    the ledger. `others`: more servers, called as in NAMES. `plain`: those that show none all the same.
+    the ledger; `also_served`: those of `others`. `others`: more servers, called as in NAMES. `plain`: those
+    that show none all the same.
     """
     async with Gateway() as gateway:
         if served is not None:
-            gateway.change(served=[served])
+            gateway.change(served=[served, *also_served])
         upstreams, servers = [], []
         for name, handler in zip(NAMES, (server, *others), strict=False):
             upstream, behind = await _upstream(name, handler, None if name in plain else certificate)
             upstreams.append(upstream)
             behind = replace(behind, connections=connections, silence_seconds=Seconds(silence_seconds))
-            servers.append(Server(name, HttpBackend(behind), is_managed=served is not None))
-        fleet = Fleet(servers, gateway.parts.residencies)
-        plane = _plane(
-            gateway,
-            fleet,
-            lanes or Lanes(LaneOptions()),
-            most_body_bytes,
-            most_waiting_bytes,
-            tenant_requests,
-        )
+            servers.append(Server(name, HttpBackend(behind), TRITON, is_managed=served is not None))
+        fleet = Fleet(servers, gateway.residencies)
+        bounds = most_body_bytes, most_waiting_bytes, tenant_requests
+        plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), *bounds)
         callers = Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts)
-        port = Connections(ConnectionLimits(), callers, gateway.parts.ids)
+        port = Connections(ServiceLimits(), callers, gateway.parts.ids)
         config = uvicorn.Config(gateway.app, http=in_front_of(plane, port), lifespan="off", log_config=None)
         config.load()
         state = ServerState()
@@ -199,22 +201,29 @@ async def a_stage(
             door.close()
             for upstream in upstreams:
                 upstream.close()
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while state.connections or state.tasks:  # noqa: ASYNC110  # turns of the loop
-                    await asyncio.sleep(0)
+            await _all_over(state)
+
+
+async def _all_over(state: ServerState) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while state.connections or state.tasks:  # noqa: ASYNC110  # turns of the loop
+            await asyncio.sleep(0)
 
 
 async def _upstream(
     name: str, server: Handler | None, certificate: Path | None
-) -> tuple[asyncio.Server, TritonServer]:
+) -> tuple[asyncio.Server | socket.socket, TritonServer]:
     tls = None
     if certificate is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(certificate)
-    upstream = await asyncio.start_server(_quietly(server or _nobody), "127.0.0.1", 0, ssl=tls)
-    port = upstream.sockets[0].getsockname()[1]
+    upstream: asyncio.Server | socket.socket
     if server is None:
-        upstream.close()
+        upstream = a_closed_port()
+        port = upstream.getsockname()[1]
+    else:
+        upstream = await asyncio.start_server(_quietly(server), "127.0.0.1", 0, ssl=tls)
+        port = upstream.sockets[0].getsockname()[1]
     trust = ssl.create_default_context(cafile=certificate) if certificate else None
     credentials = (
         (b"Authorization", b"Bearer theirs" if name == "main" else b"Bearer of-%b" % name.encode()),
@@ -240,7 +249,7 @@ def _plane(
         most_body_bytes=most_body_bytes,
         most_waiting_bytes=most_waiting_bytes,
         tenant_requests=tenant_requests,
-        residencies=gateway.parts.residencies,
+        residencies=gateway.residencies,
         audit=lambda **note: gateway.store.audit(**note),
     )
 
@@ -252,10 +261,6 @@ def _quietly(handle: Handler) -> Handler:
         writer.close()
 
     return handled
-
-
-async def _nobody(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
-    raise AssertionError
 
 
 class Heard:

@@ -2,24 +2,23 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelKey
+from gpubroker_server.core.domain.models import ModelKey, ModelRules
+from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
+from gpubroker_server.inference.lanes import LaneOptions, Lanes
+from gpubroker_server.inference.server_choice import Residencies
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Gateway, until
 from tests.gateway.inference_stage import Handler, Stage, a_stage
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
 
@@ -47,6 +46,12 @@ class ResidentModels:
         self.lanes = lanes
         self.gateway = stage.gateway
 
+    @property
+    def residencies(self) -> Residencies:
+        """The gateway's, which these tests have."""
+        assert self.gateway.residencies is not None
+        return self.gateway.residencies
+
     def of(self, model: str = "any") -> Task | None:
         return self.gateway.world.models.of(ModelKey("main", model))
 
@@ -63,9 +68,7 @@ class ResidentModels:
             await self.host.load(name, (), Seconds(1.0))
         now = self.gateway.clock.now()
         models = {name: IndexedModel(name, stage) for name, stage in stages.items()}
-        for decision in seen(self.gateway.world, ServerIndex("main", now, models), now, self.gateway.policy):
-            if not decision.is_empty():
-                await self.gateway.commit(decision)
+        await self.gateway.hear(ServerIndex("main", now, models))
 
     async def load(self, model: str = "any") -> Task:
         """Its device is measured before, so that what has left is known to be gone."""
@@ -80,8 +83,8 @@ class ResidentModels:
         """Notice is given; the index says what becomes of it."""
         gateway, task = self.gateway, await self.wanted(model)
         now = gateway.clock.now()
-        request = Request(f"unload-{task.id}", task.id, task.tenant, "cancel", {}, now)
-        await gateway.commit(carry_out(gateway.world, request, now, gateway.policy))
+        await gateway.store.request(Request(f"unload-{task.id}", task.id, task.tenant, "cancel", {}, now))
+        await gateway.turn()
 
 
 def doubts_told(gateway: Gateway) -> list[str]:

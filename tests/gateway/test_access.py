@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.identity import Tokens, hash_of, new_token
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.http.identity import Tokens, hash_of, new_token
 from gpubroker_server.ports.store import StoreUnavailable
 from structlog.testing import capture_logs
 
@@ -27,26 +27,16 @@ def an_address(path: str) -> str:
     return path.replace("{task_id}", "task_" + "0" * 26).replace("{name}", "nobody")
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [(method, path) for method, path, _ in OPERATIONS if (method, path) not in OPEN]
-)
-async def test_every_other_operation_asks_for_a_token(gateway: Gateway, method: str, path: str) -> None:
-    response = await gateway.with_secret(None).request(method, an_address(path))
-    assert "Authorization: Bearer" in problem(response, 401, "unauthenticated")["detail"]
-    assert response.headers["www-authenticate"] == 'Bearer realm="gpubroker"'
+async def test_every_other_operation_asks_for_a_token(gateway: Gateway) -> None:
+    nobody = gateway.with_secret(None)
+    for method, path, _ in OPERATIONS:
+        if (method, path) not in OPEN:
+            response = await nobody.request(method, an_address(path))
+            assert "Authorization: Bearer" in problem(response, 401, "unauthenticated")["detail"], path
+            assert response.headers["www-authenticate"] == 'Bearer realm="gpubroker"', path
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "enough"),
-    [
-        (m, p, [scope for each in operation["security"] for scope in each["token"]])
-        for m, p, operation in OPERATIONS
-        if (m, p) not in OPEN
-    ],
-)
-async def test_every_operation_asks_for_its_scope_before_anything_else(
-    gateway: Gateway, method: str, path: str, enough: list[str]
-) -> None:
+async def test_every_operation_asks_for_its_scope_before_anything_else(gateway: Gateway) -> None:
     scopes = {
         "tasks:read",
         "tasks:write",
@@ -56,9 +46,13 @@ async def test_every_operation_asks_for_its_scope_before_anything_else(
         "metrics:read",
         "admin",
     }
-    without = await gateway.client("without", *(scopes - {*enough}))
-    response = await without.request(method, an_address(path), content=b"{")
-    assert f"lacks the scope {' or '.join(enough)}," in problem(response, 403, "forbidden")["detail"]
+    for number, (method, path, operation) in enumerate(OPERATIONS):
+        if (method, path) not in OPEN:
+            enough = [scope for each in operation["security"] for scope in each["token"]]
+            without = await gateway.client(f"without-{number}", *(scopes - {*enough}))
+            response = await without.request(method, an_address(path), content=b"{")
+            detail = problem(response, 403, "forbidden")["detail"]
+            assert f"lacks the scope {' or '.join(enough)}," in detail, f"{method} {path}"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +213,7 @@ async def test_an_invalid_token_request_is_refused(api: Client, pointer: str, fi
 
 
 async def test_tokens_created_by_other_processes_are_found_in_time(gateway: Gateway) -> None:
-    tokens = Tokens(gateway.store, gateway.clock, refresh_seconds=0.001)
+    tokens = Tokens(gateway.store, gateway.clock, refresh_seconds=Seconds(0.001))
     secret, row = new_token("late", tenant="t", scopes=["*"], max_priority=1, now=gateway.clock.now())
     following = asyncio.create_task(tokens.keep_fresh(asyncio.Event()))
     await gateway.store.put_token(row, by="test")

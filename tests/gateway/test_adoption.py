@@ -3,30 +3,29 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.adapters.memory.model_host import SimulatedModel
 from gpubroker_server.core.domain.model_orders import ModelState
-from gpubroker_server.core.domain.models import ModelKey
+from gpubroker_server.core.domain.models import ModelKey, ModelRules
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.lifecycle.deadlines import due, extend_window
-from gpubroker_server.gateway.proxy.residency.holders import Adoption
+from gpubroker_server.inference.holders import Adoption
+from msgspec.structs import replace
 
-from tests.builders import GIB, NOW
+from tests.builders import GIB, a_device
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import Heard
 from tests.gateway.resident_models import ResidentModels, resident_models
+from tests.simulated_host import SimulatedModel
 
 
 @asynccontextmanager
 async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[ResidentModels, Adoption]]:
     async with resident_models(Heard(), *models, **rules) as there:
-        assert there.gateway.parts.residencies is not None
-        yield there, Adoption(there.gateway.parts.residencies)
+        assert there.gateway.residencies is not None
+        yield there, Adoption(there.gateway.residencies)
 
 
 async def test_a_model_that_is_there_at_two_checks_gets_a_holder_and_stays_where_it_is() -> None:
@@ -62,10 +61,44 @@ async def test_the_base_cost_of_a_server_is_held_while_the_settings_say_so() -> 
         base = there.gateway.world.models.of(ModelKey("main", ""))
         assert base is not None
         assert (base.name, base.demand.gpu_mb, base.expires_at) == ("main itself", 500, None)
-        [residency] = there.gateway.parts.residencies or ()
+        [residency] = there.residencies
         residency.rules = replace(residency.rules, base_mb=Mib(0))
         await looks.check()
         await until(lambda: there.gateway.world.models.of(ModelKey("main", "")) is None)
+
+
+async def test_the_base_cost_of_a_server_follows_a_new_size_and_a_corrected_gpu() -> None:
+    async with looking(base_mb=Mib(500), devices=("gpu7",)) as (there, looks):
+        assert there.gateway.residencies is not None
+        [residency] = there.gateway.residencies
+        await looks.check()
+        first = there.gateway.world.models.of(ModelKey("main", ""))
+        assert first is not None
+        await looks.check()
+        assert there.gateway.world.models.of(ModelKey("main", "")) == first, "the settings have not changed"
+        for base_mb, devices in ((800, ("gpu7",)), (800, ("gpu0",)), (800, ())):
+            residency.rules = replace(residency.rules, base_mb=Mib(base_mb), devices=devices)
+            await Adoption(there.gateway.residencies).check()  # as a process that has just started
+            base = there.gateway.world.models.of(ModelKey("main", ""))
+            assert base is not None
+            assert (base.demand.gpu_mb, base.demand.where.devices) == (base_mb, devices)
+
+
+async def test_a_model_that_waits_for_another_gpu_or_size_is_entered_again_after_a_restart() -> None:
+    async with looking(devices=("gpu0",)) as (there, _):
+        assert there.gateway.residencies is not None
+        await there.gateway.join(a_device(), a_device("gpu1"))
+        [residency] = there.gateway.residencies
+        first = await residency.want("any", 50)
+        await Adoption(there.gateway.residencies).check()
+        assert there.of() == first, "the settings have not changed"
+        for size_mb, gpu in ((50 * GIB, "gpu1"), (40 * GIB, "gpu1")):
+            rules = {"any": ModelRules(Mib(size_mb))}
+            residency.rules = replace(residency.rules, devices=(gpu,), models=rules)
+            await Adoption(there.gateway.residencies).check()
+            await until(lambda: there.of() is None)
+            again = await residency.want("any", 50)
+            assert (again.demand.gpu_mb, again.demand.where.devices) == (size_mb, (gpu,))
 
 
 async def test_a_holder_that_cannot_be_made_is_tried_again() -> None:
@@ -107,16 +140,12 @@ async def test_the_history_of_an_adopted_model_that_has_left_is_valid() -> None:
 
 async def test_a_model_whose_holder_was_given_up_is_adopted_with_the_memory_of_that_holder() -> None:
     async with looking() as (there, looks):
-        gateway, [residency] = there.gateway, there.gateway.parts.residencies or ()
+        gateway, [residency] = there.gateway, there.residencies
         asked = asyncio.ensure_future(residency.ready("any", 50))
         first = await there.load()
         await asked
         await there.unload()
-        gateway.clock.advance(100.0)
-        now = gateway.clock.now()
-        watch = replace(extend_window(None, NOW), last=now)
-        for decision in due(gateway.world, now, gateway.policy, watch):
-            await gateway.commit(decision)
+        await gateway.pass_time(100.0)
         assert list(gateway.world.unconfirmed.quarantined) == [first.id]
         for _ in range(2):
             await looks.check()

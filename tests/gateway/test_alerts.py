@@ -10,14 +10,14 @@ from math import ceil
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Gone, NodeLost
 from gpubroker_server.core.domain.units import NodeName, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry.exposition import text_of
-from gpubroker_server.telemetry.metrics import ServerRow, Telemetry
+from gpubroker_server.telemetry.metrics import Telemetry
+from gpubroker_server.telemetry.table import ServerRow
 
 from tests.alerts import Alert, Alertmanager, Scrapes, documented
 from tests.builders import GIB, a_device, a_sample
@@ -107,7 +107,7 @@ async def a_silent_node(watched: Watched) -> AsyncIterator[None]:
 async def silent_nodes(watched: Watched) -> AsyncIterator[None]:
     """Of which the metric for each node tells too."""
     nodes = NodeName("n8"), NodeName("n9")
-    watched.gateway.paused_nodes = PausedDetection(watched.gateway.clock.now(), nodes, 7, 9, "too many")
+    watched.gateway.paused_nodes = PausedDetection("too many", nodes, 7, 9, watched.gateway.clock.now())
     yield
     watched.gateway.paused_nodes = None
 
@@ -154,7 +154,7 @@ async def overuse(watched: Watched) -> AsyncIterator[None]:
 async def scattered_memory(watched: Watched) -> AsyncIterator[None]:
     """60 GiB are free, in two halves."""
     gateway, api = watched.gateway, watched.api
-    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1"),)))
+    await gateway.join(a_device(), a_device("gpu1"))
     watched.measure()
     runs = [await api.submit(resources={"gpu_mb": 50 * GIB}) for _ in range(2)]
     for run in runs:

@@ -9,11 +9,13 @@ import cloudpickle
 import pytest
 from gpubroker.runtime.items import parted
 from gpubroker_server.broker.arrays import Arrays, with_pages_stored
+from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
+from gpubroker_server.core.domain.holders import WorkerSeat
+from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.orders import Failure, ItemResult, ItemsReported
+from gpubroker_server.core.domain.submission import ItemTerms
 from gpubroker_server.core.domain.units import Fence, TaskId
-from gpubroker_server.core.lifecycle.runs import apply_reports
-from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
 from tests.builders import NOW
 from tests.gateway.harness import PYTHON, Client, Gateway, fault
@@ -40,11 +42,7 @@ async def submitted(api: Client, items: Any = (1, 2, 3), **fields: Any) -> dict[
 async def done(gateway: Gateway, worker: str, *results: ItemResult, number: int = 1) -> None:
     """The worker reports these results, and the leader commits them."""
     task, now = gateway.task(worker), gateway.clock.now()
-    arrays = Arrays(gateway.store, gateway.world)
-    reports = [ItemsReported(task.id, task.fence, now, number, results, (), 1)]
-    decisions = apply_reports(gateway.world, reports, now, gateway.policy, await arrays.drafts(reports))
-    for decision in await with_pages_stored(decisions, gateway.blobs, 200):
-        await gateway.commit(decision)
+    await gateway.hear(ItemsReported(task.id, task.fence, now, number, results, (), 1))
 
 
 def result(number: int, text: bytes = b"1") -> ItemResult:
@@ -68,11 +66,9 @@ async def test_an_array_is_a_batch_of_workers_that_get_all_items(gateway: Gatewa
         gateway.task(workers[1]),
         (await gateway.store.specs([TaskId(workers[1])]))[TaskId(workers[1])],
     )
-    assert (task.array, task.shareable) == (seen["id"], False)
+    assert (task.holder, task.shareable) == (WorkerSeat(seen["id"]), False)
     assert spec.labels == {"team": "x", "array": seen["id"]}
-    assert json.loads(spec.env["GPUBROKER_ARRAY"]) == {
-        "id": seen["id"], "item_retries": 1, "item_timeout_seconds": 9.0, "pickled": False,
-    }  # fmt: skip
+    assert spec.items == ItemTerms(TaskId(seen["id"]), item_retries=1, item_timeout_seconds=9.0)
     arguments, items = parted(spec.arguments)
     assert json.loads(arguments) == {"args": [3], "kwargs": {}}
     assert json.loads(items) == [{"a": 1}, "two", 3]
@@ -142,7 +138,29 @@ async def test_workers_are_told_whether_the_items_are_pickled_also_when_failed_o
     again = (await api.post(f"/arrays/{seen['id']}/retry")).json()
     ids = [TaskId(seen["id"]), TaskId(again["id"])]
     specs = await gateway.store.specs(ids)
-    assert [json.loads(specs[id].env["GPUBROKER_ARRAY"])["pickled"] for id in ids] == [pickled] * 2
+    items = [specs[id].items for id in ids]
+    assert [it is not None and it.pickled for it in items] == [pickled] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [({}, ["failure", "timeout"]), ({"retry_on": ["timeout"]}, ["timeout"])],
+)
+async def test_what_uses_a_retry_of_an_item_is_told_to_workers_and_kept_for_what_is_done_again(
+    gateway: Gateway, api: Client, given: dict[str, Any], kept: list[str]
+) -> None:
+    seen = await submitted(api, item_retries=2, **given)
+    await gateway.admit(seen["id"])
+    for worker in seen["workers"]:
+        await gateway.end(worker["id"])
+    again = (await api.post(f"/arrays/{seen['id']}/retry")).json()
+    assert (seen["retry_on"], again["retry_on"]) == (kept, kept)
+    ids = [TaskId(seen["id"]), TaskId(again["id"])]
+    specs = await gateway.store.specs(ids)
+    assert [it is not None and it.retry_on for it in (specs[id].items for id in ids)] == [tuple(kept)] * 2
+    record = await gateway.store.record(ids[0])
+    assert record is not None
+    assert record.task.retry_on == ("failure", "timeout"), "of the worker itself: it comes back in any case"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +297,7 @@ async def test_a_retried_function_needs_its_objects_and_those_of_its_json_items_
     ]
     for seen in (in_json, opaque):
         await api.post(f"/arrays/{seen['id']}/cancel")
-    await gateway.carry_out_requests()
+    await gateway.turn()
     await api.delete(f"/objects/{named['object']}")
     await api.delete(f"/objects/{own}")
     for where in ("/items/1", "/run/objects/0"):
@@ -364,7 +382,7 @@ async def test_too_many_items_are_refused(api: Client, monkeypatch: pytest.Monke
 async def test_damaged_results_are_told(gateway: Gateway, api: Client) -> None:
     seen = await submitted(api, (1,))
     await gateway.admit(seen["id"])
-    await done(gateway, seen["id"], result(0, b'"' + b"x" * 300 + b'"'))
+    await done(gateway, seen["id"], result(0, b'"' + b"x" * ServiceLimits().inline_bytes + b'"'))
     gateway.blobs.objects.clear()
     told = await api.get(f"/arrays/{seen['id']}/items")
     assert (told.status_code, told.json()["code"]) == (500, "result-damaged")

@@ -14,7 +14,7 @@ PATH = "/v2/repository/models/any/"
 
 
 def notes(gateway: Gateway) -> list[tuple[str, str, str, str]]:
-    return [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited]
+    return [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited()]
 
 
 async def test_a_load_and_an_unload_over_http_are_noted_and_an_inference_is_not() -> None:

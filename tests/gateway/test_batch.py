@@ -2,18 +2,18 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.ids import Ids, is_task_id
-from gpubroker_server.gateway.http.times import rfc3339
-from gpubroker_server.gateway.tasks.batch import MAX_TASKS
+from gpubroker_server.gateway.hot.batch import MAX_TASKS
+from gpubroker_server.http.ids import Ids, is_task_id
+from gpubroker_server.http.times import rfc3339
+from msgspec.structs import replace
 
 from tests.builders import NOW
-from tests.gateway.harness import PYTHON, Client, Gateway, a_body, fault, problem
+from tests.gateway.harness import PYTHON, Client, Gateway, ManualClock, a_body, fault, problem
 
 GIB = 1024
 
@@ -99,7 +99,7 @@ async def test_an_item_that_is_not_an_object_is_refused_with_its_pointer(api: Cl
 
 async def test_each_task_needs_the_scopes_of_its_own_run(gateway: Gateway) -> None:
     modest = await gateway.client("modest", "tasks:write", max_priority=60)
-    runs = [{"entrypoint": "myteam.training:train"}, {"command": ["true"]}]
+    runs: list[dict[str, Any]] = [{"entrypoint": "myteam.training:train"}, {"command": ["true"]}]
     tasks = [a_body(runs[0]), a_body(runs[1]), a_body(runs[0], priority=61)]
     items = (await send(modest, tasks)).json()["items"]
     assert [item["status"] for item in items] == [202, 403, 403]
@@ -280,3 +280,20 @@ async def test_a_replayed_task_gets_its_answer_although_a_new_one_would_be_refus
 async def test_a_bare_list_is_refused_with_the_field_it_belongs_in(api: Client) -> None:
     found = problem(await api.post("/tasks/batch", json=[a_body()]), 422, "validation-failed")
     assert found["detail"] == 'must be an object, such as {"tasks": [...]}'
+
+
+class TickingClock(ManualClock):
+    def now(self) -> Instant:
+        self.advance(1.0)
+        return self.at
+
+
+async def test_tasks_of_a_batch_are_submitted_at_one_time_so_that_they_keep_their_order() -> None:
+    gateway = Gateway()
+    gateway.clock = TickingClock()
+    async with gateway:
+        bodies = [a_body(name="a"), a_body(name="b"), a_body(name="a")]
+        answer = await gateway.admin.post("/tasks/batch", json={"tasks": bodies})
+        ids = [item["id"] for item in answer.json()["items"]]
+        times = {gateway.task(id).submitted_at for id in ids}
+    assert (len(times), ids) == (1, sorted(ids))

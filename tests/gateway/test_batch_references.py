@@ -35,12 +35,12 @@ async def test_a_task_runs_after_others_of_its_batch_by_index_and_by_name(
     }  # fmt: skip
     for task in (before, split):
         await gateway.end(task)
-    await gateway.settle_dependencies()
+    await gateway.turn()
     assert not gateway.task(left).awaits
     assert gateway.task(join).awaits
     for task in (left, right):
         await gateway.end(task)
-    await gateway.settle_dependencies()
+    await gateway.turn()
     await gateway.end(join)
     assert (await api.get(f"/tasks/{join}")).json()["state"] == "succeeded"
 

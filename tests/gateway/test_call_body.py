@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.gateway.http.routing import Call
+from gpubroker_server.http.routing import Call
 from starlette.requests import ClientDisconnect
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.inference.lanes import LaneOptions, Lanes
 
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Heard, Stage, a_stage
 from tests.gateway.harness import until

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 
 import grpc
-from gpubroker_server.gateway.proxy.health_checks import HealthChecks
-from gpubroker_server.gateway.proxy.servers import Contents, Server
+from gpubroker_server.inference.health_checks import HealthChecks
+from gpubroker_server.inference.servers import Contents, Server
 from tritonclient.grpc import service_pb2 as messages
 
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Handler, Heard, Stage, a_stage

@@ -3,18 +3,18 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedModel
 from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.gateway.proxy.residency.holders import Adoption
 from gpubroker_server.gateway.tasks import cancel_selected
+from gpubroker_server.inference.holders import Adoption
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem
 from tests.gateway.inference_stage import Heard
 from tests.gateway.resident_models import resident_models
+from tests.simulated_host import SimulatedModel
 
 
 async def counts(api: Client, status: int = 200, **body: Any) -> dict[str, int]:
@@ -27,10 +27,10 @@ async def counts(api: Client, status: int = 200, **body: Any) -> dict[str, int]:
 async def test_waiting_and_running_tasks_end_and_ended_ones_are_counted(
     gateway: Gateway, api: Client
 ) -> None:
-    waiting, running, ended = [await api.submit(labels={"batch": "42"}) for _ in range(3)]
-    other = await api.submit(labels={"batch": "43"})
+    running = await api.submit(labels={"batch": "42"})
     await gateway.admit(running)
-    await gateway.end(ended)
+    await gateway.end(await api.submit(labels={"batch": "42"}))
+    waiting, other = await api.submit(labels={"batch": "42"}), await api.submit(labels={"batch": "43"})
     found = await counts(api, labels={"batch": "42"}, state=["pending", "running", "succeeded"])
     assert found == {
         "matched": 3, "waiting": 1, "started": 1, "cancelled": 1, "stopping": 1, "already_ended": 1
@@ -43,8 +43,9 @@ async def test_waiting_and_running_tasks_end_and_ended_ones_are_counted(
 async def test_a_task_that_ends_by_itself_before_the_leader_gets_to_it_is_counted_and_keeps_no_other_running(
     gateway: Gateway, api: Client
 ) -> None:
-    first, second = [await api.submit() for _ in range(2)]
+    first = await api.submit()
     await gateway.admit(first)
+    second = await api.submit()
     kept = gateway.store.request
 
     async def after_its_end(*requests: Any) -> None:
@@ -59,8 +60,10 @@ async def test_a_task_that_ends_by_itself_before_the_leader_gets_to_it_is_counte
 
 
 async def test_waiting_tasks_are_asked_to_end_before_running_ones(gateway: Gateway, api: Client) -> None:
-    tasks = [await api.submit(resources={"gpu_mb": GIB}) for _ in range(4)]
+    tasks = [await api.submit(resources={"gpu_mb": GIB})]
     await gateway.admit(tasks[0])
+    tasks += [await api.submit(resources={"gpu_mb": 80 * GIB}) for _ in range(2)]
+    tasks.append(await api.submit(resources={"gpu_mb": GIB}, priority=90))
     await gateway.admit(tasks[3])
     gateway.leads = False
     assert await counts(api, 202, all=True) == {"matched": 4, "waiting": 2, "started": 2, "stored": 4}
@@ -120,9 +123,9 @@ async def test_more_than_one_request_may_end_are_told(
 async def test_no_filter_selects_the_memory_of_a_model() -> None:
     async with resident_models(Heard(), SimulatedModel("any"), base_mb=Mib(500)) as there:
         gateway = there.gateway
-        assert gateway.parts.residencies is not None
+        assert gateway.residencies is not None
         await there.host.load("any", (), Seconds(1.0))
-        adoption = Adoption(gateway.parts.residencies)
+        adoption = Adoption(gateway.residencies)
         for _ in range(2):
             await adoption.check()
             await there.index(any=ModelState.READY)

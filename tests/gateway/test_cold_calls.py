@@ -5,19 +5,18 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelKey
+from gpubroker_server.core.domain.models import ModelKey, ModelRules
+from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
+from gpubroker_server.inference.lanes import LaneOptions, Lanes
 
 from tests.builders import GIB, a_sample
 from tests.gateway.call_stage import INFER, Heard, a_stage
 from tests.gateway.harness import Gateway, until
 from tests.gateway.protobuf import field
 from tests.gateway.resident_models import doubts_told
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 UNLOAD = "/inference.GRPCInferenceService/RepositoryModelUnload"
@@ -30,11 +29,7 @@ def a_host(cold_seconds: float = 55.0) -> tuple[ServerRules, SimulatedHost]:
 
 
 async def index(gateway: Gateway, stage: ModelState) -> None:
-    now = gateway.clock.now()
-    index = ServerIndex("main", now, {"any": IndexedModel("any", stage)})
-    for decision in seen(gateway.world, index, now, gateway.policy):
-        if not decision.is_empty():
-            await gateway.commit(decision)
+    await gateway.hear(ServerIndex("main", gateway.clock.now(), {"any": IndexedModel("any", stage)}))
 
 
 async def test_calls_wait_for_their_model_to_come_and_for_its_end() -> None:

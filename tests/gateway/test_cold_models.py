@@ -6,19 +6,19 @@ import json
 import re
 
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedModel
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.models import ModelRules
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
-from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.task import TaskState, model_of
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.learning import topic_of
-from gpubroker_server.core.lifecycle.model_turns import turns
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
 from gpubroker_server.ports.store import StoreUnavailable
 
 from tests.builders import GIB, a_sample, a_sketch
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, Heard
 from tests.gateway.resident_models import ResidentModels, resident_models
+from tests.simulated_host import SimulatedModel
 
 
 async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_as_it_came() -> None:
@@ -52,8 +52,8 @@ async def test_a_model_that_cannot_be_asked_for_without_the_database_may_be_aske
 
     async with resident_models(heard := Heard()) as there:
         if path != INFER:
-            assert there.gateway.parts.residencies is not None
-            await there.gateway.parts.residencies.want("any", 50)
+            assert there.gateway.residencies is not None
+            await there.gateway.residencies.want("any", 50)
         for what in ("submit", "request"):
             monkeypatch.setattr(there.gateway.store, what, away)
         status, _, body = await there.stage.ask("POST", path, b"{}")
@@ -119,7 +119,7 @@ async def test_a_request_for_a_model_that_made_room_for_an_equal_has_it_take_its
         client.ask("POST", "/v2/models/other/infer", b"x")
         rival = await there.wanted("other")
         gateway.clock.advance(100.0)
-        await gateway.commit(*turns(gateway.world, frozenset(), gateway.clock.now()))
+        await gateway.hear(ModelsInUse(frozenset()))
         gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
         await gateway.plan(rival.id)
         model = await there.wanted()
@@ -147,6 +147,10 @@ async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_tok
         assert (await there.wanted()).priority == 50, "the token may no more"
 
 
+LONG_ENOUGH = Seconds(3600.0)
+"""For a request to wait until its model has failed to load three times."""
+
+
 async def fail_to_load(there: ResidentModels) -> None:
     """As often as it is tried."""
     task = await there.wanted()
@@ -168,7 +172,7 @@ async def fail_to_load(there: ResidentModels) -> None:
 async def test_a_failed_load_is_told_to_later_requests_at_once_until_it_is_time_for_another_try(
     again: str,
 ) -> None:
-    async with resident_models(Heard()) as there:
+    async with resident_models(Heard(), cold_seconds=LONG_ENOUGH) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
         await fail_to_load(there)
@@ -195,7 +199,7 @@ async def test_a_failed_load_is_told_to_later_requests_at_once_until_it_is_time_
 
 
 async def test_a_failed_load_is_reported_in_the_words_of_the_server() -> None:
-    async with resident_models(Heard()) as there:
+    async with resident_models(Heard(), cold_seconds=LONG_ENOUGH) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
         await fail_to_load(there)
@@ -223,8 +227,7 @@ async def test_a_model_on_cpus_leases_no_gpu_memory_unless_the_operator_says_so(
         task = await there.load()
         assert task.demand.gpus == gpus
         assert len(there.gateway.world.leases_of(task)) == gpus
-        assert task.model is not None
-        assert task.model.sized
+        assert model_of(task).sized
         assert (await client.answer())[0] == 200
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.planning.draining import ask_to_leave
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway
@@ -30,7 +29,7 @@ async def test_a_cordoned_node_says_why_and_waiting_tasks_name_it(gateway: Gatew
     told = (await api.get(f"/tasks/{task}/explain")).json()
     assert (told["reason"], "n1" in told["message"]) == ("NodeCordoned", True)
     assert (await api.get("/stats")).json()["nodes"] == {"total": 1, "ready": 1, "cordoned": 1, "draining": 0}
-    [note] = gateway.store.audited
+    [note] = gateway.store.audited()
     assert (note.actor, note.tenant, note.action, note.subject, note.reason) == (
         "olga",
         "ops",
@@ -54,7 +53,7 @@ async def test_a_drain_says_by_when_how_much_is_left_and_when_it_is_done(
     assert (drain["left"], drain["done"]) == (1, False)
     assert drain["since"] < drain["deadline_at"]
     assert (await api.get("/stats")).json()["nodes"]["draining"] == 1
-    await gateway.commit(*ask_to_leave(gateway.world, gateway.policy, gateway.clock.now()))
+    await gateway.turn()
     assert gateway.task(task).state is TaskState.STOPPING
     assert (await api.get(f"/tasks/{task}")).json()["stop_reason"] == "preempt"
     await gateway.end(task)
@@ -80,7 +79,7 @@ async def test_an_unknown_node_and_a_token_without_the_scope_are_refused(
     assert unknown.json()["detail"] == 'there is no node "n9"; nodes: n1'
     reader = await gateway.client("reader", "cluster:read", "tasks:write")
     assert (await reader.post(f"/nodes/n1/{what}")).status_code == 403
-    assert gateway.store.audited == []
+    assert gateway.store.audited() == []
 
 
 @pytest.mark.parametrize("body", [{"deadline_seconds": -1}, {"deadline": 5}, {"reason": "a\nb"}])

@@ -1,10 +1,13 @@
 """Demands beside sizes: model types, limits, kinds, nodes and pools."""
 
-import pytest
-from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.device import Device
+from typing import Any
 
-from tests.builders import GIB, a_device, a_node
+import pytest
+from gpubroker.wire.policy import GpuKind
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+
+from tests.builders import GIB, a_device
 from tests.gateway.harness import Client, Gateway, a_body, problem
 
 
@@ -23,7 +26,7 @@ async def test_a_model_type_fills_in_what_a_rank_leaves_out_but_gives_it_no_gpus
 
 
 async def test_a_submit_overrides_its_model_type(api: Client) -> None:
-    said = {
+    said: dict[str, Any] = {
         "priority": 0,
         "timeout_seconds": 5.0,
         "max_retries": 0,
@@ -108,8 +111,8 @@ async def test_zero_gpus_and_a_kind_of_gpu_contradict_each_other(api: Client) ->
 
 
 async def test_the_context_of_a_process_is_shown_separately(gateway: Gateway, api: Client) -> None:
-    costly: Device = a_device(power=2000, context_mb=512, version=2)
-    await gateway.commit(Decision("n1", "node_seen", nodes=(a_node(version=2),), devices=(costly,)))
+    gateway.change(inventory=InventoryRules("test", kinds=(GpuKind("H100", 2000, Mib(512)),)))
+    await gateway.join(a_device())
     task = (await api.post("/tasks", json=a_body(resources={"gpu_mb": 1024}))).json()
     await gateway.admit(task["id"])
     [device] = (await api.get(f"/tasks/{task['id']}")).json()["devices"]
@@ -139,11 +142,11 @@ async def test_a_demand_that_does_not_fit_its_pool_is_refused(
     ("fields", "said"),
     [
         ({"labels": {"run": "7"}}, "the limit of 1 for the running tasks with label run=7 is reached"),
-        ({"resources": {"gpu_mb": 1024, "pool": "lab"}}, "the pool's gpus (pool lab)"),
+        ({"resources": {"gpu_mb": 45 * GIB, "pool": "lab"}}, "of the pool's gpus (pool lab)"),
     ],
 )
 async def test_a_task_above_a_limit_waits_with_the_limit_as_its_reason(
-    gateway: Gateway, api: Client, fields: dict[str, object], said: str
+    gateway: Gateway, api: Client, fields: dict[str, Any], said: str
 ) -> None:
     first = (await api.post("/tasks", json=a_body(**fields))).json()
     await gateway.admit(first["id"])

@@ -21,8 +21,6 @@ async def test_a_task_waits_for_its_dependencies_and_says_so(gateway: Gateway, a
     assert first in told["message"]
     await gateway.end(first)
     await gateway.end(second, failure=Failure("exception", "no luck"))
-    assert gateway.task(last["id"]).awaits
-    await gateway.settle_dependencies()
     told = (await api.get(f"/tasks/{last['id']}")).json()
     assert (told["state"], told["pending"]["reason"]) == ("pending", "PendingEvaluation")
 
@@ -47,7 +45,7 @@ async def test_a_failure_is_passed_on_and_the_first_one_is_named(gateway: Gatewa
     second = await api.submit(after=[first])
     third = await api.submit(after=[second])
     await gateway.end(first, failure=Failure("exception", "no luck"))
-    await gateway.settle_dependencies()
+    await gateway.turn()
     failed = (await api.get(f"/tasks/{third}")).json()
     assert (failed["state"], failed["failed_by"], failed["error"]["kind"]) == ("failed", first, "dependency")
     assert f"{second}, which could not run because {first} did not succeed" in failed["error"]["message"]
@@ -57,7 +55,7 @@ async def test_cancelling_a_dependency_fails_its_dependents(gateway: Gateway, ap
     first = await api.submit()
     second = await api.submit(after=[first])
     await api.post(f"/tasks/{first}/cancel")
-    await gateway.settle_dependencies()
+    await gateway.turn()
     failed = (await api.get(f"/tasks/{second}")).json()
     assert (failed["state"], failed["failed_by"]) == ("failed", first)
     assert failed["error"]["message"] == f"it runs after {first}, which was cancelled"

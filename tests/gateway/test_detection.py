@@ -1,14 +1,14 @@
 """Silent nodes that the leader holds back: how that is shown, and resuming."""
 
-from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.gateway.http.bodies import RequestLimits
 
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway
 
 PAUSED = PausedDetection(
-    Instant(NOW - 60.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes with 7 of 20 runs"
+    "2 nodes with 7 of 20 runs", (NodeName("n1"), NodeName("n2")), 7, 20, Instant(NOW - 60.0)
 )
 REASON = {"reason": "rack 4 has no power"}
 
@@ -36,16 +36,16 @@ async def test_a_pause_is_shown_in_stats_readiness_and_metrics_and_the_service_s
     ready = await olga.get("/readyz")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     assert ready.json()["parts"]["nodes"] == "paused: n1, n2 silent"
+    running = await olga.submit()
+    await gateway.admit(running)
     task = await olga.submit()
     said = (await olga.get(f"/tasks/{task}/explain")).json()["message"]
     assert said.endswith("(paused: n1, n2 silent; gpubroker stats says why)")
-    running = await olga.submit()
-    await gateway.admit(running)
     assert [item["notice"] for item in (await olga.get("/tasks")).json()["items"]] == [
         "paused: n1, n2 silent"
     ] * 2
     await olga.post(f"/tasks/{task}/cancel")
-    await gateway.carry_out_requests()
+    await gateway.turn()
     assert "paused" not in (await olga.get(f"/tasks/{task}/explain")).json()["message"]
     assert "gpubroker_silent_nodes 2.0" in (await olga.get("/metrics")).text
 
@@ -56,14 +56,14 @@ async def test_an_operator_asks_the_leader_to_give_up_the_nodes_that_are_silent_
     olga = await paused(gateway, "cluster:write")
     asked = await olga.post("/detection/resume", json=REASON)
     assert (asked.status_code, asked.json()["nodes"]) == (200, ["n1", "n2"])
-    [note] = gateway.store.audited
+    [note] = gateway.store.audited()
     assert (note.actor, note.tenant, note.subject) == ("olga", "ops", "n1, n2")
     assert note.reason == "rack 4 has no power"
 
 
 async def test_without_a_leader_the_request_is_stored(gateway: Gateway) -> None:
     gateway.leads = False
-    gateway.change(limits=RequestLimits(settle_seconds=0.01))
+    gateway.change(limits=ServiceLimits(settle_seconds=Seconds(0.01)))
     olga = await paused(gateway)
     assert (await olga.post("/detection/resume", json=REASON)).status_code == 202
 

@@ -9,10 +9,10 @@ from gpubroker_server.core.control.findings.finding import MOST_OF_A_KIND
 from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.gateway.cluster.diagnostics import longest_waiting, stuck_task
-from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.inference.protocols.triton.checks import TRITON
+from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import Trouble
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_sample, a_task, key
@@ -96,7 +96,7 @@ async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start
     gateway: Gateway, api: Client
 ) -> None:
     small = a_device("gpu0", "n2", mb=20 * GIB)
-    await gateway.commit(Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(small,)))
+    await gateway.join(small, node=a_node("n2"))
     gateway.world.measure([a_sample(small.key)])
     task = await api.submit(resources={"gpu_mb": 40 * GIB}, name="train")
     await api.submit(resources={"gpu_mb": 2048}, held=True)
@@ -117,9 +117,7 @@ async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start
 async def test_work_that_is_bound_to_one_of_two_nodes_is_found_while_a_task_waits(
     gateway: Gateway, api: Client
 ) -> None:
-    await gateway.commit(
-        Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(a_device("gpu0", "n2"),))
-    )
+    await gateway.join(a_device("gpu0", "n2"), node=a_node("n2"))
     gateway.world.measure([a_sample(device, gateway.clock.at) for device in gateway.world.ledgers])
     bound = {"resources": {"gpu_mb": 18 * GIB, "nodes": {"node": ["n1"]}}}
     for _ in range(4):
@@ -176,7 +174,7 @@ async def test_a_full_disk_keeps_a_task_waiting_until_there_is_room(gateway: Gat
 
 
 async def test_a_model_server_that_does_not_answer_is_found(gateway: Gateway) -> None:
-    server = Server("here", HttpBackend(TritonServer("here", "localhost", 1, b"localhost:1")))
+    server = Server("here", HttpBackend(TritonServer("here", "localhost", 1, b"localhost:1")), TRITON)
     gateway.change(servers=(server,))
     while not server.http.breaker.is_open:
         server.http.failed(Trouble.UNREACHABLE, "connection refused")

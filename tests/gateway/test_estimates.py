@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Observation, SketchKey, What
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
 from tests.builders import GIB, NOW, a_device, a_sketch, key
 from tests.gateway.harness import Client, Gateway, a_body, fault
@@ -108,7 +108,7 @@ async def test_with_too_few_runs_a_whole_device_is_given_and_the_answer_says_so(
 async def test_a_size_is_learned_from_runs_on_devices_that_the_task_may_use(
     gateway: Gateway, api: Client
 ) -> None:
-    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1", kind="L4", mb=24 * GIB),)))
+    await gateway.join(a_device(), a_device("gpu1", kind="L4", mb=24 * GIB))
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
     await learn(gateway, What.GPU_MB, *[4.0 * GIB] * 5, kind="L4")
     asked = {"gpu_mb": "learned", "kinds": ["L4"]}
@@ -134,7 +134,7 @@ async def test_ranks_with_a_learned_size_may_stand_beside_ranks_without(
 async def test_ranks_that_may_use_different_kinds_have_sizes_of_their_own(
     gateway: Gateway, api: Client
 ) -> None:
-    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1", kind="L4", mb=24 * GIB),)))
+    await gateway.join(a_device(), a_device("gpu1", kind="L4", mb=24 * GIB))
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
     await learn(gateway, What.GPU_MB, *[4.0 * GIB] * 5, kind="L4")
     bundles = [{"gpu_mb": "learned", "kinds": [kind]} for kind in ("H100", "L4")]
@@ -176,9 +176,9 @@ async def test_a_model_type_may_default_to_the_learned_size() -> None:
         ]
     assert said[0]["resources"]["gpus"] == 1
     assert said[0]["resources"]["gpu_mb"] == pytest.approx(1.15 * 8 * GIB, rel=0.02)
-    assert said[1]["resources"] == said[0]["resources"]
+    assert (said[1]["resources"]["gpus"], said[1]["resources"]["gpu_mb"]) == (1, None)
     size = said[0]["resources"]["gpu_mb"]
-    assert ranks == [[size], [size, 0], [size, 0]]
+    assert ranks == [[size], [size, 0], [1, 0]]
 
 
 async def test_a_stated_size_has_no_sizing(api: Client) -> None:
@@ -186,27 +186,17 @@ async def test_a_stated_size_has_no_sizing(api: Client) -> None:
     assert (await api.get(f"/tasks/{task_id}")).json()["sizing"] is None
 
 
-async def test_a_task_of_a_model_type_that_states_no_size_gets_the_learned_one_once_there_is_one(
-    gateway: Gateway, api: Client
-) -> None:
-    tasks = [await api.submit(model_type="resnet", resources={"gpus": 1})]
-    await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 12)
-    tasks.append(await api.submit(model_type="resnet", resources={"gpus": 1}))
-    before, after = [(await api.get(f"/tasks/{task_id}")).json() for task_id in tasks]
-    assert before["resources"]["gpu_mb"] is None
-    assert before["sizing"]["message"].startswith("it gets whole GPUs: 0 runs of resnet have been measured")
-    assert after["resources"]["gpu_mb"] == pytest.approx(1.15 * 8 * GIB, rel=0.02)
-    assert after["sizing"]["n"] == 12
-
-
 @pytest.mark.parametrize(
     "fields",
     [
+        {"model_type": "resnet", "resources": {"gpus": 1}},
         {"model_type": "resnet", "resources": {"gpus": 1, "exclusive": True}},
+        {"model_type": "resnet", "resources": {"exclusive": True}},
+        {"model_type": "resnet", "resources": {"kinds": ["H100"]}},
         {"name": "resnet", "resources": {"gpus": 1}},
     ],
 )
-async def test_one_that_wants_to_be_alone_or_has_no_model_type_gets_whole_devices(
+async def test_gpus_without_a_size_stay_whole_whatever_is_known_of_runs_like_it(
     gateway: Gateway, api: Client, fields: dict[str, Any]
 ) -> None:
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 12)
@@ -218,7 +208,8 @@ async def test_one_that_wants_to_be_alone_or_has_no_model_type_gets_whole_device
     ("fields", "says"),
     [
         ({"resources": {"gpus": 1}}, "it takes whole GPUs, because it states no size; state gpu_mb, or"),
-        ({"model_type": "new", "resources": {"gpus": 1}}, "it gets whole GPUs: 0 runs of new have been"),
+        ({"model_type": "new", "resources": {"gpus": 1}}, "it takes whole GPUs, because it states no size"),
+        ({"model_type": "new", "resources": {"gpu_mb": "learned"}}, "it gets whole GPUs: 0 runs of new have"),
     ],
 )
 async def test_a_dry_run_says_when_a_whole_gpu_will_be_taken_and_why(

@@ -227,11 +227,11 @@ async def test_a_client_that_reads_nothing_holds_the_server_up_and_then_gets_eve
 
     async with a_stage(pours) as stage:
         client = await stage.connect()
-        client.writer.transport.pause_reading()
+        client.transport.pause_reading()
         client.ask("POST", INFER, b"{}")
         await standstill(lambda: written)
         assert 0 < written < size / 2
-        client.writer.transport.resume_reading()
+        client.transport.resume_reading()
         assert len((await client.answer())[2]) == size
 
 
@@ -266,12 +266,12 @@ async def test_a_client_that_sends_on_and_reads_nothing_is_paused() -> None:
 
     async with a_stage(pours) as stage:
         client = await stage.connect()
-        client.writer.transport.pause_reading()
+        client.transport.pause_reading()
         for _ in range(100):
             client.ask("POST", INFER, b"{}")
         await standstill(lambda: written)
         assert 0 < written < 50 * 2**20
-        client.writer.transport.resume_reading()
+        client.transport.resume_reading()
         for _ in range(100):
             assert len((await client.answer())[2]) == 2**20
 

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from gpubroker_server.gateway.proxy.exchange import DRAIN_STRANGER_BYTES
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.operations import http_target
+from gpubroker_server.inference.lanes import LaneOptions, Lanes
+from gpubroker_server.inference.protocols.triton.operations import http_target
+from gpubroker_server.inference.protocols.triton_http.exchange import DRAIN_STRANGER_BYTES
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import until
@@ -177,7 +177,7 @@ async def test_an_unreachable_server_is_reported_at_once_and_nothing_was_sent() 
     async with a_stage(None) as stage:
         with capture_logs() as logs:
             error = refused(await stage.ask("POST", INFER, b"{}"), 503, "model-server-unavailable")
-        assert "Triton server main cannot be reached" in error["error"]
+        assert "model server main cannot be reached" in error["error"]
         [line] = logs
         assert (line["server"], line["request"]) == ("main", error["request_id"])
         refused(await stage.ask("POST", INFER, bytes(32 * 2**20)), 503, "model-server-unavailable")
@@ -236,10 +236,10 @@ async def test_a_client_that_reads_slowly_does_not_make_a_server_silent() -> Non
 
     async with a_stage(pours, silence_seconds=0.1) as stage:
         client = await stage.connect()
-        client.writer.transport.pause_reading()
+        client.transport.pause_reading()
         client.ask("POST", INFER, b"{}")
         await asyncio.sleep(0.4)  # what is tried is that nothing happens
-        client.writer.transport.resume_reading()
+        client.transport.resume_reading()
         assert len((await client.answer())[2]) == 20_000_000
 
 
@@ -288,7 +288,7 @@ async def test_too_many_requests_that_wait_for_a_connection_are_refused() -> Non
             for client in clients:
                 client.ask("POST", INFER, b"{}")
             answers = asyncio.gather(*(client.answer() for client in clients))
-            await until(lambda: len(logs) == 3)
+            await until(lambda: [line["event"] for line in logs].count("no answer from Triton") == 3)
             go_on.set()
             statuses = sorted(status for status, _, _ in await answers)
             assert statuses == [200] * 16 + [503] * 3
@@ -325,3 +325,20 @@ async def test_trailers_and_extensions_of_chunks_without_end_are_cut_off(start: 
                 client.send(b"x" * 65536)
                 await client.writer.drain()
         assert await client.is_closed()
+
+
+async def test_a_body_that_gets_too_long_while_it_is_answered_is_cut_off() -> None:
+    """A second head in the middle of the answer would be taken for a part of it."""
+
+    async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n")
+        await reader.read()
+
+    async with a_stage(early, most_body_bytes=1000) as stage:
+        connection = await stage.connect()
+        connection.send(connection.head("POST", INFER, Transfer_Encoding="chunked"), "1\r\nx\r\n")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await connection.reader.readuntil(b"2\r\n{}\r\n")
+        connection.send("7d0\r\n", "x" * 2000, "\r\n")
+        assert await connection.is_closed()

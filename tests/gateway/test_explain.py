@@ -65,10 +65,11 @@ async def test_a_task_that_does_not_wait_says_what_it_does(gateway: Gateway, api
 
 
 async def test_an_ended_task_says_how_and_when_it_ended(gateway: Gateway, api: Client) -> None:
-    names = ("done", "failed", "stopped", "unstarted")
+    names = ("done", "failed", "stopped")
     tasks = {name: await api.submit(name=name, resources={"cpu": 1}) for name in names}
-    for name in names[:3]:
+    for name in names:
         await gateway.admit(tasks[name])
+    tasks["unstarted"] = await api.submit(name="unstarted", resources={"cpu": 1})
     gateway.clock.advance(60.0)
     await gateway.end(tasks["done"])
     await gateway.end(tasks["failed"], failure=Failure("exception", "no luck\nat all", "traceback"))

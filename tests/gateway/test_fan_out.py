@@ -3,9 +3,9 @@
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from gpubroker_server.gateway.proxy.fan_out import summed_statistics
-from gpubroker_server.gateway.proxy.grpc_messages import merged_replies
-from gpubroker_server.gateway.proxy.operations import FanOut
+from gpubroker_server.inference.operation import FanOut
+from gpubroker_server.inference.protocols.triton.fan_out import summed_statistics
+from gpubroker_server.inference.protocols.triton_grpc.messages import merged_replies
 from tritonclient.grpc import service_pb2 as messages
 
 TIMES = (

@@ -1,7 +1,5 @@
 """What a leader has found of the fleet: targets, idle devices, and work that is not taken now."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.control.backpressure import Pressure
 from gpubroker_server.core.control.disk_guard import DiskLevel, DiskStanding
@@ -10,7 +8,8 @@ from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.control.node_watch import Overload
 from gpubroker_server.core.domain.device import DiskSample, NodeSample
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
-from gpubroker_server.telemetry.fleet import COUNTERS, GAUGES
+from gpubroker_server.telemetry.fleet import LOOKED
+from msgspec.structs import replace
 
 from tests.builders import NOW, key
 from tests.gateway.harness import Client, Gateway, a_body, problem
@@ -143,7 +142,7 @@ async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Cli
 
 async def fleet_metrics(api: Client) -> set[str]:
     """Those that a look of the leader is needed for."""
-    names = {*GAUGES, *(f"{name}_total" for name in COUNTERS)} - {"gpubroker_unmet_gpus"}
+    names = {f"{row.name}_total" if row.is_counter else row.name for row in LOOKED}
     lines = (await api.get("/metrics")).text.splitlines()
     return {line for line in lines if line.partition("{")[0] in names}
 

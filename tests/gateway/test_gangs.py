@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.holders import MemberState
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Ready, Started
-from gpubroker_server.core.domain.task import MemberState, Task
+from gpubroker_server.core.domain.task import Task, members_of
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
@@ -12,7 +14,7 @@ from tests.gateway.harness import Client, Gateway, a_body, fault, problem
 FOUR = {"bundles": [{"count": 4, "gpu_mb": 4096}]}
 
 
-def about(task: Task, rank: int, now: Any) -> tuple[Any, ...]:
+def about(task: Task, rank: int, now: Any) -> tuple[Any, Any, Any]:
     return task.id, task.fence, now
 
 
@@ -61,7 +63,7 @@ async def test_a_gang_runs_ends_and_answers_with_the_result_of_rank_zero(
     task, now = gateway.task(task_id), gateway.clock.now()
     for rank in range(4):
         ended = Ended(task.id, task.fence, now, Ending.SUCCEEDED, b"%d" % rank, rank=rank)
-        await gateway.hear(ended, Gone(task.id, task.fence, now, "process_absent", rank=rank))
+        await gateway.hear(ended, Gone(task.id, task.fence, now, Proof.PROCESS_ABSENT, rank=rank))
     assert (await api.get(f"/tasks/{task_id}/result")).json()["result"] == 0
     view = (await api.get(f"/tasks/{task_id}")).json()
     assert (view["state"], {rank["state"] for rank in view["ranks"]}) == ("succeeded", {"succeeded"})
@@ -77,7 +79,7 @@ async def test_the_error_of_a_gang_names_the_rank_that_failed_first(gateway: Gat
     view = (await api.get(f"/tasks/{task_id}")).json()
     assert (view["state"], view["stop_reason"]) == ("stopping", "rank_failed")
     assert view["error"]["message"] == "rank 2: boom"
-    assert gateway.task(task_id).members[2].state is MemberState.ENDED
+    assert members_of(gateway.task(task_id))[2].state is MemberState.ENDED
 
 
 async def test_restrictions_beside_bundles_hold_for_all_ranks(gateway: Gateway, api: Client) -> None:
@@ -164,7 +166,7 @@ async def test_ranks_that_leave_are_shown_and_the_gang_goes_on_without_them(
     for rank in (2, 3):
         await gateway.hear(
             Ended(task.id, task.fence, now, Ending.STOPPED, rank=rank),
-            Gone(task.id, task.fence, now, "process_absent", rank=rank),
+            Gone(task.id, task.fence, now, Proof.PROCESS_ABSENT, rank=rank),
         )
     await gateway.admit(urgent)
     told = (await other.get(f"/tasks/{gang}/explain")).json()

@@ -1,8 +1,11 @@
 """The model that a message names is found as protobuf's own library would find it."""
 
+from typing import Any
+
 import pytest
-from gpubroker_server.gateway.proxy.grpc_messages import last_bytes, target_of
-from gpubroker_server.gateway.proxy.operations import Target, grpc_operation
+from gpubroker_server.inference.operation import Target
+from gpubroker_server.inference.protocols.triton.operations import grpc_operation
+from gpubroker_server.inference.protocols.triton_grpc.messages import last_bytes, target_of
 from gpubroker_server.ports.triton_messages import _MESSAGES
 from gpubroker_server.ports.triton_messages import messages as own
 from tritonclient.grpc import model_config_pb2, service_pb2
@@ -41,7 +44,7 @@ def test_bytes_that_are_no_message_name_nothing(message: bytes) -> None:
 def test_the_table_of_messages_agrees_with_tritons_own_schema() -> None:
     compared = 0
     for name, fields in _MESSAGES.items():
-        theirs = getattr(service_pb2, name, None) or getattr(model_config_pb2, name, None)
+        theirs: Any = getattr(service_pb2, name, None) or getattr(model_config_pb2, name, None)
         theirs = theirs or getattr(service_pb2.RepositoryIndexResponse, name, None)
         for field_name, (number, _) in fields.items() if theirs else ():
             described = theirs.DESCRIPTOR.fields_by_name[field_name]

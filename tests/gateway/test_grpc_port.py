@@ -5,14 +5,14 @@ import contextlib
 
 import grpc
 import pytest
+from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.connections import ConnectionLimits
 
 from tests.gateway.call_stage import INFER, SERVICE, Heard, Stage, a_stage
 from tests.gateway.harness import until
 from tests.patience import PATIENCE_SECONDS
 
-QUICK = ConnectionLimits(head_bytes=8192, head_seconds=Seconds(0.5), connections=20, idle_seconds=1)
+QUICK = ServiceLimits(head_bytes=8192, head_seconds=Seconds(0.5), connections=20, idle_seconds=1)
 
 SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """How HTTP/2 begins."""

@@ -3,7 +3,7 @@
 import uuid
 
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.ids import Ids, is_task_id
+from gpubroker_server.http.ids import Ids, is_task_id
 from hypothesis import given
 from hypothesis import strategies as st
 

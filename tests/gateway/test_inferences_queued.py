@@ -3,30 +3,29 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelKey
+from gpubroker_server.core.domain.models import ModelKey, ModelRules
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import InferenceServers
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.server_rules import ServerRules
+from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
-from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.core.planning.inferences import admissions, keep_models_wanted
 from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed, request_in
 from gpubroker_server.core.serving.tensors import tensor_of
-from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
-from gpubroker_server.gateway.proxy.servers import Contents, Server
-from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
+from gpubroker_server.inference.holders import AGAIN_SECONDS, QueuedModels
+from gpubroker_server.inference.protocols.triton.checks import TRITON
+from gpubroker_server.inference.servers import Contents, Server
+from msgspec.structs import replace
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
+from tests.simulated_host import SimulatedHost, SimulatedModel
 from tests.tensor_values import values_of
 
 RULES = ServerRules(
@@ -42,7 +41,7 @@ async def a_gateway(*, serving: InferenceServers | None = None, **limits: Any) -
     async with Gateway(**limits) as gateway:
         policy = replace(gateway.policy, serving=serving or InferenceServers(ledger=("main",)))
         host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("huge")))
-        lab = Server("lab", HttpBackend(TritonServer("lab", "localhost", 1, b"localhost:1")))
+        lab = Server("lab", HttpBackend(TritonServer("lab", "localhost", 1, b"localhost:1")), TRITON)
         lab.contents = Contents(frozenset({b"llm", b"lab-only"}))
         served = [] if serving and not serving.ledger else [(RULES, host)]
         gateway.change(policy=policy, served=served, servers=[lab] if serving else [])
@@ -66,8 +65,8 @@ async def ask(gateway: Gateway, *values: float, **fields: Any) -> str:
 
 
 async def send(gateway: Gateway) -> None:
-    """The inferences that a leader would send now."""
-    await gateway.commit(*admissions(gateway.world, gateway.policy, gateway.clock.now()))
+    """The inferences that can be sent now."""
+    await gateway.turn()
 
 
 async def end(
@@ -198,7 +197,7 @@ async def test_values_may_follow_the_json_as_binary_data() -> None:
         sent = with_bytes(b"\x01\0\xff\xff\x02\0\0\0ab\0\0\0\0", behind("a", 4), inline, text)
         response = await gateway.admin.post("/inferences", **sent)
         assert response.status_code == 202, response.text
-        spec = (await gateway.store.specs([TaskId(response.json()["id"])])).popitem()[1]
+        [spec] = (await gateway.store.specs([TaskId(response.json()["id"])])).values()
         tensors = request_in(spec.arguments).inputs
         assert [values_of(tensor) for tensor in tensors] == [[1, -1], [0.5], ["ab", ""]]
 
@@ -239,7 +238,7 @@ async def test_an_inference_needs_its_scope_and_a_priority_within_the_token_s_ca
 
 
 async def test_the_model_type_fills_what_an_inference_leaves_out() -> None:
-    nightly = NamedDefaults(priority=20, max_retries=4, timeout_seconds=90.0)
+    nightly = NamedDefaults(priority=20, max_retries=4, timeout_seconds=Seconds(90.0))
     async with a_gateway(serving=OPEN) as gateway:
         gateway.change(defaults=Defaults(model_types={"nightly": nightly}))
         filled = gateway.task(await ask(gateway, 1, model_type="nightly"))
@@ -261,7 +260,8 @@ async def test_the_same_key_and_body_are_one_inference_and_another_body_is_refus
         problem(other, 422, "idempotency-key-reused")
         gateway.change(policy=replace(gateway.policy, serving=InferenceServers()))
         client = await gateway.client("later")
-        assert (await client.post("/inferences", json=a_body(1), headers=key)).status_code == 202
+        later = await client.post("/inferences", json=a_body(1), headers=key)
+        assert (later.status_code, later.headers["Location"]) == (202, first.headers["Location"])
 
 
 def holder(gateway: Gateway, model: str = "llm") -> Task:
@@ -272,9 +272,8 @@ def holder(gateway: Gateway, model: str = "llm") -> Task:
 
 async def load(gateway: Gateway) -> None:
     await gateway.plan(holder(gateway).id)
-    now = gateway.clock.now()
-    index = ServerIndex("main", now, {"llm": IndexedModel("llm", ModelState.READY)})
-    await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
+    models = {"llm": IndexedModel("llm", ModelState.READY)}
+    await gateway.hear(ServerIndex("main", gateway.clock.now(), models))
 
 
 async def test_an_inference_makes_its_model_wanted_at_its_priority() -> None:
@@ -289,10 +288,10 @@ async def test_an_inference_makes_its_model_wanted_at_its_priority() -> None:
         assert (explained["reason"], explained["remedies"], explained["devices"]) == ("ModelLoading", [], [])
         assert (told["start"], explained["start"]) == (None, None), "unknown"
         urgent = await ask(gateway, 1, priority=60)
-        await gateway.commit(*keep_models_wanted(gateway.world, gateway.policy, gateway.clock.now()))
+        await gateway.turn()
         assert holder(gateway).priority == 60
         await gateway.admin.post(f"/tasks/{urgent}/cancel")
-        await gateway.commit(*keep_models_wanted(gateway.world, gateway.policy, gateway.clock.now()))
+        await gateway.turn()
         assert holder(gateway).priority == 30, "that of those that still wait"
         await load(gateway)
         await send(gateway)
@@ -328,8 +327,8 @@ async def test_an_inference_that_may_not_start_yet_wants_no_model() -> None:
 async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() -> None:
     async with a_gateway() as gateway:
         await ask(gateway, 1, priority=40)
-        assert gateway.parts.residencies is not None
-        queued_models = QueuedModels(gateway.parts.residencies)
+        assert gateway.residencies is not None
+        queued_models = QueuedModels(gateway.residencies)
         await queued_models.check()
         first = holder(gateway)
         for lost in (first, None):
@@ -338,8 +337,7 @@ async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() 
             await queued_models.check()
             assert holder(gateway).id != first.id
         second = holder(gateway)
-        assert second.model is not None
-        assert (second.model.asked_at, second.model.queued) == (gateway.clock.now(), True)
+        assert (model_of(second).asked_at, model_of(second).queued) == (gateway.clock.now(), True)
         await gateway.admin.post("/models/llm/unload")
         await queued_models.check()
         assert gateway.world.models.of(ModelKey("main", "llm")) is None, (

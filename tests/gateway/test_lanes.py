@@ -6,10 +6,10 @@ import time
 import pytest
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.lane import LaneRules
-from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES
-from gpubroker_server.gateway.proxy.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, QueueWish
+from gpubroker_server.http.identity import Identity
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.inference.body_buffer import BUFFER_BYTES
+from gpubroker_server.inference.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, QueueWish
 
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Connection, Stage, a_request, a_stage
@@ -46,7 +46,9 @@ class Scene:
     def __init__(self, slots: int = 1, *, places: int = 8, queue_seconds: float = 60.0) -> None:
         self.model = Model()
         options = LaneOptions(
-            LaneRules(places), Seconds(queue_seconds), slots={b"any": slots}, type_priorities={"llm": 20}
+            LaneRules(places, queue_seconds=Seconds(queue_seconds)),
+            slots={b"any": slots},
+            type_priorities={"llm": 20},
         )
         self.lanes = Lanes(options)
         self.waiting = 0
@@ -238,7 +240,7 @@ async def test_a_priority_above_the_tokens_is_lowered_and_the_answer_says_so() -
 
 def test_a_request_without_a_priority_has_that_of_its_model_type() -> None:
     lanes = Lanes(LaneOptions(type_priorities={"llm": 79, "chat": 100}))
-    weak = Identity("weak", "weak", frozenset(), 90)
+    weak = Identity("weak", "weak", (), 90)
     assert lanes.wish_in(weak, None, None, "llm") == QueueWish(79)
     assert lanes.wish_in(weak, "10", None, "llm") == QueueWish(10)
     assert lanes.wish_in(weak, None, "2", "other") == QueueWish(None, 2.0)
@@ -341,7 +343,7 @@ async def test_slots_waiting_and_waits_are_measured() -> None:
         assert 'model="any"' not in told
 
 
-SOMEBODY = Identity("me", "default", frozenset("*"), 50)
+SOMEBODY = Identity("me", "default", ("*",), 50)
 
 
 async def test_the_number_of_idle_lanes_is_limited() -> None:

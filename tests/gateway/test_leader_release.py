@@ -21,6 +21,7 @@ async def test_what_an_earlier_leader_does_not_know_is_refused_and_nothing_is_st
         ("/arrays", ARRAY),
         ("/worker-sets", {"run": {"entrypoint": "myteam.jobs:C"}}),
         ("/tasks", NAMED),
+        ("/tasks", {**a_body(), "retry_on": ["timeout"]}),
         ("/tasks", OBJECT),
         ("/tenants/default/pause", {}),
         ("/streams/nightly/resume", {}),

@@ -1,16 +1,15 @@
 """External leases over HTTP: requested, waited for, renewed, released."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Mib, Seconds, TaskId
-from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
-from gpubroker_server.gateway.http.times import rfc3339
+from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
+from gpubroker_server.http.times import rfc3339
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until
@@ -36,12 +35,8 @@ async def overdue(gateway: Gateway, lease: str) -> None:
     """Its holder was asked to leave, and its notice has expired."""
     task = gateway.task(lease)
     assert task.deadline_at is not None
-    gateway.clock.at = task.deadline_at
-    await gateway.pass_time()
-    gateway.clock.advance(task.grace_seconds + gateway.policy.kill_patience_seconds)
-    now = gateway.clock.now()
-    watch = ObservationWindow(since=task.deadline_at, last=Instant(now - 1.0))
-    await gateway.commit(*due(gateway.world, now, gateway.policy, watch))
+    notice_seconds = task.grace_seconds + gateway.policy.kill_patience_seconds
+    await gateway.pass_time(task.deadline_at + notice_seconds - gateway.clock.now())
 
 
 async def test_a_lease_waits_in_the_queue_is_held_and_is_released(gateway: Gateway, api: Client) -> None:
@@ -160,7 +155,7 @@ async def test_a_lease_that_is_not_released_is_quarantined_until_a_statement(
 async def test_a_lease_ends_with_its_process(gateway: Gateway, api: Client) -> None:
     lease = await ask(api, pid=4711)
     await gateway.plan(lease)
-    await gateway.hear(Gone(TaskId(lease), Fence(1), gateway.clock.now(), "process_absent"))
+    await gateway.hear(Gone(TaskId(lease), Fence(1), gateway.clock.now(), Proof.PROCESS_ABSENT))
     ended = (await api.get(f"/leases/{lease}")).json()
     assert (ended["state"], ended["pid"], ended["error"]["kind"]) == ("ended", 4711, "process_gone")
 
@@ -222,9 +217,7 @@ async def test_a_replayed_lease_gets_its_answer_although_a_new_one_would_be_refu
 ) -> None:
     key = {"Idempotency-Key": "k"}
     first = await api.post("/leases", json=ASKED, headers=key)
-    [ledger] = gateway.world.ledgers.values()
-    small = replace(ledger.device, physical_mb=Mib(8 * GIB), version=ledger.device.version + 1)
-    await gateway.commit(Decision("n1", "node_seen", devices=(small,)))
+    await gateway.join(a_device(mb=8 * GIB))
     problem(await api.post("/leases", json=ASKED), 422, "exceeds-capacity")
     again = await api.post("/leases", json=ASKED, headers=key)
     assert (again.status_code, again.headers["Idempotency-Replayed"]) == (202, "true")
@@ -308,9 +301,7 @@ async def test_the_times_of_a_lease_cannot_be_changed_only_renewed(gateway: Gate
 
 
 async def test_a_process_needs_a_node_if_there_are_several(gateway: Gateway, api: Client) -> None:
-    await gateway.commit(
-        Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(a_device("gpu1", node="n2"),))
-    )
+    await gateway.join(a_device("gpu1", node="n2"), node=a_node("n2"))
     gateway.world.measure([a_sample("n2/gpu1")])
     response = await api.post("/leases", json={**ASKED, "pid": 4711})
     assert "name the node, or devices" in fault(response, "/node")

@@ -12,6 +12,7 @@ async def test_what_is_asked_of_a_task_is_logged_with_its_id(gateway: Gateway, a
     assert [(line["event"], line["task"], line["tenant"]) for line in lines] == [
         ("task accepted", task, "default"),
         ("asked", task, "default"),
+        ("task cancelled", task, "default"),
     ]
     assert lines[1]["what"] == "cancel"
 
@@ -30,11 +31,11 @@ async def test_answered_requests_are_logged_if_that_is_wanted(gateway: Gateway, 
     gateway.change(access_log=True)
     stranger = gateway.with_secret("wrong")
     with capture_logs() as lines:
-        await api.get("/stats?limit=1")
+        await api.get("/gpus?history=1m")
         await stranger.get("/tasks")
     assert all(line.pop("seconds") >= 0 for line in lines)
     line = {"event": "answered", "log_level": "info", "method": "GET"}
     assert lines == [
-        {**line, "path": "/stats", "status": 200, "token": "admin", "tenant": "default"},
+        {**line, "path": "/gpus", "status": 200, "token": "admin", "tenant": "default"},
         {**line, "path": "/tasks", "status": 401, "token": None, "tenant": None},
     ]

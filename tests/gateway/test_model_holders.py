@@ -3,16 +3,16 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedModel
 from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.gateway.proxy.residency.holders import Adoption
+from gpubroker_server.inference.holders import Adoption
 
 from tests.gateway.harness import problem
 from tests.gateway.inference_stage import Heard
 from tests.gateway.resident_models import resident_models
+from tests.simulated_host import SimulatedModel
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ async def test_no_task_route_changes_the_holder_of_a_model_or_of_a_server(
 ) -> None:
     async with resident_models(Heard(), SimulatedModel("any"), base_mb=Mib(500)) as there:
         gateway = there.gateway
-        assert gateway.parts.residencies is not None
+        assert gateway.residencies is not None
         await there.host.load("any", (), Seconds(1.0))
-        adoption = Adoption(gateway.parts.residencies)
+        adoption = Adoption(gateway.residencies)
         for _ in range(2):
             await adoption.check()
         for _ in range(2):

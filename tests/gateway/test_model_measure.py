@@ -7,17 +7,17 @@ from typing import Any
 
 import httpx
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.model_orders import ModelState
+from gpubroker_server.core.domain.models import ModelRules
+from gpubroker_server.core.domain.server_rules import ServerRules
+from gpubroker_server.core.domain.task import model_of
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Gateway, problem, until
 from tests.gateway.inference_stage import Heard
 from tests.gateway.resident_models import ResidentModels, resident_models
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 MEASURE = "/models/any/measure"
 
@@ -27,8 +27,7 @@ async def a_real_gpu(**model: Any) -> AsyncIterator[ResidentModels]:
     """As far as the service can tell."""
     facts = {"most_rows": 8, **model}
     async with resident_models(Heard(), SimulatedModel("any", Mib(8 * GIB), **facts), models={}) as there:
-        device = a_device("gpu0", simulated=False, version=2)
-        await there.gateway.commit(Decision("n1", "node_seen", devices=(device,)))
+        await there.gateway.join(a_device("gpu0", simulated=False))
         there.gateway.world.measure([a_sample("gpu0", there.gateway.clock.now())])
         yield there
 
@@ -53,9 +52,9 @@ async def test_a_model_that_runs_on_cpus_has_no_size_to_measure() -> None:
 
 async def test_a_model_over_several_gpus_is_not_measured() -> None:
     async with a_real_gpu() as there:
-        await there.gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1"),)))
-        [residency] = there.gateway.parts.residencies or ()
-        residency.rules.models["any"] = ModelRules(Mib(GIB), gpus=2)  # type: ignore[index]
+        await there.gateway.join(a_device("gpu0", simulated=False), a_device("gpu1"))
+        [residency] = there.residencies
+        residency.rules.models["any"] = ModelRules(Mib(GIB), gpus=2)  # type: ignore[index]  # as if the settings said so
         assert "spread over 2 GPUs" in await refused(there, "not-measurable")
 
 
@@ -104,17 +103,15 @@ async def measured(there: ResidentModels, body: dict[str, Any], *, samples: bool
     gateway = there.gateway
     asked = asyncio.ensure_future(gateway.admin.post(MEASURE, json=body))
     task = await there.load()
-    assert task.model is not None
-    assert (task.model.measured, task.model.sized) == (True, False)
+    assert (model_of(task).measured, model_of(task).sized) == (True, False)
     while not gateway.world.requests:
         gateway.clock.advance(1.0)
         if samples:
             gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
         await asyncio.sleep(0)
-    now = gateway.clock.now()
     [request] = gateway.world.requests.values()
     assert request.what == "cancel"
-    await gateway.commit(carry_out(gateway.world, request, now, gateway.policy))
+    await gateway.turn()
     await there.index()
     await until(lambda: there.of() is None)
     return await asked

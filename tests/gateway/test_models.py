@@ -5,16 +5,15 @@ from contextlib import asynccontextmanager
 
 import httpx
 from gpubroker import AsyncBroker
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelKey
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.models import ModelKey, ModelRules
+from gpubroker_server.core.domain.server_rules import ServerRules
+from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.core.lifecycle.model_lifecycle import due, seen
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 RULES = ServerRules("main", "n1", models={"llm": ModelRules(Mib(50 * GIB), priority=60)})
 
@@ -35,11 +34,8 @@ def holder(gateway: Gateway, model: str = "llm") -> Task:
 
 
 async def index(gateway: Gateway, **stages: ModelState) -> None:
-    now = gateway.clock.now()
     models = {name: IndexedModel(name, stage) for name, stage in stages.items()}
-    for decision in seen(gateway.world, ServerIndex("main", now, models), now, gateway.policy):
-        if not decision.is_empty():
-            await gateway.commit(decision)
+    await gateway.hear(ServerIndex("main", gateway.clock.now(), models))
 
 
 async def loaded(gateway: Gateway, model: str = "llm") -> Task:
@@ -97,7 +93,11 @@ async def test_an_unloaded_model_is_loaded_again_on_request() -> None:
         answer = await gateway.admin.post("/models/llm/unload")
         assert (answer.status_code, answer.json()["state"]) == (200, "cold")
         assert (await gateway.admin.post("/models/llm/load", json={})).json()["state"] == "waiting"
-        assert [note.action for note in gateway.store.audited] == ["model.load", "model.unload", "model.load"]
+        assert [note.action for note in gateway.store.audited()] == [
+            "model.load",
+            "model.unload",
+            "model.load",
+        ]
 
 
 async def test_a_pinned_model_is_never_a_victim() -> None:
@@ -109,9 +109,9 @@ async def test_a_pinned_model_is_never_a_victim() -> None:
         assert (answer.status_code, answer.json()["pinned"], answer.json()["priority"]) == (200, True, 100)
         answer = await gateway.admin.post("/models/llm/pin", json={"pinned": False})
         assert answer.json()["priority"] == 60
-        assert [note.action for note in gateway.store.audited] == ["model.pin", "model.pin", "model.unpin"]
+        assert [note.action for note in gateway.store.audited()] == ["model.pin", "model.pin", "model.unpin"]
         gateway.clock.advance(1000.0)
-        await gateway.commit(*due(gateway.world, gateway.clock.now()))
+        await gateway.turn()
         assert (await gateway.admin.get("/models/llm")).json()["priority"] == -1
 
 
@@ -186,8 +186,8 @@ async def test_pinning_needs_a_token_for_the_highest_priority() -> None:
 
 async def test_the_use_of_models_is_reported_to_the_leader() -> None:
     async with a_gateway() as gateway:
-        assert gateway.parts.residencies is not None
-        [residency] = gateway.parts.residencies
+        assert gateway.residencies is not None
+        [residency] = gateway.residencies
         await gateway.admin.post("/models/llm/load", json={})
         await loaded(gateway)
         gateway.clock.advance(100.0)
@@ -197,8 +197,7 @@ async def test_the_use_of_models_is_reported_to_the_leader() -> None:
         await residency.report_use()
         task = holder(gateway)
         assert (task.priority, task.expires_at) == (70, gateway.clock.now() + 300.0)
-        assert task.model is not None
-        assert task.model.usage.counts[0] > 1.0
+        assert model_of(task).usage.counts[0] > 1.0
         version = task.version
         await residency.report_use()
         assert holder(gateway).version == version, "there was nothing to tell"

@@ -1,37 +1,10 @@
 """Explain, simulate and plan leave every row and the whole World as they were."""
 
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-from gpubroker_server.adapters.clock import DatabaseClock
-from gpubroker_server.adapters.sql.store import open_store
-from gpubroker_server.gateway.http.identity import Tokens
-
-from tests.builders import GIB, a_sample
+from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, a_body
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    return tmp_path / "gpubroker.db"
-
-
-@pytest.fixture
-async def gateway(database: Path) -> AsyncIterator[Gateway]:
-    """Over a store on disk, which has a clock of its own."""
-    running = Gateway()
-    store = await open_store(f"sqlite:///{database}")
-    clock = DatabaseClock(store)
-    await clock.read()
-    running.clock.at = clock.now()
-    running.store = store
-    running.change(store=store, tokens=Tokens(store, running.clock))
-    async with running:
-        running.world.measure([a_sample("gpu0", running.clock.now())])
-        yield running
-    await store.close()
 
 
 def rows(database: Path) -> list[str]:
@@ -52,9 +25,8 @@ def picture(gateway: Gateway) -> str:
     return repr({**plain, "ledgers": ledgers, "use": uses, "queue": queue})
 
 
-async def test_questions_change_no_row_and_nothing_in_the_world(
-    gateway: Gateway, api: Client, database: Path
-) -> None:
+async def test_questions_change_no_row_and_nothing_in_the_world(gateway: Gateway, api: Client) -> None:
+    database = gateway.store.path
     low = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=20)
     await gateway.admit(low)
     gateway.clock.advance(1.0)

@@ -6,9 +6,9 @@ import pytest
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.history import STEP_SECONDS, step_of
 from gpubroker_server.core.control.idle import Idle
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
+from msgspec.structs import asdict
 
 from tests.builders import GIB, a_node, a_sample
 from tests.gateway.harness import Client, Gateway, fault, problem
@@ -87,8 +87,8 @@ async def test_holders_of_other_tenants_have_no_names(gateway: Gateway, api: Cli
 )
 async def test_nodes_are_sorted_as_asked(gateway: Gateway, api: Client, sort: str, names: str) -> None:
     usual = a_node()
-    others = a_node("n2", memory_mb=2 * usual.memory_mb), a_node("n3")
-    await gateway.commit(Decision("others", "node_seen", nodes=others))
+    for other in (a_node("n2", memory_mb=2 * usual.memory_mb), a_node("n3")):
+        await gateway.join(node=other)
     resources = {"gpus": 0, "cpu": 4, "nodes": {"node": ["n3"]}}
     await gateway.admit(await api.submit(resources=resources))
     now = gateway.clock.now()
@@ -116,7 +116,7 @@ async def test_a_gpu_shows_its_health_while_its_driver_answers(gateway: Gateway,
     assert gpu["health"] is None
     measure(gateway)
     [gpu] = (await api.get("/gpus")).json()["items"]
-    assert gpu["health"] == HEALTH._asdict()
+    assert gpu["health"] == asdict(HEALTH)
     measure(gateway, gpus={})
     [gpu] = (await api.get("/gpus")).json()["items"]
     assert gpu["health"] is None

@@ -105,7 +105,7 @@ async def test_a_tenant_lists_its_objects_in_pages_with_count_and_limit(gateway:
 
 @pytest.mark.parametrize("sort", ["id", "-id", "created", "-created", "size", "-size"])
 async def test_objects_are_sorted_page_by_page_as_asked(gateway: Gateway, sort: str) -> None:
-    mine = []
+    mine: list[Any] = []
     for size in (3, 1, 2, 3):
         gateway.clock.advance(0.25)
         mine.append(await upload(gateway.admin, b"%d" % len(mine) * size))
@@ -219,7 +219,7 @@ async def test_an_inference_keeps_the_values_of_a_deleted_object(
     response = await gateway.admin.post("/inferences", json=body)
     assert response.status_code == 202, response.text
     await gateway.admin.delete(f"/objects/{id}")
-    spec = (await gateway.store.specs([TaskId(response.json()["id"])])).popitem()[1]
+    [spec] = (await gateway.store.specs([TaskId(response.json()["id"])])).values()
     tensors = request_in(spec.arguments).inputs
     assert [values_of(tensor) for tensor in tensors] == [[0.5, 2.0], [7.0], ["ab"], [0.5, 2.0]]
 

@@ -33,10 +33,10 @@ async def test_an_admin_sees_and_ends_a_task_of_another_tenant_and_that_is_audit
     olga = await gateway.client("olga", "admin", "tasks:read", "tasks:write", tenant="ops")
     for path in ("", "/explain", "/events"):
         assert (await olga.get(f"/tasks/{task}{path}")).status_code == 200
-    assert gateway.store.audited == []
+    assert gateway.store.audited() == []
     assert (await olga.patch(f"/tasks/{task}", json={"priority": 5})).status_code == 200
     assert (await olga.post(f"/tasks/{task}/cancel")).status_code == 202
-    assert [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited] == [
+    assert [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited()] == [
         ("olga", "vision", "task.change", task),
         ("olga", "vision", "task.cancel", task),
     ]
@@ -51,7 +51,7 @@ async def test_others_see_and_end_only_what_is_their_tenants(gateway: Gateway) -
     problem(await other.get(f"/tasks/{task}"), 404, "not-found")
     problem(await other.post(f"/tasks/{task}/cancel"), 404, "not-found")
     await other.post(f"/tasks/{own}/cancel")
-    assert gateway.store.audited == [], "one's own needs no note"
+    assert gateway.store.audited() == [], "one's own needs no note"
 
 
 async def test_a_token_for_a_tenant_that_nobody_named_is_refused_with_the_nearest_unless_it_is_new(

@@ -2,10 +2,9 @@
 
 import re
 
-from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Client, Gateway, problem
@@ -116,11 +115,11 @@ async def test_a_node_shows_since_when_its_agent_is_silent(gateway: Gateway, api
 
 
 async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -> None:
-    await api.submit()
     running = await api.submit(resources={"gpu_mb": 10 * GIB})
     await gateway.admit(running)
     await gateway.end(await api.submit())
     await api.post(f"/tasks/{await api.submit()}/cancel")
+    await api.submit()
     stats = (await api.get("/stats")).json()
     assert stats["tasks"] == {
         "pending": 1,
@@ -156,12 +155,12 @@ async def test_an_overview_that_is_too_old_is_refused(gateway: Gateway, api: Cli
 
 
 async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Client) -> None:
-    await api.submit(priority=95)
-    held = await api.submit(priority=5)
-    await api.patch(f"/tasks/{held}", json={"held": True})
     running = await api.submit(resources={"gpu_mb": 10 * GIB})
     await gateway.admit(running)
     await gateway.end(await api.submit())
+    await api.submit(priority=95)
+    held = await api.submit(priority=5)
+    await api.patch(f"/tasks/{held}", json={"held": True})
     gateway.world.measure([a_sample("gpu0", used_mb=11 * GIB, utilization=0.25)])
     text = (await api.get("/metrics")).text
     gpu = 'UUID="gpu0",gpu="0",hostname="n1"'
@@ -203,7 +202,7 @@ async def test_metrics_show_how_long_the_oldest_task_waits_and_how_often_others_
     gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
     await gateway.plan(urgent)
     row = gateway.task(victim)
-    await gateway.hear(Gone(row.id, row.fence, gateway.clock.now(), "process_absent"))
+    await gateway.hear(Gone(row.id, row.fence, gateway.clock.now(), Proof.PROCESS_ABSENT))
     metrics = (await api.get("/metrics")).text
     assert 'gpubroker_preemptions_total{holder="task"} 1.0' in metrics
     assert 'gpubroker_preemptions_total{holder="model"} 0.0' in metrics
@@ -236,7 +235,7 @@ async def test_a_run_above_its_lease_is_shown(gateway: Gateway, api: Client) -> 
     gateway.world.measure([used])
     [holder] = (await api.get("/gpus")).json()["items"][0]["holders"]
     assert holder["overused_mb"] is None
-    await gateway.commit(*overuse_decisions(gateway.world, gateway.clock.now(), gateway.policy))
+    await gateway.turn()
     [holder] = (await api.get("/gpus")).json()["items"][0]["holders"]
     assert (holder["gpu_mb"], holder["measured_mb"], holder["overused_mb"]) == (10 * GIB, 12 * GIB, 12 * GIB)
     [device] = (await api.get(f"/tasks/{task_id}")).json()["devices"]
@@ -265,7 +264,7 @@ async def test_free_memory_that_the_usual_demands_cannot_use_is_shown(gateway: G
 
 
 async def test_memory_that_is_free_only_in_pieces_raises_an_alert(gateway: Gateway, api: Client) -> None:
-    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1"),)))
+    await gateway.join(a_device(), a_device("gpu1"))
     gateway.world.measure([a_sample("gpu1")])
     for _ in range(2):
         await gateway.admit(await api.submit(resources={"gpu_mb": 50 * GIB}))

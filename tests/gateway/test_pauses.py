@@ -36,7 +36,7 @@ async def test_a_paused_tenants_tasks_say_so_and_start_when_it_is_resumed(gatewa
     assert await sent(admin, "/tenants/acme/resume") is None
     assert (await admin.get("/stats")).json()["paused"] == []
     await gateway.admit(waits)
-    assert [note.action for note in gateway.store.audited[-2:]] == ["queue.pause", "queue.resume"]
+    assert [note.action for note in gateway.store.audited()[-2:]] == ["queue.pause", "queue.resume"]
 
 
 async def test_a_paused_stream_holds_its_tasks_alone(gateway: Gateway, api: Client) -> None:
@@ -61,7 +61,7 @@ async def test_a_pause_that_no_leader_has_carried_out_is_stored(gateway: Gateway
     gateway.leads = False
     response = await gateway.admin.post("/tenants/acme/pause", json={})
     assert (response.status_code, response.json()["paused"]) == (202, None)
-    await gateway.carry_out_requests()
+    await gateway.turn()
     assert list(gateway.world.queue.pauses) == ["tenant:acme"]
 
 

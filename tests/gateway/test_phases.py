@@ -1,5 +1,6 @@
 """The phases of a task in answers: over all its attempts, alone and in lists."""
 
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Gone, NodeLost, Started
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Position, TaskId
@@ -50,11 +51,11 @@ async def test_attempts_and_a_stop_are_counted_from_the_event_log(gateway: Gatew
     await gateway.admit(task_id)
     later(gateway, 1.0)
     await api.post(f"/tasks/{task_id}/cancel")
-    await gateway.carry_out_requests()
+    await gateway.turn()
     later(gateway, 2.0)
     assert await phases(api, task_id) == [5.0, 0.0, 0.0, 11.0, 2.0]
     task = gateway.task(task_id)
-    await gateway.hear(Gone(task.id, task.fence, gateway.clock.now(), "process_absent"))
+    await gateway.hear(Gone(task.id, task.fence, gateway.clock.now(), Proof.PROCESS_ABSENT))
     later(gateway, 7.0)
     assert await phases(api, task_id) == [5.0, 0.0, 0.0, 11.0, 2.0]
 

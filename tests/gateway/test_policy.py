@@ -1,11 +1,12 @@
 """GET /policy, and the maximum of timeout, retries and grace."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.device import GpuKind
-from gpubroker_server.core.domain.policy import TaskMaximum, TenantPolicy
+from gpubroker.wire.policy import GpuKind, TaskMaximum
+from gpubroker_server.core.domain.policy import TenantPolicy
 from gpubroker_server.core.domain.units import Mib, Seconds
+from msgspec.structs import replace
 
 from tests.gateway.harness import Client, Gateway, a_body, problem
 
@@ -52,7 +53,7 @@ async def test_timeout_retries_and_grace_above_the_maximum_are_refused(
 ) -> None:
     most = TaskMaximum(timeout_seconds=Seconds(60.0), max_retries=2, grace_seconds=Seconds(10.0))
     gateway.change(policy=replace(gateway.policy, maximum=most))
-    within = {"timeout_seconds": 60.0, "max_retries": 2, "grace_seconds": 10.0}
+    within: dict[str, Any] = {"timeout_seconds": 60.0, "max_retries": 2, "grace_seconds": 10.0}
     assert (await api.post("/tasks", json=a_body(**within))).status_code == 202
     document = problem(
         await api.post("/tasks", json=a_body(**{**within, field: value})), 422, "exceeds-maximum"

@@ -1,8 +1,11 @@
 """Profiles: roles with sizes and limits that a task names, and may override."""
 
+from typing import Any
+
 import pytest
 from gpubroker_server.bootstrap.compose import defaults_of
-from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
+from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
+from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.settings.loading import load_settings
 
 from tests.gateway.harness import Client, Gateway, a_body, problem
@@ -11,7 +14,7 @@ PROFILES = {
     "scorer": NamedDefaults(cpu=1.0, gpus=0, max_concurrency=100),
     "trainer": NamedDefaults(cpu=4.0, gpus=1, priority=20, max_concurrency=1),
 }
-LLM = NamedDefaults(priority=79, gpu_mb=8192, cpu=2.0, memory_mb=4096, max_retries=1)
+LLM = NamedDefaults(priority=79, gpu_mb=8192, cpu=2.0, memory_mb=Mib(4096), max_retries=1)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +30,11 @@ async def test_a_profile_fills_in_what_a_submit_leaves_out(api: Client) -> None:
 
 
 async def test_a_submit_overrides_each_value_of_its_profile(api: Client) -> None:
-    said = {"priority": 30, "max_concurrency": 3, "resources": {"cpu": 0.5, "gpus": 1, "gpu_mb": 1024}}
+    said: dict[str, Any] = {
+        "priority": 30,
+        "max_concurrency": 3,
+        "resources": {"cpu": 0.5, "gpus": 1, "gpu_mb": 1024},
+    }
     task = (await api.post("/tasks", json=a_body(profile="trainer", **said))).json()
     asked = task["resources"]
     assert (asked["cpu"], asked["gpus"], asked["gpu_mb"], task["priority"]) == (0.5, 1, 1024, 30)

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision
 
 from tests.builders import GIB, a_device
 from tests.gateway.harness import PYTHON, Client, Gateway, a_body, fault, problem
@@ -76,6 +75,9 @@ async def test_pointers_are_escaped_as_rfc_6901_says(api: Client) -> None:
         ("/priority", {"priority": True}),
         ("/priority", {"priority": "high"}),
         ("/max_retries", {"max_retries": 101}),
+        ("/retry_on", {"retry_on": []}),
+        ("/retry_on", {"retry_on": "timeout"}),
+        ("/retry_on/0", {"retry_on": ["preemption"]}),
         ("/timeout_seconds", {"timeout_seconds": 0}),
         ("/timeout_seconds", {"timeout_seconds": 31 * 86400}),
         ("/grace_seconds", {"grace_seconds": 3601}),
@@ -314,5 +316,5 @@ async def test_a_refused_task_is_not_stored(gateway: Gateway, api: Client) -> No
 async def test_a_larger_device_that_joins_lifts_the_refusal(gateway: Gateway, api: Client) -> None:
     body = a_body(resources={"gpu_mb": 90 * GIB})
     problem(await api.post("/tasks", json=body), 422, "exceeds-capacity")
-    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1", mb=141 * GIB),)))
+    await gateway.join(a_device(), a_device("gpu1", mb=141 * GIB))
     assert (await api.post("/tasks", json=body)).status_code == 202

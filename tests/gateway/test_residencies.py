@@ -4,18 +4,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelKey
+from gpubroker_server.core.domain.models import ModelKey, ModelRules
+from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
+from gpubroker_server.inference.server_choice import Residencies
 
 from tests.builders import GIB, a_device, a_node, a_sample, key
 from tests.gateway.harness import Gateway, problem
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 LARGE = {"llm": ModelRules(Mib(50 * GIB))}
 
@@ -29,7 +27,7 @@ async def a_gateway(*served: tuple[ServerRules, SimulatedHost]) -> AsyncIterator
     """Two nodes with a device of 80 GiB each."""
     async with Gateway() as gateway:
         device = a_device("gpu9", node="n2")
-        await gateway.commit(Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(device,)))
+        await gateway.join(device, node=a_node("n2"))
         gateway.world.measure([a_sample(key("gpu9", "n2"))])
         gateway.change(served=served)
         gateway.admin = await gateway.client("boss")
@@ -41,17 +39,16 @@ def at(gateway: Gateway, server: str, model: str = "llm") -> Task | None:
 
 
 def residencies(gateway: Gateway) -> Residencies:
-    assert gateway.parts.residencies is not None
-    return gateway.parts.residencies
+    assert gateway.residencies is not None
+    return gateway.residencies
 
 
 async def loaded(gateway: Gateway, server: str, model: str = "llm") -> None:
     task = at(gateway, server, model)
     assert task is not None
     await gateway.plan(task.id)
-    now = gateway.clock.now()
-    index = ServerIndex(server, now, {model: IndexedModel(model, ModelState.READY)})
-    await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
+    models = {model: IndexedModel(model, ModelState.READY)}
+    await gateway.hear(ServerIndex(server, gateway.clock.now(), models))
 
 
 async def test_a_model_is_brought_to_the_server_that_has_it() -> None:

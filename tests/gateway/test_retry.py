@@ -1,12 +1,12 @@
 """Ended tasks run again as new tasks."""
 
 import base64
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.units import TaskId
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import PYTHON, Client, Gateway, fault, problem
@@ -44,7 +44,7 @@ async def test_a_retry_is_a_new_task_that_asks_for_the_same(gateway: Gateway, ap
     assert {name for name in old if old[name] != new[name]} <= CHANGES
     old_spec, spec = [(await gateway.store.specs([TaskId(it)]))[TaskId(it)] for it in (first, new["id"])]
     assert (spec.entrypoint, spec.arguments) == (old_spec.entrypoint, old_spec.arguments)
-    assert spec.env == {"SEED": "4", "GPUBROKER_RETRY_OF": first}
+    assert (spec.env, spec.retry_of) == ({"SEED": "4"}, first)
     await gateway.end(new["id"])
     again = (await api.post(f"/tasks/{new['id']}/retry")).json()
     assert again["retry_of"] == new["id"]
@@ -56,7 +56,7 @@ async def test_a_retry_waits_for_nothing_but_counts_its_time_to_wait_anew(
     before = await api.submit()
     first = await api.submit(after=[before], held=True, queue_ttl_seconds=100, deadline_seconds=500)
     await api.post(f"/tasks/{first}/cancel")
-    await gateway.carry_out_requests()
+    await gateway.turn()
     gateway.clock.advance(1000.0)
     new = gateway.task((await api.post(f"/tasks/{first}/retry")).json()["id"])
     assert (new.after, new.awaits, new.held, new.deadline_at) == ((), False, False, None)
@@ -74,7 +74,7 @@ async def test_a_task_that_has_not_ended_is_not_retried(gateway: Gateway, api: C
 async def test_a_lease_is_not_retried(gateway: Gateway, api: Client) -> None:
     lease = (await api.post("/leases", json={"holder": "me", "gpu_mb": 1024})).json()["id"]
     await api.delete(f"/leases/{lease}")
-    await gateway.carry_out_requests()
+    await gateway.turn()
     refused = problem(await api.post(f"/tasks/{lease}/retry"), 409, "task-not-retryable")
     assert "kind external" in refused["detail"]
 
@@ -128,7 +128,7 @@ async def test_a_retry_needs_the_objects_that_its_arguments_name_and_uses_them(
 ) -> None:
     mine = (await upload(api))["id"]
     first = await a_failed_task(gateway, api, {**RESIZE, "args": [{"object": mine}]})
-    row = await gateway.store.record(first)
+    row = await gateway.store.record(TaskId(first))
     assert row is not None
     assert row.spec.objects == (mine,), "it is kept for as long as the task may open it"
     gateway.clock.advance(DAY / 2)

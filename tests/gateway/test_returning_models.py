@@ -2,17 +2,24 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.proxy.lanes import NO_WISH
-from gpubroker_server.gateway.proxy.residency.draining import Draining
+from gpubroker_server.http.identity import Identity
+from gpubroker_server.inference.draining import Draining
+from gpubroker_server.inference.lanes import NO_WISH, LaneOptions, Lanes
+from msgspec.structs import replace
 
-from tests.gateway.harness import until
+from tests.builders import a_device, a_node, a_sample, key
+from tests.gateway.harness import Gateway, until
 from tests.gateway.inference_stage import INFER, OK, Heard, a_request, a_stage
-from tests.gateway.resident_models import ResidentModels, doubts_told, resident_models
+from tests.gateway.resident_models import RULES, ResidentModels, doubts_told, resident_models
 from tests.gateway.test_several_servers import have
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 
 def saying(text: str, status: str = "404 Not Found") -> bytes:
@@ -171,7 +178,7 @@ async def test_requests_to_a_copy_elsewhere_keep_no_model_from_leaving() -> None
         await there.unload()
         task = await there.wanted()
         assert draining.drained() == {f"{task.id}:{task.fence}"}
-        turn = there.lanes.enter(b"any", Identity("me", "default", frozenset(), 50), NO_WISH)
+        turn = there.lanes.enter(b"any", Identity("me", "default", (), 50), NO_WISH)
         assert draining.drained() == {f"{task.id}:{task.fence}"}
         turn.leave()
 
@@ -207,3 +214,69 @@ async def test_a_model_that_was_loaded_a_moment_ago_is_found_before_the_next_che
         assert (status, b"unknown model" in body) == (404, True), "neither has it"
         assert [one.in_flight for one in stage.fleet.servers] == [0, 0]
     assert len(unknown.heads) == 3
+
+
+@asynccontextmanager
+async def two_copies(at_main: bytes) -> AsyncIterator[tuple[ResidentModels, Heard]]:
+    """Servers main and b have the model in the ledger, each on a device of its own. `at_main` is what main
+    answers from now on; what b hears comes as well."""
+    main, b = SimulatedHost("main", [SimulatedModel("any")]), SimulatedHost("b", [SimulatedModel("any")])
+    heard = Heard()
+    async with a_stage(
+        Heard(at_main),
+        served=(RULES, main),
+        also_served=[(replace(RULES, name="b", node="n2"), b)],
+        others=[heard],
+    ) as stage:
+        there, gateway = ResidentModels(stage, main, Lanes(LaneOptions())), stage.gateway
+        device = a_device("gpu9", node="n2")
+        await gateway.join(device, node=a_node("n2"))
+        for residency in gateway.residencies or ():
+            task = await residency.want("any", 50)
+            gateway.world.measure([a_sample("gpu0"), a_sample(key("gpu9", "n2"))])
+            await gateway.plan(task.id)
+            await in_ledger(gateway, residency.rules.name, ModelState.READY)
+        yield there, heard
+
+
+async def in_ledger(gateway: Gateway, server: str, stage: ModelState) -> None:
+    """The leader has read that the server has the model in this state."""
+    await gateway.hear(ServerIndex(server, gateway.clock.now(), {"any": IndexedModel("any", stage)}))
+
+
+async def test_requests_denied_by_a_restarted_server_go_to_the_one_that_has_the_model() -> None:
+    """The leader has not noticed yet that the first server has lost the model."""
+    async with two_copies(NOT_THERE) as (there, heard):
+        clients = [await there.stage.connect() for _ in range(12)]
+        for client in clients:
+            client.ask("POST", INFER, b"xyz")
+        assert [(await client.answer())[0] for client in clients] == [200] * 12
+        assert heard.bodies == [b"xyz"] * 12
+
+
+async def test_a_model_is_asked_of_the_server_that_has_it_rather_than_of_one_where_it_waits() -> None:
+    async with two_copies(NOT_THERE) as (there, _):
+        await in_ledger(there.gateway, "main", ModelState.ABSENT)
+        assert there.of() is not None
+        residencies = there.gateway.residencies
+        assert residencies is not None
+        residency, _ = await residencies.want("any", 50)
+        assert residency.rules.name == "b"
+
+
+async def test_a_request_that_waits_at_one_server_goes_to_another_that_gets_the_model() -> None:
+    async with two_copies(NOT_THERE) as (there, heard):
+        for server in ("main", "b"):
+            await in_ledger(there.gateway, server, ModelState.ABSENT)
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"xyz")
+        await until(lambda: there.gateway.parts.waiters)
+        b = there.gateway.world.models.of(ModelKey("b", "any"))
+        assert b is not None
+        there.gateway.clock.advance(0.1)
+        now = there.gateway.clock.now()
+        there.gateway.world.measure([a_sample("gpu0", now), a_sample(key("gpu9", "n2"), now)])
+        await there.gateway.plan(b.id)
+        await in_ledger(there.gateway, "b", ModelState.READY)
+        assert (await client.answer())[0] == 200
+        assert heard.bodies == [b"xyz"]

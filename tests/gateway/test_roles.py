@@ -35,12 +35,12 @@ async def test_roles_without_gpus_get_the_default_cpu(api: Client) -> None:
     assert (asked["gpus"], asked["cpu"], asked["memory_mb"]) == (0, 1.0, 20)
 
 
-async def test_a_task_finds_the_names_of_its_roles_in_its_environment(gateway: Gateway, api: Client) -> None:
+async def test_the_names_of_its_roles_are_kept_with_what_a_task_runs(gateway: Gateway, api: Client) -> None:
     body = a_body(resources={"roles": {"train": {"cpu": 0.5}, "generate": {"cpu": 0.1}}}, env={"A": "b"})
     task_id = (await api.post("/tasks", json=body)).json()["id"]
     record = await gateway.store.record(task_id)
     assert record is not None
-    assert record.spec.env == {"A": "b", "GPUBROKER_ROLES": "generate,train"}
+    assert (record.spec.env, record.spec.roles) == ({"A": "b"}, ("generate", "train"))
     assert not record.task.shareable, "a shared process has no environment of its own"
 
 

@@ -12,7 +12,7 @@ from gpubroker_server.gateway.tasks.logs import PARTS_AT_ONCE
 from gpubroker_server.ports.run_logs import LogChanges, LogPart
 from gpubroker_server.ports.store import BlobMissing
 
-from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until
+from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem
 
 
 async def say(gateway: Gateway, task: str, *pieces: tuple[int, bytes], fence: int = 1, **name: Any) -> None:
@@ -26,6 +26,13 @@ async def say(gateway: Gateway, task: str, *pieces: tuple[int, bytes], fence: in
             LogPart(log, first_byte, len(data), gateway.clock.now(), "default", kept, digest),
         )
     await gateway.store.keep_logs(gateway.term, LogChanges(parts=parts))
+
+
+async def is_followed(gateway: Gateway) -> None:
+    """Until some log is followed."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not await followed(gateway):  # noqa: ASYNC110  # a row tells nobody of itself
+            await asyncio.sleep(0)
 
 
 async def followed(gateway: Gateway) -> dict[LogName, Instant]:
@@ -98,7 +105,7 @@ async def test_a_part_that_is_replaced_while_it_is_read_is_read_again(
 async def test_a_followed_log_comes_to_its_end_with_the_attempt(gateway: Gateway, api: Client) -> None:
     task = await api.submit()
     reading = asyncio.create_task(api.get(f"/tasks/{task}/logs?follow=true"))
-    await until(lambda: bool(gateway.store._followed))
+    await is_followed(gateway)
     await say(gateway, task, (0, b"one\n"))
     await gateway.admit(task)
     await say(gateway, task, (4, b"two\n"))
@@ -143,7 +150,7 @@ async def test_of_a_running_task_everything_that_it_has_printed_by_now(gateway: 
     await say(gateway, task, (0, b"one\n"))
     gateway.clock.advance(10)
     reading = asyncio.create_task(api.get(f"/tasks/{task}/logs"))
-    await until(lambda: bool(gateway.store._followed))
+    await is_followed(gateway)
     assert not reading.done(), "the agent was asked ten seconds ago"
     await say(gateway, task, (4, b"two\n"))
     assert (await before(PATIENCE_SECONDS, reading)).text == "one\ntwo\n"
@@ -152,7 +159,7 @@ async def test_of_a_running_task_everything_that_it_has_printed_by_now(gateway: 
 async def test_a_gateway_that_ends_answers_its_readers(gateway: Gateway, api: Client) -> None:
     task = await api.submit()
     reading = asyncio.create_task(api.get(f"/tasks/{task}/logs?follow=true"))
-    await until(lambda: bool(gateway.store._followed))
+    await is_followed(gateway)
     await say(gateway, task, *((n, b"x") for n in range(PARTS_AT_ONCE + 1)))
     gateway.parts.waiters.close()
     everything = "x" * (PARTS_AT_ONCE + 1)

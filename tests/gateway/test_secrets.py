@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.units import Position, TaskId
 from gpubroker_server.gateway.admin.secrets import MOST_BYTES, MOST_SECRETS
 from structlog.testing import capture_logs
 
@@ -29,7 +29,7 @@ async def test_a_secret_is_set_listed_by_name_and_deleted_and_each_change_is_aud
     assert (await client.get("/secrets")).json() == {"items": [{"name": "WANDB"}]}
     assert (await client.delete("/secrets/WANDB")).status_code == 204
     assert "GET /secrets" in problem(await client.delete("/secrets/WANDB"), 404, "not-found")["detail"]
-    notes = [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited]
+    notes = [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited()]
     done = [
         ("admin", "default", action, "WANDB") for action in ("secret.set", "secret.set", "secret.deleted")
     ]
@@ -118,10 +118,10 @@ async def test_the_text_is_in_no_answer_no_event_no_log_and_no_row(gateway: Gate
         await gateway.end(task)
         paths = [f"/tasks/{task}", f"/tasks/{task}/explain", f"/tasks/{task}/result", "/tasks", "/secrets"]
         answers = [(await gateway.admin.get(path)).text for path in paths]
-    events = await gateway.store.events(0, 1000)
+    events = await gateway.store.events(Position(0), 1000)
     record = await gateway.store.record(TaskId(task))
     assert record is not None
     assert record.spec.env == NAMED["env"]
     assert TEXT not in json.dumps(
-        [answers, lines, list(map(repr, (*events, *gateway.store.audited, record)))]
+        [answers, lines, list(map(repr, (*events, *gateway.store.audited(), record)))]
     )

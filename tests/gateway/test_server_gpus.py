@@ -5,17 +5,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedModel
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.model_orders import ModelState
+from gpubroker_server.core.domain.models import ModelRules
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.gateway.proxy.residency.holders import Adoption
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
+from gpubroker_server.inference.holders import Adoption
 
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import problem
 from tests.gateway.inference_stage import Heard
 from tests.gateway.resident_models import ResidentModels, resident_models
+from tests.simulated_host import SimulatedModel
 
 LOAD = "/models/any/load"
 
@@ -28,7 +27,7 @@ async def on_two_gpus(
     sized = {"any": ModelRules(None if on_cpu else Mib(50 * GIB), gpus=gpus)}
     model = SimulatedModel("any", Mib(50 * GIB), on_cpu=on_cpu)
     async with resident_models(Heard(), model, models=sized, **rules) as there:
-        await there.gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1"),)))
+        await there.gateway.join(a_device(), a_device("gpu1"))
         there.gateway.world.measure([a_sample("gpu0"), a_sample("gpu1")])
         there.host.seen = seen
         yield there
@@ -87,9 +86,9 @@ async def test_what_a_server_says_that_it_sees_counts_and_not_what_its_settings_
 
 async def test_a_model_that_was_loaded_by_hand_counts_on_both_gpus_of_its_server() -> None:
     async with on_two_gpus() as there:
-        assert there.gateway.parts.residencies is not None
+        assert there.gateway.residencies is not None
         await there.host.load("any", (), Seconds(1.0))
-        adoption = Adoption(there.gateway.parts.residencies)
+        adoption = Adoption(there.gateway.residencies)
         for _ in range(2):
             await adoption.check()
         await there.index(any=ModelState.READY)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gpubroker_server.gateway.proxy.health_checks import HealthChecks
+from gpubroker_server.inference.health_checks import HealthChecks
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import until

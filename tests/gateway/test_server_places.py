@@ -1,26 +1,26 @@
 """A server of models that is said to be where nothing is."""
 
-from dataclasses import replace
-
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.residency.server_rules import PlaceChecks
-from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.inference.protocols.triton.checks import TRITON
+from gpubroker_server.inference.server_choice import PlaceChecks
+from gpubroker_server.inference.servers import Server
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.builders import a_node
 from tests.gateway.harness import Gateway, problem
 from tests.gateway.test_models import RULES
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 
 async def a_gateway(gateway: Gateway, **rules: object) -> None:
     host = SimulatedHost("main", (SimulatedModel("llm"),))
     server = Server(
-        "main", HttpBackend(TritonServer("main", "localhost", 1, b"localhost:1")), is_managed=True
+        "main", HttpBackend(TritonServer("main", "localhost", 1, b"localhost:1")), TRITON, is_managed=True
     )
-    gateway.change(servers=[server], served=[(replace(RULES, **rules), host)])  # type: ignore[arg-type]
+    gateway.change(servers=[server], served=[(replace(RULES, **rules), host)])
     gateway.admin = await gateway.client("boss")
 
 
@@ -44,10 +44,10 @@ async def test_a_request_before_any_node_has_joined_says_so() -> None:
         asked = await gateway.admin.post("/models/llm/load", json={})
         says = 'its node "n1e" has not joined the cluster; there are no nodes yet'
         assert (asked.status_code, asked.json()["reason"]) == (202, says)
-        assert gateway.parts.residencies is not None
-        assert not gateway.parts.residencies.note_wanted("llm", None)
+        assert gateway.residencies is not None
+        assert not gateway.residencies.note_wanted("llm", None)
         with pytest.raises(Problem, match=says):
-            await gateway.parts.residencies.ready_if_known("llm", None)
+            await gateway.residencies.ready_if_known("llm", None)
 
 
 async def test_a_gpu_that_its_node_does_not_have_is_named() -> None:

@@ -3,14 +3,15 @@
 import asyncio
 import json
 import ssl
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend
-from gpubroker_server.gateway.proxy.health_checks import CheckRules, HealthChecks, rows_in
-from gpubroker_server.gateway.proxy.servers import Contents, Server
+from gpubroker_server.inference.health_checks import CheckRules, HealthChecks
+from gpubroker_server.inference.protocols.triton.checks import models_in
+from gpubroker_server.inference.servers import Contents, Server
 from gpubroker_server.telemetry.exposition import text_of
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import problem, until
@@ -353,7 +354,7 @@ async def test_a_server_whose_connections_are_all_in_use_is_not_down() -> None:
 
 def test_a_body_that_is_no_index_says_nothing() -> None:
     for body in (b"", b"{}", b"[1]", b'[{"name": 1}]'):
-        assert rows_in(body) is None
+        assert models_in(body) is None
 
 
 async def test_models_of_all_servers_are_listed_and_servers_with_their_health() -> None:

@@ -1,6 +1,7 @@
 """Lists of tasks that are sorted by submission, end or priority, page by page."""
 
 import base64
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,12 @@ from tests.gateway.harness import Client, Gateway, fault, problem
 
 @pytest.fixture
 async def tasks(gateway: Gateway, api: Client) -> list[str]:
-    """Five, of priorities 10 30 20 30 10; the fifth, the first and the third have ended in this order."""
-    made = [await api.submit(name=f"t{n}", priority=level) for n, level in enumerate((10, 30, 20, 30, 10))]
+    """Five, of priorities 10 30 20 30 10; the fifth, the first and the third have ended in this order, the
+    others are held."""
+    made = [
+        await api.submit(name=f"t{n}", priority=level, held=level == 30)
+        for n, level in enumerate((10, 30, 20, 30, 10))
+    ]
     for n in (4, 0, 2):
         await gateway.end(made[n])
         gateway.clock.advance(1.0)
@@ -21,7 +26,7 @@ async def paged(api: Client, sort: str, size: int, **params: str) -> list[str]:
     names: list[str] = []
     cursor: dict[str, str] = {}
     while True:
-        asked = {"sort": sort, "limit": size, **cursor, **params}
+        asked: dict[str, Any] = {"sort": sort, "limit": size, **cursor, **params}
         page = (await api.get("/tasks", params=asked)).json()
         assert len(page["items"]) == size or not page["has_more"]
         names += [task["name"] for task in page["items"]]

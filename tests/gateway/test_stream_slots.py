@@ -8,8 +8,8 @@ import grpc
 import pytest
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.lane import LaneRules
-from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneOptions, Lanes
+from gpubroker_server.http.identity import Identity
+from gpubroker_server.inference.lanes import NO_WISH, LaneOptions, Lanes
 
 from tests.gateway.call_stage import INFER, STREAM, Heard, Stage, a_stage
 from tests.gateway.harness import until
@@ -45,7 +45,7 @@ class Scene:
 
 @asynccontextmanager
 async def a_scene(slots: int = 1, **options: object) -> AsyncIterator[Scene]:
-    lanes = Lanes(LaneOptions(LaneRules(8), Seconds(PATIENCE_SECONDS), slots={b"a": slots}))
+    lanes = Lanes(LaneOptions(LaneRules(8, queue_seconds=Seconds(PATIENCE_SECONDS)), slots={b"a": slots}))
     heard = Heard()
     async with a_stage(heard, lanes=lanes, **options) as stage:  # type: ignore[arg-type]
         yield Scene(stage, heard, lanes)
@@ -250,7 +250,7 @@ async def test_an_idle_stream_ends_with_its_client_and_a_later_one_may_wait_in_v
         await answered(refused)
         await until(lambda: scene.figures() == (0, 0))
         gone.cancel()
-        holder = scene.lanes.enter(b"a", Identity("other", "other", frozenset(), 50), NO_WISH)
+        holder = scene.lanes.enter(b"a", Identity("other", "other", (), 50), NO_WISH)
         await refused.write(MESSAGE)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await refused.read()

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.identity import new_token
-from gpubroker_server.gateway.proxy.streams import TOKEN_SECONDS
+from gpubroker_server.http.identity import new_token
+from gpubroker_server.inference.protocols.triton_grpc.streams import TOKEN_SECONDS
 
 from tests.gateway.call_stage import STREAM, Heard, Stage, a_stage
 from tests.gateway.protobuf import field

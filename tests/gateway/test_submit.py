@@ -29,6 +29,7 @@ async def test_fields_left_out_of_a_submit_get_defaults(api: Client) -> None:
     task = (await api.post("/tasks", json=a_body())).json()
     assert (task["priority"], task["band"]) == (54, "batch")
     assert (task["max_retries"], task["timeout_seconds"], task["grace_seconds"]) == (0, None, 30.0)
+    assert task["retry_on"] == ["failure"]
     assert task["resources"] == {
         "gpus": 0,
         "gpu_mb": None,
@@ -58,6 +59,7 @@ async def test_all_fields_of_a_submit_are_returned(gateway: Gateway, api: Client
         "model_type": "llm",
         "placement": "spread",
         "max_retries": 2,
+        "retry_on": ["failure", "timeout"],
         "timeout_seconds": 3600.0,
         "grace_seconds": 5.0,
         "labels": {"run": "nightly", "team": "vision/detect"},

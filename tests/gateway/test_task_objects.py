@@ -5,8 +5,9 @@ import json
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.units import TaskId
 
-from tests.gateway.harness import PYTHON, Client, Gateway, fault, problem
+from tests.gateway.harness import PYTHON, Client, Gateway, a_body, fault, problem
 from tests.gateway.test_objects import DAY, upload
 
 OTHERS = "ab" * 32
@@ -89,3 +90,15 @@ async def test_a_token_that_submits_tasks_may_have_objects_and_one_that_reads_ma
     reads = await gateway.client("reads", "tasks:read")
     refused = problem(await reads.post("/objects", content=b"x"), 403, "forbidden")
     assert "models:infer or tasks:write" in refused["detail"]
+
+
+async def test_each_task_of_a_batch_names_its_own_objects(gateway: Gateway, api: Client) -> None:
+    named = [(await api.post("/objects", content=content)).json()["id"] for content in (b"one", b"two")]
+    runs: list[dict[str, Any]] = [
+        {"entrypoint": "myteam.training:train", "args": [{"object": id}]} for id in named
+    ]
+    runs.append({"entrypoint": "myteam.training:train", "args": [1]})
+    answer = await api.post("/tasks/batch", json={"tasks": [a_body(run) for run in runs]})
+    ids = [TaskId(item["id"]) for item in answer.json()["items"]]
+    specs = await gateway.store.specs(ids)
+    assert [specs[id].objects for id in ids] == [(named[0],), (named[1],), ()]

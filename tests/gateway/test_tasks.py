@@ -1,14 +1,18 @@
 """Tasks: read, list, change, cancel."""
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.progress import Progress, first_progress
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Instant, Position
-from gpubroker_server.gateway.http.times import rfc3339
-from gpubroker_server.ports.executor import Progress, first_progress
+from gpubroker_server.core.domain.units import Instant, Position, Term
+from gpubroker_server.http.times import rfc3339
+from gpubroker_server.ports.store import CommitVerdict
+from msgspec.structs import replace
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem, until
@@ -161,11 +165,11 @@ async def test_tasks_are_listed_by_dependency_and_by_time(gateway: Gateway, api:
 
 
 async def test_filters_narrow_the_list(gateway: Gateway, api: Client) -> None:
-    low = await api.submit(priority=10, labels={"team": "vision"}, name="a")
-    high = await api.submit(priority=80, labels={"team": "vision", "run": "1"}, name="b")
+    low = await api.submit(priority=10, labels={"team": "vision"}, name="a", held=True)
+    high = await api.submit(priority=80, labels={"team": "vision", "run": "1"}, name="b", held=True)
     done = await api.submit(priority=50, name="c")
     await gateway.end(done)
-    for params, wanted in [
+    filters: list[tuple[Any, list[str]]] = [
         ({"state": "succeeded"}, [done]),
         ({"state": "succeeded,pending", "max_priority": "50"}, [done, low]),
         ([("state", "succeeded"), ("state", "running")], [done]),
@@ -174,7 +178,8 @@ async def test_filters_narrow_the_list(gateway: Gateway, api: Client) -> None:
         ({"label.team": "vision", "label.run": "1"}, [high]),
         ({"name": "a"}, [low]),
         ({"name": "a", "label.run": "1"}, []),
-    ]:
+    ]
+    for params, wanted in filters:
         page = (await api.get("/tasks", params=params)).json()
         assert [task["id"] for task in page["items"]] == wanted, params
 
@@ -323,25 +328,37 @@ async def test_a_finished_task_cannot_be_changed(gateway: Gateway, api: Client) 
 async def test_a_task_that_ends_before_the_leader_decides_was_not_changed(
     gateway: Gateway, api: Client, body: dict[str, Any]
 ) -> None:
+    """Somebody else has cancelled it, in the same cycle: the change is decided again in the next one."""
     gateway.leads = False
     task_id = await api.submit()
+    cancelling = asyncio.ensure_future(api.post(f"/tasks/{task_id}/cancel"))
+    await until(lambda: len(gateway.world.requests) == 1)
     asked = asyncio.ensure_future(api.patch(f"/tasks/{task_id}", json=body))
-    await until(lambda: bool(gateway.world.requests))
-    await gateway.end(task_id)
-    await gateway.carry_out_requests()
+    await until(lambda: len(gateway.world.requests) == 2)
+    for _ in range(2):
+        await gateway.turn()
     problem(await asked, 409, "task-already-finished")
+    assert (await cancelling).json()["state"] == "cancelled"
 
 
 async def test_a_task_that_starts_before_the_leader_decides_was_not_held(
-    gateway: Gateway, api: Client
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The request comes while the leader commits the start."""
     gateway.leads = False
     task_id = await api.submit()
-    asked = asyncio.ensure_future(api.patch(f"/tasks/{task_id}", json={"held": True}))
-    await until(lambda: bool(gateway.world.requests))
-    await gateway.admit(task_id)
-    await gateway.carry_out_requests()
-    problem(await asked, 409, "task-not-pending")
+    commit, asked = gateway.store.commit, list[asyncio.Future[httpx.Response]]()
+
+    async def commit_later(term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        if not asked:
+            asked.append(asyncio.ensure_future(api.patch(f"/tasks/{task_id}", json={"held": True})))
+            await until(lambda: bool(gateway.world.requests))
+        return await commit(term, decisions)
+
+    monkeypatch.setattr(gateway.store, "commit", commit_later)
+    await gateway.plan(task_id)
+    await gateway.turn()
+    problem(await asked[0], 409, "task-not-pending")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import re
 
 import pytest
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.cycle import plan_cycle
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, a_body, problem
@@ -45,7 +44,7 @@ async def test_tenants_are_listed_with_quota_and_holding(gateway: Gateway) -> No
     acme = await gateway.client("a", tenant="acme")
     for _ in range(2):
         await acme.submit(resources={"gpu_mb": 24 * GIB})
-    await gateway.commit(*plan_cycle(gateway.world, gateway.policy, gateway.clock.now()).decisions)
+    await gateway.turn(plans=True)
     gateway.clock.at = Instant(gateway.clock.at + 10.0)
     listed = (await gateway.admin.get("/tenants")).json()
     told = {tenant["name"]: tenant for tenant in listed["items"]}
@@ -81,7 +80,7 @@ async def test_a_task_that_waits_for_quota_says_so(gateway: Gateway) -> None:
     acme = await gateway.client("a", tenant="acme")
     for _ in range(2):
         task = await acme.submit(resources={"gpu_mb": 24 * GIB})
-    await gateway.commit(*plan_cycle(gateway.world, gateway.policy, gateway.clock.now()).decisions)
+    await gateway.turn(plans=True)
     assert (await acme.get(f"/tasks/{task}")).json()["pending"]["reason"] == "QuotaExhausted"
     told = (await acme.get(f"/tasks/{task}/explain")).json()
     assert "borrows from cohort labs, has 24.0 GiB and may take 6.0 GiB more" in told["message"]

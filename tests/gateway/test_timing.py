@@ -17,10 +17,10 @@ def at(gateway: Gateway, seconds: float) -> str:
 async def test_times_come_back_in_utc_and_a_duration_is_counted_from_the_submit(
     gateway: Gateway, api: Client
 ) -> None:
-    said = {"not_before": "2099-01-01T02:00:00+02:00"}
+    said: dict[str, Any] = {"not_before": "2099-01-01T02:00:00+02:00"}
     refused = problem(await api.post("/tasks", json=a_body(**said)), 422, "validation-failed")
     assert refused["errors"][0]["code"] == "too-far-ahead"
-    fields = {"not_before": at(gateway, 60), "queue_ttl_seconds": 30, "deadline_seconds": 600}
+    fields: dict[str, Any] = {"not_before": at(gateway, 60), "queue_ttl_seconds": 30, "deadline_seconds": 600}
     task = (await api.post("/tasks", json=a_body(**fields, expected_seconds=20))).json()
     row = gateway.task(task["id"])
     assert row.not_before is not None

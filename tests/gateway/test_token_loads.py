@@ -3,19 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 
-from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.identity import Tokens, new_token
+from gpubroker_server.http.identity import Tokens, new_token
 from gpubroker_server.ports.store import TokenRow
 
 from tests.gateway.harness import ManualClock, until
+from tests.stores import SqliteStore
 
 
-class SlowReads(MemoryStore):
+class SlowReads(SqliteStore):
     """Rows are as they were when they were asked for; each answer comes when it is let go."""
 
     def __init__(self, clock: ManualClock) -> None:
-        super().__init__(now=clock.now)
+        super().__init__(clock)
         self.held: list[asyncio.Event] | None = None
 
     async def tokens(self) -> Sequence[TokenRow]:

@@ -24,16 +24,17 @@ async def test_what_runs_comes_before_the_queue_in_its_order_and_what_ended_last
     gateway: Gateway, api: Client
 ) -> None:
     small = {"resources": {"cpu": 0.5}}
-    ids = await submitted(
-        gateway, api, early=small, late=small, low={"priority": 41}, high={"priority": 69},
-        held={}, middle={}, urgent={"priority": 95}, runs=small, runs_too=small,
-    )  # fmt: skip
+    ids = await submitted(gateway, api, early=small, late=small)
     for name in ("late", "early"):
         await gateway.end(ids[name])
         gateway.clock.advance(1.0)
+    ids |= await submitted(gateway, api, runs=small)
     await gateway.admit(ids["runs"])
-    gateway.clock.advance(1.0)
+    ids |= await submitted(gateway, api, runs_too=small)
     await gateway.admit(ids["runs_too"])
+    ids |= await submitted(
+        gateway, api, low={"priority": 41}, high={"priority": 69}, held={}, middle={}, urgent={"priority": 95}
+    )
     await api.patch(f"/tasks/{ids['held']}", json={"held": True})
     in_order = ["runs", "runs_too", "urgent", "high", "middle", "low", "held", "early", "late"]
     assert await listed(api) == in_order

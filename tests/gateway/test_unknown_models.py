@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.domain.policy import InferenceServers
+from gpubroker_server.inference.servers import Server
 
 from tests.gateway.harness import problem
 from tests.gateway.test_inferences_queued import OPEN, a_body, a_gateway, ask
@@ -22,6 +23,7 @@ async def test_a_model_that_no_server_has_is_refused_where_servers_outside_the_l
         await ask(gateway, 1, model="lab-only")
         await ask(gateway, 1, model="unheard")  # the server does not answer now, and may have it
         [lab] = gateway.parts.servers
+        assert isinstance(lab, Server)
         answers = await asyncio.start_server(indexed, "localhost", 0)
         port = answers.sockets[0].getsockname()[1]
         lab.backend = HttpBackend(TritonServer("lab", "localhost", port, b"localhost:8000"))

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import grpc
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.inference.lanes import LaneOptions, Lanes
 
 from tests.gateway.call_stage import INFER as CALL
 from tests.gateway.call_stage import STREAM, Heard

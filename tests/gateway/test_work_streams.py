@@ -33,13 +33,13 @@ async def test_streams_of_the_settings_and_those_that_were_put_are_listed(
     found = await listed(api)
     assert [*found] == ["ladder", "nightly"]
     assert [it["probability"] for it in found.values()] == pytest.approx([0.05 + 0.9 * 6 / 7, 0.05 + 0.9 / 7])
-    [note] = [note for note in gateway.store.audited if note.subject == "ladder"]
+    [note] = [note for note in gateway.store.audited() if note.subject == "ladder"]
     assert (note.action, note.actor, note.reason) == ("stream.put", "admin", "harder now")
 
 
 async def test_signals_change_the_factors_that_are_shown(gateway: Gateway, api: Client) -> None:
     await signal(api, "nightly", progress=1000, progress_at="1970-01-02T00:00:00Z")
-    before = len(gateway.store.audited)
+    before = len(gateway.store.audited())
     await signal(api, "nightly", progress=1000.0, data_age_seconds=3600, quality=0.5)
     gateway.clock.advance(3600.0)
     shown = await signal(api, "nightly", progress=1080)
@@ -49,7 +49,7 @@ async def test_signals_change_the_factors_that_are_shown(gateway: Gateway, api: 
     }  # fmt: skip
     assert shown["weight"] == pytest.approx(0.5 * 1.5057 * 3.0 * 0.55, rel=1e-4)
     assert (shown["progress"], shown["data_age_seconds"], shown["quality"]) == (1080.0, 7200.0, 0.5)
-    assert len(gateway.store.audited) == before
+    assert len(gateway.store.audited()) == before
 
 
 async def test_a_task_may_name_a_stream_that_was_put_until_it_is_deleted(
@@ -62,7 +62,7 @@ async def test_a_task_may_name_a_stream_that_was_put_until_it_is_deleted(
     assert (await listed(api))["ladder"]["paused"] is True
     await api.post("/streams/ladder/resume", json={})
     assert (await api.delete("/streams/ladder")).status_code == 204
-    assert gateway.store.audited[-1].action == "stream.delete"
+    assert gateway.store.audited()[-1].action == "stream.delete"
     assert "ladder" not in await listed(api)
     problem(await api.post("/tasks", json=a_body(stream="ladder")), 422, "validation-failed")
     await gateway.admit(waits)
@@ -141,7 +141,7 @@ async def test_what_no_leader_has_carried_out_is_stored(gateway: Gateway, api: C
     assert (response.status_code, response.json()["weight"]) == (202, 3.0)
     told = await api.post("/streams/nightly/signals", json={"quality": 0.5, "progress": 4})
     assert (told.status_code, told.json()["progress"]) == (202, None)
-    await gateway.carry_out_requests()
+    await gateway.turn()
     assert (await listed(api))["nightly"]["progress"] == 4
     assert (await listed(api))["ladder"]["weight"] == 3.0
     gateway.leads = False

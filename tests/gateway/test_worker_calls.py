@@ -5,12 +5,13 @@ import base64
 
 import cloudpickle
 import pytest
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.gateway.workers import call_routing
 
 from tests.gateway.harness import Client, Gateway
-from tests.gateway.worker_stage import Workers, formed, lead, running
+from tests.gateway.worker_stage import Workers, formed, running
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -134,7 +135,7 @@ async def test_a_worker_has_a_bounded_size_of_calls(
 async def test_what_a_worker_refuses_has_not_begun(gateway: Gateway, api: Client, workers: Workers) -> None:
     seen = await running(gateway, api, workers)
     workers.refuses.add(seen["id"])
-    body = {"method": "add", "args": [1], "timeout_seconds": 0.2}
+    body = {"method": "add", "args": [1], "timeout_seconds": 2}
     answer = await api.post(f"/worker-sets/{seen['id']}/call", json=body)
     assert (answer.status_code, answer.json()["code"]) == (503, "no-worker")
     assert "1 running" in answer.json()["detail"]
@@ -170,7 +171,7 @@ async def test_a_call_to_an_attempt_that_is_over_goes_to_the_next_one(
     workers.away.update(workers.hosts)
     failure = Failure("killed", "it was killed")
     await gateway.hear(Ended(task.id, task.fence, now, Ending.LOST, failure=failure))
-    await gateway.hear(Gone(task.id, task.fence, now, "process_absent"))
+    await gateway.hear(Gone(task.id, task.fence, now, Proof.PROCESS_ABSENT))
     waiting = asyncio.create_task(api.post(path, json={"method": "add", "args": [1]}))
     assert gateway.task(seen["id"]).state is TaskState.PENDING
     gateway.clock.advance(60.0)
@@ -213,8 +214,8 @@ async def test_a_call_to_a_set_that_is_over_is_refused_at_once(
 ) -> None:
     seen = await formed(gateway, api)
     await api.delete(f"/worker-sets/{seen['id']}")
-    await gateway.carry_out_requests()
-    await lead(gateway)
+    await gateway.turn()
+    await gateway.turn()
     assert gateway.world.worker_sets == {}
     answer = await api.post(f"/worker-sets/{seen['id']}/call", json={"method": "add", "args": [1]})
     assert (answer.status_code, answer.json()["code"]) == (409, "task-already-finished")

@@ -5,12 +5,13 @@ import json
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
 
 from tests.gateway.harness import Client, Gateway
-from tests.gateway.worker_stage import RUN, Workers, formed, lead, running
+from tests.gateway.worker_stage import RUN, Workers, formed, running
 
 
 async def test_as_many_tasks_wait_as_are_wanted_and_the_other_places_are_held(
@@ -25,8 +26,9 @@ async def test_as_many_tasks_wait_as_are_wanted_and_the_other_places_are_held(
     task = TaskId(seen["workers"][2]["id"])
     spec = (await gateway.store.specs([task]))[task]
     assert spec.labels == {"team": "x", "worker_set": seen["id"]}
-    terms = json.loads(spec.env["GPUBROKER_WORKER_SET"])
-    assert (terms["id"], terms["max_concurrency"], terms["health"]["method"]) == (seen["id"], 4, "ping")
+    assert spec.seat is not None
+    assert spec.seat.health is not None
+    assert (spec.seat.id, spec.seat.max_concurrency, spec.seat.health["method"]) == (seen["id"], 4, "ping")
     assert not gateway.task(task).shareable
     assert gateway.task(task).max_retries == 2**31 - 1
     assert [it["id"] for it in (await api.get("/worker-sets")).json()["items"]] == [seen["id"]]
@@ -38,8 +40,8 @@ async def test_the_worker_gets_the_most_of_what_its_roles_need(gateway: Gateway,
     task = gateway.task(seen["id"])
     assert (task.demand.gpus, task.demand.gpu_mb, task.demand.cpu) == (1, 4096, 3.0)
     spec = (await gateway.store.specs([task.id]))[task.id]
-    told = json.loads(spec.env["GPUBROKER_WORKER_SET"])["roles"]
-    assert told == {"judge": {"entrypoint": "myteam.solvers:Judge", "args": [1], "kwargs": {}}}
+    assert spec.seat is not None
+    assert spec.seat.roles == {"judge": {"entrypoint": "myteam.solvers:Judge", "args": [1], "kwargs": {}}}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ async def test_the_worker_gets_the_most_of_what_its_roles_need(gateway: Gateway,
         ({"run": {"command": ["true"]}}, "no-methods", "/run/command"),
         ({"resources": {"bundles": [{"cpu": 1}]}}, "no-gang", "/resources/bundles"),
         ({"max_retries": 2}, "max-restarts", "/max_retries"),
+        ({"retry_on": ["timeout"]}, "max-restarts", "/retry_on"),
         ({"held": True}, "count", "/held"),
         ({"timeout_seconds": 60}, "no-end", "/timeout_seconds"),
         ({"deadline_seconds": 60}, "no-end", "/deadline_seconds"),
@@ -77,7 +80,7 @@ async def test_a_repeated_request_gets_the_set_and_another_body_is_refused(
     assert (again.json()["id"], again.headers["Idempotency-Replayed"]) == (first.json()["id"], "true")
     other = await api.post("/worker-sets", json={"run": RUN, "count": 2}, headers=headers)
     assert other.json()["code"] == "idempotency-key-reused"
-    await gateway.carry_out_requests()
+    await gateway.turn()
     assert len(gateway.world.worker_sets) == 1
 
 
@@ -91,10 +94,10 @@ async def test_the_leader_is_asked_to_form_the_set_in_the_commit_that_stores_its
     seen = (await api.post("/worker-sets", json={"run": RUN}, headers=headers)).json()
     assert seen["states"] == {"held": 1}
     await api.post("/worker-sets", json={"run": RUN}, headers=headers)
-    await gateway.carry_out_requests()
+    await gateway.turn()
     assert set(gateway.world.worker_sets) == {seen["id"]}
     assert [kind for kinds in commits for kind in kinds] == [
-        "task.submitted", "request.made", "request.done", "worker_set.formed",
+        "task.submitted", "request.made", "request.done", "worker_set.formed", "task.changed",
     ]  # fmt: skip
 
 
@@ -102,10 +105,10 @@ async def test_a_set_is_scaled_within_its_places(gateway: Gateway, api: Client) 
     seen = await formed(gateway, api, count=1, max_count=3)
     path = f"/worker-sets/{seen['id']}"
     assert (await api.patch(path, json={"count": 3})).json()["count"] == 3
-    await lead(gateway)
+    await gateway.turn()
     assert (await api.get(path)).json()["states"] == {"pending": 3}
     assert (await api.patch(path, json={"count": 0})).json()["min_count"] == 0
-    await lead(gateway)
+    await gateway.turn()
     assert (await api.get(path)).json()["states"] == {"held": 3}
     refused = await api.patch(path, json={"count": 4})
     assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "contradiction")
@@ -147,7 +150,7 @@ async def test_a_role_needs_the_permission_for_its_entrypoint_too(gateway: Gatew
 
 async def test_stats_and_metrics_tell_of_workers(gateway: Gateway, api: Client, workers: Workers) -> None:
     await running(gateway, api, workers, 2, max_count=3)
-    await lead(gateway)
+    await gateway.turn()
     assert (await api.get("/stats")).json()["worker_sets"] == {"sets": 1, "wanted": 2, "running": 2}
     metrics = (await api.get("/metrics")).text
     assert 'gpubroker_workers{state="running"} 2.0' in metrics
@@ -168,7 +171,7 @@ async def test_a_signal_is_for_sets_that_follow_one(gateway: Gateway, api: Clien
     seen = await formed(gateway, api, count=0, max_count=3, scale=scale)
     path = f"/worker-sets/{seen['id']}/signal"
     assert (await api.post(path, json={"value": 15.0})).json()["signal"] == 15.0
-    await lead(gateway)
+    await gateway.turn()
     assert (await api.get(f"/worker-sets/{seen['id']}")).json()["count"] == 2
     other = await formed(gateway, api)
     refused = await api.post(f"/worker-sets/{other['id']}/signal", json={"value": 1.0})
@@ -185,8 +188,8 @@ async def test_a_set_that_is_ended_is_over_when_its_workers_are_gone(
     assert task.state is TaskState.STOPPING
     now = gateway.clock.now()
     await gateway.hear(Ended(task.id, task.fence, now, Ending.STOPPED))
-    await gateway.hear(Gone(task.id, task.fence, now, "process_absent"))
-    await lead(gateway)
+    await gateway.hear(Gone(task.id, task.fence, now, Proof.PROCESS_ABSENT))
+    await gateway.turn()
     assert gateway.world.worker_sets == {}
     told = (await api.get(path)).json()
     assert (told["state"], told["workers"]) == ("over", [])
@@ -197,7 +200,7 @@ async def test_another_tenant_sees_no_set(gateway: Gateway, api: Client) -> None
     seen = await formed(gateway, api)
     other = await gateway.client("eve", "tasks:read", "tasks:write", tenant="acme")
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/call")):
-        body = {"json": {"method": "add"}} if path else {}
+        body: dict[str, Any] = {"json": {"method": "add"}} if path else {}
         answer = await other.request(method, f"/worker-sets/{seen['id']}{path}", **body)
         assert answer.status_code == 404, path
     assert (await other.get("/worker-sets")).json()["items"] == []

@@ -13,8 +13,8 @@ from gpubroker.runtime.journal import Journal
 from gpubroker.runtime.messages import RunKey, RunOrder
 from gpubroker_server.adapters.ray.driver.worker_calls import answer_of
 from gpubroker_server.adapters.ray.wire import pack
+from gpubroker_server.core.domain.submission import told_variables
 from gpubroker_server.core.domain.units import Seconds, TaskId
-from gpubroker_server.core.lifecycle.worker_sets import Autoscaler, due
 from gpubroker_server.ports.worker_calls import CallAnswer, NotBegun, WorkerCall, WorkerLost, WorkerRun
 
 from tests.gateway.harness import Client, Gateway
@@ -71,7 +71,7 @@ class Workers:
                 kind="function",
                 python=PYTHON,
                 arguments=cloudpickle.dumps((solver_of, (task.id,), {})),
-                env=dict(spec.env),
+                env={**spec.env, **told_variables(spec)},
             )
         )
 
@@ -112,13 +112,8 @@ async def formed(gateway: Gateway, api: Client, **fields: Any) -> dict[str, Any]
     body = {"run": RUN, "resources": {"cpu": 0.1}, **fields}
     answer = await api.post("/worker-sets", json=body)
     assert answer.status_code == 202, answer.text
-    await gateway.carry_out_requests()
-    await lead(gateway)
+    await gateway.turn()
     return dict((await api.get(answer.headers["Location"])).json())
-
-
-async def lead(gateway: Gateway) -> None:
-    await gateway.commit(*due(gateway.world, {}, Autoscaler(), gateway.clock.now()))
 
 
 async def running(gateway: Gateway, api: Client, workers: Workers, count: int = 1, **more: Any) -> Any:

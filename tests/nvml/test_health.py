@@ -6,6 +6,7 @@ import pynvml
 import pytest
 from gpubroker_server.adapters.nvml import meter
 from gpubroker_server.core.domain.device import GpuHealth
+from msgspec.structs import replace
 
 from tests.contracts.fake_runners import Leader
 from tests.nvml.heard import next_node_sample
@@ -28,7 +29,7 @@ async def test_power_temperature_clocks_and_errors_of_each_gpu_are_told(
     assert (await next_node_sample(leader)).gpus == {"GPU-a": HEALTH, "GPU-old": GpuHealth()}
     gpu.health, gpu.xids = (*WELL[:4], 2), [48, 79]
     machine.apply()
-    assert (await next_node_sample(leader)).gpus["GPU-a"] == HEALTH._replace(ecc_errors=2, xid=79)
+    assert (await next_node_sample(leader)).gpus["GPU-a"] == replace(HEALTH, ecc_errors=2, xid=79)
     assert (await next_node_sample(leader)).gpus["GPU-a"].xid == 79, "the last one stays"
 
 
@@ -66,10 +67,10 @@ async def test_a_lost_gpu_has_no_health_until_it_comes_back(
     machine = new_machine(gpu)
     leader = open_leader()
     await leader.announce()
-    assert (await next_node_sample(leader)).gpus == {"GPU-a": HEALTH._replace(xid=79)}
+    assert (await next_node_sample(leader)).gpus == {"GPU-a": replace(HEALTH, xid=79)}
     machine.lose(gpu, pynvml.NVML_ERROR_GPU_IS_LOST)
     while (await next_node_sample(leader)).gpus:
         pass
     machine.mend(gpu)
-    while (seen := await next_node_sample(leader)).gpus != {"GPU-a": HEALTH._replace(xid=79)}:
+    while (seen := await next_node_sample(leader)).gpus != {"GPU-a": replace(HEALTH, xid=79)}:
         assert not seen.gpus

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import LogFollower
@@ -74,7 +74,7 @@ class Process:
         self.is_dead = False
         self._lives += 1
         site = self._site
-        self.loop = VirtualLoop(site.timeline, self.host, self._chance)
+        self.loop = VirtualLoop(site.timeline, self.host, self._chance)  # type: ignore[abstract]  # as much of a loop as is used
         life = Life(self, site, self._chance)
         self.picture, self._wire, self._candidate = life.picture, life.wire, life.candidate
         site.network.wires.append(self._wire)
@@ -140,11 +140,11 @@ class Life:
         host = process.host
         half_life = site.policy.usage_half_life_seconds
         self.picture = LogFollower(cast(SqlStore, session), half_life, self._fail, host.ticks)
-        self.wire = Wire(process.name, process, host, self.picture.clock, site.network, chance)
+        self.wire: Any = Wire(process.name, process, host, self.picture.clock, site.network, chance)
         self.candidate = LeaderCandidate(
             name=process.life,
             store=self._store,
-            executor=self.wire,
+            executor=cast("Any", self.wire),
             rules=LeaderTermRules(),
             ticks=host.ticks,
             chance=chance.random,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -135,7 +136,7 @@ class Cluster:
     def _return_to_sender(self, order: StartOrder) -> None:
         now = self._timeline.now()
         self._hear(Ended(order.task, order.fence, now, Ending.NEVER_STARTED))
-        self._hear(Gone(order.task, order.fence, now, "never_started"))
+        self._hear(Gone(order.task, order.fence, now, Proof.NEVER_STARTED))
 
     def _hear_again(self, term: Term, report: Report) -> None:
         if term == self._term:

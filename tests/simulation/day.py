@@ -2,19 +2,18 @@
 
 import asyncio
 import inspect
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
-from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.loop import Leader, NewFleet
 from gpubroker_server.broker.observe import Observer
+from gpubroker_server.core.admission.feasibility import check
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import (
@@ -26,12 +25,20 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
 )
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
-from gpubroker_server.core.domain.units import Mib, MonotonicSeconds, NodeName, Seconds, TaskId, Term
-from gpubroker_server.core.explain.admission import check
+from gpubroker_server.core.domain.units import (
+    Mib,
+    MonotonicSeconds,
+    NodeName,
+    Position,
+    Seconds,
+    TaskId,
+    Term,
+)
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.store import CommitVerdict, RunSpec, StoreUnavailable, Submission
+from gpubroker_server.ports.store import AdmittedTask, CommitVerdict, RunSpec, StoreUnavailable
+from msgspec import Struct
 from structlog.testing import capture_logs
 
 from tests.contracts.scenes import next_term
@@ -41,6 +48,7 @@ from tests.simulation.cluster import Cluster, LeaderDied
 from tests.simulation.machine import CLUSTER, Machine, Program
 from tests.simulation.timeline import Timeline
 from tests.simulation.workload import Workload
+from tests.stores import SteppedStore, at_once
 
 START = 1_700_000_000.0
 POLICY = Policy(custom_limits=(CustomLimit("licence", 3.0),), beat_seconds=Seconds(5.0))
@@ -51,8 +59,7 @@ PATIENCE_HOURS = 48.0
 """So long after the last arrival every task must have come to its end."""
 
 
-@dataclass(frozen=True)
-class DayReport:
+class DayReport(Struct, frozen=True):
     seed: int
     hours: float
     submitted: int
@@ -84,14 +91,14 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         return self._looks / 2000.0
 
 
-class FlakyStore(MemoryStore):
-    """The store in memory; now and then the database is not reached, and nothing was written.
+class FlakyStore(SteppedStore):
+    """The real store; now and then the database is not reached, and nothing was written.
 
     `tamper` falsifies what is committed, to show that the auditor sees it.
     """
 
     def __init__(self, timeline: Timeline, tamper: Tamper | None) -> None:
-        super().__init__(timeline.now)
+        super().__init__(timeline)
         self.is_away = False
         self._tamper = tamper
 
@@ -113,7 +120,7 @@ class Day:
         self._chance = Random(f"{seed}/faults")
         self._timeline = Timeline(START)
         self._programs: dict[TaskId, Program] = {}
-        self._cluster = Cluster(self._timeline, Random(f"{seed}/cluster"), self._hear)
+        self._cluster: Any = Cluster(self._timeline, Random(f"{seed}/cluster"), self._hear)
         for name, gpus in MACHINES.items():
             devices = tuple(ReportedDevice(f"gpu{i}", "H100", i, Mib(80 * 1024), True) for i in range(gpus))
             chance = Random(f"{seed}/{name}")
@@ -130,6 +137,12 @@ class Day:
         self._requests = self._submitted = self._refused = self._terms = 0
 
     async def run(self) -> DayReport:
+        try:
+            return await self._run()
+        finally:
+            await self._store.close()
+
+    async def _run(self) -> DayReport:
         with capture_logs() as logs:
             await self._lead()
             self._tick()
@@ -167,12 +180,11 @@ class Day:
         self._auditor.look()
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        """Everything the World learns has been through JSON, as it is with a database."""
-        plain = [
-            replace(event, fields=json.loads(json.dumps(dict(event.fields))), task=None) for event in events
-        ]
-        self._auditor.read(plain)
-        self._world.apply(plain)
+        """Everything the World learns has been read from the rows of the log."""
+        first = events[0].position
+        read = at_once(self._store.events(Position(first - 1), len(events)))
+        self._auditor.read(read)
+        self._world.apply(read)
 
     def _hear(self, report: Report) -> None:
         if self._leader is not None:
@@ -289,9 +301,9 @@ class Day:
         self._submitted += 1
         self._programs[task.id] = arrival.program
         self._workload.accepted.append((task.id, task.tenant))
-        await self._store.submit(Submission(task, RunSpec("command")))
+        await self._store.submit(AdmittedTask(task, RunSpec("command")))
         for seconds, what, fields in arrival.requests:
-            self._timeline.after(seconds, lambda what=what, fields=fields: self._ask(task.id, what, fields))
+            self._timeline.after(seconds, partial(self._ask, task.id, what, fields))
         self._wake()
 
     async def _ask(self, task: TaskId, what: str, fields: dict[str, Any]) -> None:

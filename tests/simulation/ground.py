@@ -6,12 +6,12 @@ its turn. Decisions are checked as they are made, rows and processes after every
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.broker.inbox import next_batch
+from gpubroker_server.core.admission.feasibility import check, check_priority
 from gpubroker_server.core.domain.decisions import Decision, Request
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -22,7 +22,6 @@ from gpubroker_server.core.domain.orders import (
     GoOrder,
     NodeLost,
     NodeReport,
-    Order,
     Ready,
     Report,
     RunId,
@@ -33,8 +32,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, node_of
-from gpubroker_server.core.explain.admission import check, check_priority
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId, node_of
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile, take_over
@@ -47,6 +45,7 @@ from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_world, check_ledger, commit, submit
 from tests.core.naive import Naive
@@ -143,7 +142,7 @@ class Ground:
         """The process is gone, and its memory with it."""
         del agent.processes[process.id]
         task, fence, rank = process.id
-        gone = Gone(task, fence, self._instant, "process_absent", agent.samples(self._instant), rank)
+        gone = Gone(task, fence, self._instant, Proof.PROCESS_ABSENT, agent.samples(self._instant), rank)
         self._say(agent, process.id, gone)
         if process.id in agent.forgotten:
             agent.told.pop(process.id, None)
@@ -222,7 +221,8 @@ class Ground:
 
     def _plan(self) -> None:
         """In slices, with a memory; what comes of it is what the naive planner does in one go."""
-        now, done = self._instant, []
+        now = self._instant
+        done: list[Decision] = []
         *_, self._forecasts = make_forecasts(self.world, self.policy, now, self._forecasts)
         naive = Naive(self.world, self.policy, self.now, self._forecasts)
         before = naive
@@ -250,7 +250,7 @@ class Ground:
         assert steps == expected[: len(steps)]
         assert cursor is not None or steps == expected
         for passing in passed:
-            kept = passing.passed in self.world.queue
+            kept = TaskId(passing.passed) in self.world.queue
             assert passing.was_allowed or not kept, f"{passing.name} passed {passing.passed}"
 
     def _move(self) -> None:
@@ -282,7 +282,7 @@ class Ground:
 
     # The agents
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: Any) -> None:
         agent = self.agents[order.node]
         run = (order.task, order.fence, order.rank)
         if not agent.is_heard:
@@ -317,7 +317,7 @@ class Ground:
     def _refuse(self, agent: Agent, run: RunId) -> None:
         task, fence, rank = run
         self._say(agent, run, Ended(task, fence, self._instant, Ending.NEVER_STARTED, rank=rank))
-        self._say(agent, run, Gone(task, fence, self._instant, "never_started", rank=rank))
+        self._say(agent, run, Gone(task, fence, self._instant, Proof.NEVER_STARTED, rank=rank))
 
     def _kill_due(self, agent: Agent) -> None:
         for process in list(agent.processes.values()):
@@ -356,8 +356,8 @@ class Ground:
             assert set(process.order.devices) <= held, (
                 f"{process.id} of {agent.node.name} has lost its memory"
             )
-        for name in self.world.active:
-            check_gang(self.world, self.world.tasks[name])
+        for id in self.world.active:
+            check_gang(self.world, self.world.tasks[id])
         for agent in self.agents.values():
             for device, holders in agent.used_mb().items():
                 has = self.world.ledgers[device].device

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 from statistics import mean, median, quantiles
 
@@ -15,7 +14,8 @@ from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.idle_templates import IdleTemplate
-from gpubroker_server.ports.store import RunSpec, Submission, TokenRow
+from gpubroker_server.ports.store import AdmittedTask, RunSpec, TokenRow
+from msgspec import Struct
 
 from tests.simulation.day import POLICY, START, Day, SteadyLoop
 from tests.simulation.machine import Program
@@ -30,8 +30,7 @@ NOTICE_SECONDS = Seconds(10.0)
 """That a template's task gets before it has to make room."""
 
 
-@dataclass(frozen=True)
-class DayUse:
+class DayUse(Struct, frozen=True):
     held: float
     """Share of the time of all GPUs in which something had a lease of them; 0 to 1."""
     held_otherwise: float
@@ -85,7 +84,9 @@ class IdleDay(Day):
 
     async def _lead(self) -> None:
         if self._fills:
-            await self._store.put_token(TokenRow("ops", "hash", "red", ("*",), 100, Instant(START)), by="ops")
+            await self._store.put_token(
+                TokenRow("ops", "red", ("*",), 100, sha256="hash", created_at=Instant(START)), by="ops"
+            )
             for one in TEMPLATES:
                 await self._store.put_idle_template(
                     IdleTemplate(one, "red", "{}", "hash", "ops", Instant(START))
@@ -164,4 +165,4 @@ class IdleDay(Day):
         self._programs[id] = Program(
             self._work.expovariate(1 / WORK_SECONDS), saves_every_seconds=60.0, leaves_after_seconds=1.0
         )
-        await self._store.submit(Submission(task, RunSpec("command"), f"{name}/{number}", "body"))
+        await self._store.submit(AdmittedTask(task, RunSpec("command"), f"{name}/{number}", "body"))

@@ -1,13 +1,10 @@
-"""A database in memory with a network in front of it: what is asked arrives late, and so does the answer."""
+"""A database with a network in front of it: what is asked arrives late, and so does the answer."""
 
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, Protocol, TypeVar
 
-from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.policy import Cutoffs
@@ -27,6 +24,7 @@ from gpubroker_server.ports.store import (
 
 from tests.simulation.timeline import Timeline
 from tests.simulation.virtual_loop import VirtualLoop
+from tests.stores import SteppedStore, at_once
 
 T = TypeVar("T")
 Call = Callable[[], Coroutine[Any, Any, Any]]
@@ -37,21 +35,10 @@ LOST_ANSWER_SECONDS = (0.2, 6.0)
 """Until a process has reconnected, and read what became of an unanswered commit."""
 
 
-def at_once(call: Coroutine[Any, Any, T]) -> T:
-    """Of a store that waits for nothing."""
-    try:
-        call.send(None)
-    except StopIteration as done:
-        found: T = done.value
-        return found
-    raise AssertionError("it waits")
-
-
-class Database(MemoryStore):
+class Database(SteppedStore):
     """Its clock may be set, and run too fast or too slow; now and then it cannot be reached."""
 
     def __init__(self, timeline: Timeline) -> None:
-        super().__init__(self.now)
         self._timeline = timeline
         self._set_at, self._set_to, self._rate = timeline.now(), float(timeline.now()), 1.0
         self.latest = Instant(0.0)
@@ -60,8 +47,16 @@ class Database(MemoryStore):
         self.answers_lost = 0.0
         """So many of a hundred commits are kept, and not answered."""
         self.plain: list[Event] = []
-        """The log as it is read: its fields have been through JSON."""
+        """The log as it is read from its rows."""
+        self.first = Position(1)
+        """Of the events that are not pruned; every process asks for it each time it looks at the log."""
+        super().__init__(self)
         self.listen(self._on_events)
+
+    async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
+        pruned = await super().prune(term, cutoffs)
+        self.first = await self.oldest()
+        return pruned
 
     def now(self) -> Instant:
         now = Instant(self._set_to + (self._timeline.now() - self._set_at) * self._rate)
@@ -73,9 +68,7 @@ class Database(MemoryStore):
         self._set_at, self._set_to, self._rate = self._timeline.now(), to, rate
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        self.plain += (
-            replace(event, fields=json.loads(json.dumps(dict(event.fields))), task=None) for event in events
-        )
+        self.plain += at_once(self.events(Position(len(self.plain)), len(events)))
 
 
 class Guard(Protocol):
@@ -118,7 +111,7 @@ class Session:
     async def catch_up(self) -> bool:
         async def tail() -> bool:
             """All there is comes with the answer."""
-            if self._heard + 1 < await self._database.oldest():
+            if self._heard + 1 < self._database.first:
                 raise LogShortened("it was away for too long")
             return False
 
@@ -198,7 +191,7 @@ class Session:
     def _news(self) -> Sequence[Event]:
         """What was appended since the last time, without a gap. Nothing, if some of it has been removed:
         the reader learns that when it catches up."""
-        if self._heard + 1 < at_once(self._database.oldest()):
+        if self._heard + 1 < self._database.first:
             return []
         news = self._database.plain[self._heard :]
         self._heard += len(news)

@@ -6,6 +6,7 @@ from hashlib import sha256
 from random import Random
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -23,6 +24,7 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key
+from msgspec import Struct
 
 from tests.simulation.timeline import Line, Timeline
 
@@ -30,8 +32,7 @@ Claim = tuple[TaskId, Fence]
 CLUSTER = "simulated"
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Struct, frozen=True):
     """What the code of one task does. Only its machine knows."""
 
     work_seconds: float
@@ -65,8 +66,7 @@ class Run:
         return self.order.task, self.order.fence
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(Struct, frozen=True):
     """A leader's first words: from now on, no order of an older term."""
 
 
@@ -209,13 +209,13 @@ class Machine:
         self._seen.add(claim)
         now = self._timeline.now()
         self.reports.send((self._term, Ended(*claim, now, Ending.NEVER_STARTED)))
-        self.reports.send((self._term, Gone(*claim, now, "never_started")))
+        self.reports.send((self._term, Gone(*claim, now, Proof.NEVER_STARTED)))
 
     def _stop(self, order: StopOrder) -> None:
         claim = (order.task, order.fence)
         run = self._runs.get(claim)
         if run is None and claim in self._seen:
-            gone = Gone(*claim, self._timeline.now(), "process_absent", samples=tuple(self.samples()))
+            gone = Gone(*claim, self._timeline.now(), Proof.PROCESS_ABSENT, samples=tuple(self.samples()))
             self.reports.send((self._term, gone))
         elif run is None:
             self._refuse(claim)
@@ -284,7 +284,7 @@ class Machine:
             return
         run.is_alive = False
         self.processes.remove(run)
-        proof = "process_absent" if run.order.devices else "shared_process"
+        proof = Proof.PROCESS_ABSENT if run.order.devices else Proof.SHARED_PROCESS
         self._say(run, Gone(*run.claim, self._timeline.now(), proof, samples=tuple(self.samples())))
         self._drop_if_done(run)
 

@@ -1,23 +1,25 @@
 """People who submit, ask again until they get an answer, and change their minds; answers are recorded."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from gpubroker_server.core.admission.feasibility import check
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.explain.admission import check
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.store import BatchSubmission, RunSpec, Submission
+from gpubroker_server.ports.store import AdmittedTask, BatchSubmission, RunSpec
+from msgspec import Struct
+from msgspec.structs import replace
 
-from tests.simulation.line_to_database import Database, at_once
+from tests.simulation.line_to_database import Database
 from tests.simulation.machine import Program
 from tests.simulation.timeline import Timeline
 from tests.simulation.workload import Workload
+from tests.stores import at_once
 
 HURRY = 400.0
 KEYED = 0.5
@@ -25,8 +27,7 @@ KEYED = 0.5
 LOST_ANSWER = 0.05
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(Struct, frozen=True):
     """What somebody wants to have run, under a key by which it can be asked for again."""
 
     key: str | None
@@ -128,7 +129,7 @@ class People:
         self.told |= {task.id for task in wish.tasks} if answer == first else {answer}
 
     def _submit(self, wish: Wish) -> TaskId:
-        submissions = [Submission(self._after_known(task), RunSpec("command")) for task in wish.tasks]
+        submissions = [AdmittedTask(self._after_known(task), RunSpec("command")) for task in wish.tasks]
         if len(submissions) > 1:
             batch = BatchSubmission(submissions, wish.key, "body", "[]")
             outcome = at_once(self._database.submit_batch(batch))

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from gpubroker_server.bootstrap import follower as bootstrap_picture
@@ -21,18 +21,20 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.clock_evidence import STEADY_SECONDS
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.contracts.scenes import picture
 from tests.memory_blobs import Blobs
 from tests.simulation.auditor import Auditor, Violation
 from tests.simulation.broker import Process, Site
-from tests.simulation.line_to_database import Database, at_once
+from tests.simulation.line_to_database import Database
 from tests.simulation.machine import Machine
 from tests.simulation.people import People
 from tests.simulation.timeline import Timeline
 from tests.simulation.virtual_loop import Host
 from tests.simulation.wires import Network
+from tests.stores import at_once
 
 START = 1_700_000_000.0
 POLICY = Policy(
@@ -141,6 +143,7 @@ class Storm:
     def close(self) -> None:
         for process in self._processes:
             process.close()
+        at_once(self.site.database.close())
 
     def report(self, seed: int, steps: int, errors: Sequence[str]) -> StormReport:
         seen = self._auditor.history

@@ -1,14 +1,14 @@
 """Whatever people ask for and whatever breaks, in any order: what must hold at every step and in the end."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import External
 from gpubroker_server.core.domain.orders import Ending
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import ACTIVE, Dependency, ExternalTerms, OnFailure, Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.task import ACTIVE, Dependency, OnFailure, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.world.world import World
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_demand, a_device, a_node, a_task, a_world
 from tests.core.scenarios import POLICY, SHAPES
@@ -36,6 +37,9 @@ LIMITS: tuple[dict[str, float], ...] = (
     {"not_before": 10.0},
 )
 ELASTIC: dict[str, Any] = {"bundles": (a_demand(gpu_mb=20),) * 3, "min_ranks": 1}
+POOL = (("pool:small:gpus", 1.0),)
+"""One of the pool's two GPUs, for each rank, and for the one that the gang needs."""
+POOLED: dict[str, Any] = {"bundles": (a_demand(gpu_mb=20, slots=POOL),) * 3, "min_ranks": 1, "slots": POOL}
 GANGS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -44,9 +48,10 @@ GANGS: tuple[dict[str, Any], ...] = (
     {"bundles": (a_demand(gpus=1), a_demand(cpu=1.0)), "strategy": "strict_pack"},
     {"bundles": (a_demand(gpu_mb=10),) * 2, "strategy": "strict_spread"},
     ELASTIC,
+    POOLED,
 )
 """What some tasks of a course with gangs ask for instead of their shape."""
-DEMAND_FIELDS = frozenset(Demand.__slots__)
+DEMAND_FIELDS = frozenset(Demand.__struct_fields__)
 PICKS = st.integers(0, 9)
 ENDINGS = {"succeed": Ending.SUCCEEDED, "fail": Ending.FAILED, "get lost": Ending.LOST}
 ACTS = (
@@ -134,7 +139,7 @@ class Course(RuleBasedStateMachine):
     ) -> None:
         known = self.ground.submitted
         awaited = {known[-1 - ago % len(known)]: on_failure for ago, on_failure in after if known}
-        self._submit(fields, tuple(Dependency(*each) for each in sorted(awaited.items())))
+        self._submit(fields, tuple(Dependency(TaskId(id), how) for id, how in sorted(awaited.items())))
 
     @rule(
         pick=PICKS,
@@ -164,7 +169,7 @@ class Course(RuleBasedStateMachine):
     )
     def somebody_asks_for_memory_alone(self, gpu_mb: int, ttl: float, priority: int) -> None:
         """Who is not started by the broker, and says himself when he has left."""
-        terms = {"external": ExternalTerms(Seconds(ttl)), "deadline_at": ttl, "grace_seconds": Seconds(5.0)}
+        terms = {"holder": External(Seconds(ttl)), "deadline_at": ttl, "grace_seconds": Seconds(5.0)}
         self._submit({"gpu_mb": gpu_mb, "priority": priority, "gang": {}, **terms})
 
     @rule(acts=st.lists(st.tuples(st.sampled_from(ACTS), PICKS), min_size=1, max_size=6))
@@ -216,7 +221,7 @@ class Course(RuleBasedStateMachine):
                 self._bring_to_its_end(agent, process)
             self._turn(BEAT_SECONDS)
         left = sorted(set(ground.submitted) - ground.ends.keys())
-        assert not left, f"these never ended: {[ground.world.tasks[name] for name in left]}"
+        assert not left, f"these never ended: {[ground.world.tasks[TaskId(name)] for name in left]}"
         assert not ground.world.leases
         assert not ground.world.pledges
 
@@ -233,7 +238,9 @@ class Course(RuleBasedStateMachine):
         gang = fields.pop("gang")
         if self.gangs and gang:
             fields = {name: value for name, value in fields.items() if name not in DEMAND_FIELDS} | gang
-        ahead = {name: now + fields[name] for name in ("not_before", "deadline_at") if name in fields}
+        ahead: dict[str, Any] = {
+            name: now + fields[name] for name in ("not_before", "deadline_at") if name in fields
+        }
         task = a_task(f"t{self.count:02}", **{**fields, **ahead}, submitted_at=now, after=after)
         if after:
             task = replace(task, awaits=True)
@@ -267,7 +274,11 @@ class Course(RuleBasedStateMachine):
     def _outsiders(self) -> list[Task]:
         """External holders with memory, also those that should have left."""
         tasks = self.ground.world.tasks
-        return [tasks[name] for name in sorted(tasks) if tasks[name].external and tasks[name].fence]
+        return [
+            tasks[name]
+            for name in sorted(tasks)
+            if isinstance(tasks[name].holder, External) and tasks[name].fence
+        ]
 
     def _task(self, pick: int, *states: TaskState) -> Task | None:
         found = sorted(name for name, task in self.ground.world.tasks.items() if task.state in states)
@@ -330,7 +341,7 @@ def test_many_long_courses_keep_every_rule_and_every_task_ends(course: type[Cour
     run_state_machine_as_test(course, settings=every)
 
 
-def test_a_task_that_ends_before_a_forecast_passes_one_that_does_not():
+def test_a_task_that_ends_before_a_forecast_passes_one_that_does_not() -> None:
     """Of two that ask for the same, the more urgent could not be stopped for the one that is to start."""
     ground = Ground(a_world(a_device(mb=80)), Policy(), NOW)
     ground.submit(a_task("runs", gpu_mb=60, priority=65, expected_seconds=100.0))

@@ -1,13 +1,13 @@
 """Days of a small cluster on which everything breaks: what holds at every step, and that it is watched."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib
+from msgspec.structs import replace
 
 from tests.simulation.__main__ import text_of
 from tests.simulation.auditor import Violation

@@ -71,12 +71,19 @@ STOPPED_ON_AND_ON = [
     a_comer(COUNTED, "beta", 45, 5.0, says=True),
 ]
 """Runs were stopped for the task that waits, and what they left was taken by the more urgent behind it."""
+BESIDE_A_PLEDGE = [
+    a_comer(DEVICE, "acme", 69, 5.0, says=False),
+    a_comer(DEVICE, "acme", 60, 5.0, says=True),
+    a_comer(OF_POOL, "acme", 69, 5.0, says=False),
+]
+"""A small task starts on a device that is pledged in part to a gang, which has a reservation there too."""
 
 
 @pytest.mark.hypothesis
 @example(
     waits=WAITERS[2], priority=55, coming=STOPPED_ON_AND_ON, tenants=QUOTAS[1], is_alone=True, preemption=True
 )
+@example(waits=WAITERS[6], priority=65, coming=BESIDE_A_PLEDGE, tenants=(), is_alone=False, preemption=True)
 @given(
     waits=st.sampled_from(WAITERS),
     priority=st.sampled_from((40, 55, 65)),

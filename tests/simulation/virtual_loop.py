@@ -108,7 +108,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._tasks.append(task)
         return task
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]  # any callback
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
@@ -116,12 +116,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._plan()
         return handle
 
-    def call_later(
+    def call_later(  # type: ignore[override]  # any callback
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]  # any callback
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
@@ -147,7 +147,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if not task.done():
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 with suppress(BaseException):
-                    task.get_coro().close()  # type: ignore[union-attr]
+                    task.get_coro().close()
         self._tasks.clear()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:

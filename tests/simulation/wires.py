@@ -3,7 +3,6 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -22,6 +21,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.units import Instant, Lineage, Mib, NodeName, TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import Clock
+from msgspec.structs import replace
 
 from tests.simulation.line_to_database import Guard
 from tests.simulation.machine import Announcement, Machine, Program
@@ -236,7 +236,7 @@ class Wire:
     def _hear(self, report: Report) -> None:
         """Reports carry their age: a machine's clock does not matter."""
         late = self._clock.now() - self._timeline.now()
-        report = replace(report, at=Instant(report.at + late))
+        report = replace(report, at=Instant(report.at + late))  # type: ignore[union-attr]  # agents send what has a time
         if isinstance(report, Gone | Sampled):
             samples = tuple(replace(sample, at=Instant(sample.at + late)) for sample in report.samples)
             report = replace(report, samples=samples)

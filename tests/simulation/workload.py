@@ -1,6 +1,5 @@
 """What people submit in a day, drawn from a seed: every band, every shape of demand and of program."""
 
-from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -8,6 +7,8 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.orders import Ending
 from gpubroker_server.core.domain.task import Dependency, OnFailure, Task
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tests.simulation.machine import Program
 
@@ -16,8 +17,7 @@ PRIORITIES = (3, 25, 25, 50, 50, 50, 60, 75, 80, 95)
 MEAN_PAUSE_SECONDS = 45.0
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(Struct, frozen=True):
     task: Task
     program: Program
     requests: tuple[tuple[float, str, dict[str, Any]], ...]

@@ -2,15 +2,15 @@
 
 import http.client
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tests.e2e.service_process import ServiceProcess
 from tests.patience import PATIENCE_SECONDS
 from tests.triton.server import Triton
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True):
     status: int
     headers: list[tuple[str, str]]
     """In their order, without the request's id."""

@@ -2,16 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from tritonclient.utils import InferenceServerException
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Struct, frozen=True):
     method: str
     args: tuple[object, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 import queue
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 import grpc
 import httpx
 import pytest
+from msgspec import Struct
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.bootstrap.test_health import health
@@ -24,8 +24,7 @@ from tests.triton.test_tls import Authority
 PROXIES = {"nginx": nginx, "caddy": caddy}
 
 
-@dataclass(frozen=True)
-class Front:
+class Front(Struct, frozen=True):
     url: str
     grpc_port: int
     root: Path

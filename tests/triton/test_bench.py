@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -42,7 +43,8 @@ def test_every_shape_is_measured_on_both_sides_and_has_its_figures(
 
 def test_a_relay_is_measured_in_the_same_rounds(triton: Triton, service: ServiceProcess) -> None:
     port = int(service.url.rpartition(":")[2])
-    running = Service(psutil.Process(service.pid), port, service.token, Path())
+    process: Any = psutil.Process(service.pid)
+    running = Service(process, port, service.token, Path())
     with ClosedLoop() as load:
         measured = list(beside_relay(load, triton.http_port, running, Namespace(rounds=1, seconds=0.1)))
     found = {figure.figure: figure for figure in measured}
@@ -54,7 +56,8 @@ def test_a_relay_is_measured_in_the_same_rounds(triton: Triton, service: Service
 def test_calls_are_measured_beside_a_relay_of_the_same_library(
     triton: Triton, service: ServiceProcess, call_port: int
 ) -> None:
-    running = Service(psutil.Process(service.pid), 0, service.token, Path())
+    process: Any = psutil.Process(service.pid)
+    running = Service(process, 0, service.token, Path())
     with perf_analyzer() as generator:
         few = Namespace(rounds=1, calls=50)
         measured = list(calls_beside_relay(generator, triton.grpc_port, call_port, running, few))

@@ -2,7 +2,6 @@
 
 import queue
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.grpc.aio
 import tritonclient.http
+from msgspec import Struct
 from tritonclient.grpc import service_pb2 as messages
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
@@ -24,8 +24,7 @@ from tests.triton.server import Triton
 _UNBOUND = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(Struct, frozen=True):
     address: str
     token: dict[str, str]
 
@@ -120,7 +119,7 @@ def test_every_call_is_answered_byte_for_byte_as_triton_answers_it(stubs: Stubs)
 
 
 def test_the_twenty_calls_and_no_other_are_those_that_are_known() -> None:
-    from gpubroker_server.gateway.proxy.operations import grpc_operation
+    from gpubroker_server.inference.protocols.triton.operations import grpc_operation
 
     of_triton = set(messages.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name)
     assert len(of_triton) == 20

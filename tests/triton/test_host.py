@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -221,7 +222,7 @@ async def test_a_server_that_is_killed_loses_all_and_says_that_it_is_another(
                 await call
             assert refused.value.fault is HostFault.UNREACHABLE
     await asyncio.to_thread(own_triton.start)
-    after = await until_answered(host)
+    after: Any = await until_answered(host)
     assert before.incarnation
     assert after.incarnation not in ("", before.incarnation)
     assert {model.stage for model in after.models.values()} == {ModelState.ABSENT}

@@ -71,7 +71,7 @@ def test_every_datatype_of_triton_goes_there_and_back_half_precision_too(service
 
 def test_answers_come_back_as_the_arrays_that_the_model_gave(service: ServiceProcess) -> None:
     large = np.arange(2**20, dtype=np.float32).reshape(1, -1)  # more than a row may hold
-    for given in (np.float32([[0.1, -2.5, np.nan]]), large):
+    for given in (np.array([[0.1, -2.5, np.nan]], dtype=np.float32), large):
         task = service.broker.infer_later("identity_fp32", {"INPUT0": given})
         outputs = service.broker.outputs(task, timeout_seconds=PATIENCE_SECONDS)
         assert list(outputs) == ["OUTPUT0"]

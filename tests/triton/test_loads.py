@@ -227,7 +227,11 @@ def test_live_requests_through_the_service_are_grouped_for_a_model_that_the_sett
         "slots": {"together": 4},
     }
     devices = [{"kind": "sim-24g", "memory_mb": 24 * GIB, "count": 1}]
-    chosen = {"engine": "simulated", "ray": {"node_name": "local"}, "simulated_devices": devices}
+    chosen: dict[str, Any] = {
+        "engine": "simulated",
+        "ray": {"node_name": "local"},
+        "simulated_devices": devices,
+    }
     with ForkedService(tmp_path / "data", **chosen, triton=triton) as service:
         authorization = {"Authorization": f"Bearer {service.token}"}
         assert asked_at_once(service.url, 4, **authorization) == [4, 4, 4, 4]

@@ -11,7 +11,7 @@ import pytest
 from gpubroker import BrokerError
 
 from tests.chaos.forked import ForkedService
-from tests.e2e.service_process import until
+from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 from tests.triton.server import Triton
 from tests.triton.test_residency import infer, settings, state_of
@@ -34,7 +34,7 @@ def sized(triton: Triton, names: Sequence[str]) -> dict[str, Any]:
     return chosen
 
 
-def answer_quickly(service: ForkedService, names: Sequence[str]) -> Sequence[float]:
+def answer_quickly(service: ServiceProcess, names: Sequence[str]) -> Sequence[float]:
     """Seconds until each has answered."""
     took = []
     for name in names:

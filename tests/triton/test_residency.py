@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.triton.raw import through
 from tests.triton.server import Triton, free_ports
 
 SIZES = {
@@ -129,7 +130,8 @@ def test_a_model_is_loaded_for_its_first_request_and_makes_room_for_the_next_mod
     assert infer(service, "identity_fp32") == [1, 2, 3]
     assert ready(own_triton) == ["identity_fp32"]
     assert leased_mb(service.broker) == [20 * GIB]
-    assert infer(service, "line_fp32", **{"x-priority": "95"}) == [1, 2, 3]
+    urgent: dict[str, Any] = {"x-priority": "95"}
+    assert infer(service, "line_fp32", **urgent) == [1, 2, 3]
     assert ready(own_triton) == ["line_fp32"]
     assert leased_mb(service.broker) == [20 * GIB]
 
@@ -352,3 +354,20 @@ def test_what_a_removed_server_held_is_free_when_its_process_is_gone(tmp_path: P
             triton.kill()
             until(lambda: after.broker.quarantine().items == (), "its process is gone")
             until(lambda: leased_mb(after.broker) == [0], "its memory is free")
+
+
+def test_an_ensemble_counts_its_steps_which_nobody_unloads_under_it(
+    service: ServiceProcess, own_triton: Triton
+) -> None:
+    loaded = through(service).ask("POST", "/models/chain/load", b'{"wait_seconds": 30}')
+    assert loaded.status == 200
+    assert ready(own_triton) == ["chain", "identity_fp32"]
+    assert leased_mb(service.broker) == [20 * GIB], "the size that the operator gives its step"
+    assert state_of(service.broker, "identity_fp32") == "resident"
+    token = {"Authorization": f"Bearer {service.token}"}
+    with tritonclient.http.InferenceServerClient(service.url.removeprefix("http://")) as client:
+        with pytest.raises(InferenceServerException, match='the ensemble "chain"'):
+            client.unload_model("identity_fp32", headers=token)
+        client.unload_model("chain", headers=token)
+    until(lambda: ready(own_triton) == [], "the step leaves with it")
+    assert state_of(service.broker, "identity_fp32") == "cold"

@@ -23,7 +23,7 @@ def test_a_server_that_was_killed_and_comes_again_is_asked_again(
             with pytest.raises(InferenceServerException, match="cannot be reached and was sent nothing"):
                 client.get_model_metadata("identity_fp32", headers=dict(headers))
             [server] = service.broker.stats().model_servers
-            assert server["http"]["fault"], "all else is answered, and says so"
+            assert server.http.fault, "all else is answered, and says so"
         finally:
             triton.start()
         assert client.is_model_ready("identity_fp32", headers=dict(headers))

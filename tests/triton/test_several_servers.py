@@ -54,8 +54,9 @@ class Scene:
         return door.ask("POST", f"{MODELS}/{model}/infer", BODY, sent).status
 
     def is_up(self, name: str) -> bool:
-        [server] = [one for one in self.service.broker.stats().model_servers if one["name"] == name]
-        return bool(server["http"]["up"]) and bool(server["grpc"]["up"]) and not server["http"]["fault"]
+        [server] = [one for one in self.service.broker.stats().model_servers if one.name == name]
+        assert server.grpc is not None
+        return server.http.up and server.grpc.up and not server.http.fault
 
     def know_all(self) -> None:
         """What each has, has been read."""
@@ -194,3 +195,29 @@ def test_a_model_of_a_dead_server_is_brought_at_another_one(tmp_path: Path) -> N
             until(lambda: scene.infer(scene.door()) == 200, "the other one has it")
             stood = {one.server: one.state for one in service.broker.models().items if one.task}
             assert stood == {"a": "resident", "b": "resident"}, "who may have it still counts"
+
+
+def test_a_restarted_server_traps_no_request_while_another_has_the_model(tmp_path: Path) -> None:
+    """It comes back empty and without the model's files, so waiting for it would be in vain."""
+    size = {"identity_fp32": {"gpu_mb": 20 * GIB}}
+    with Triton(tmp_path / "a") as a, Triton(tmp_path / "b") as b:
+        held: dict[str, Any] = {"node": "local", "models": size}
+        servers = [
+            settings_of("a", a, devices=["GPU-sim-local-0"], **held),
+            settings_of("b", b, devices=["GPU-sim-local-1"], **held),
+        ]
+        with ForkedService(
+            tmp_path / "data", engine="simulated", ray={"node_name": "local"}, triton={"servers": servers}
+        ) as service:
+            scene = Scene(a, b, service, 0)
+            for name in ("a", "b"):
+                loaded = scene.door().ask(
+                    "POST", f"/models/identity_fp32/load?server={name}", b'{"wait_seconds": 30}'
+                )
+                assert loaded.status == 200
+            a.kill()
+            a.repository.joinpath("identity_fp32").rename(tmp_path / "away")
+            a.start()
+            with ThreadPoolExecutor(12) as pool:
+                asked = [pool.submit(scene.infer, scene.door(), x_idempotent="true") for _ in range(12)]
+                assert [one.result(timeout=20) for one in asked] == [200] * 12

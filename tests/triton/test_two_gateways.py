@@ -6,6 +6,7 @@ where others may lead.
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ def test_a_model_is_not_unloaded_before_both_gateways_have_their_answers(
 ) -> None:
     shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}
     with Triton(tmp_path / "triton") as triton:
-        chosen = {**settings(triton, "simulated"), **shared}
+        chosen: dict[str, Any] = {**settings(triton, "simulated"), **shared}
         one, other = ForkedService(tmp_path / "one", **chosen), ForkedGateway(tmp_path / "other", **chosen)
         with one, other, ThreadPoolExecutor() as asking:
             assert infer(one, "slow") == [1, 2, 3]
@@ -50,7 +51,11 @@ def test_two_gateways_together_ask_a_model_no_more_at_once_than_its_slots(
     shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}
     with Triton(tmp_path / "triton", loaded=("slow",)) as triton:
         server = {"name": "main", "http_url": triton.url}
-        chosen = {"engine": "simulated", "triton": {"servers": [server], "slots": {"slow": 6}}, **shared}
+        chosen: dict[str, Any] = {
+            "engine": "simulated",
+            "triton": {"servers": [server], "slots": {"slow": 6}},
+            **shared,
+        }
         one, other = ForkedService(tmp_path / "one", **chosen), ForkedGateway(tmp_path / "other", **chosen)
         with one, other, ThreadPoolExecutor(32) as asking:
             asked = [asking.submit(infer, to, "slow", sleep_ms=60) for _ in range(120) for to in (one, other)]

@@ -41,7 +41,7 @@ def infer(binary: bool, *, inputs: list[dict[str, object]], tensors: bytes = b""
 def fp32(count: int) -> Body:
     """Binary both ways."""
     given = {"name": "INPUT0", "datatype": "FP32", "shape": [1, count]}
-    tensor = {**given, "parameters": {"binary_data_size": 4 * count}}
+    tensor: dict[str, object] = {**given, "parameters": {"binary_data_size": 4 * count}}
     return infer(True, inputs=[tensor], tensors=struct.pack("<f", 1.5) * count)
 
 
@@ -178,7 +178,7 @@ def test_compression_is_a_matter_between_client_and_triton(doors: Doors, sent: s
         assert "Content-Encoding" not in dict(answers[1].headers)
 
 
-ERRORS = {
+ERRORS: dict[str, tuple[int, dict[str, object]]] = {
     "wrong shape": (400, {"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1, 2]}),
     "wrong type": (400, {"name": "INPUT0", "datatype": "INT32", "shape": [1, 1], "data": [1]}),
     "unknown input": (400, {"name": "NOPE", "datatype": "FP32", "shape": [1, 1], "data": [1]}),

@@ -26,6 +26,7 @@ _PANELS: Final[Mapping[str, Mapping[str, str]]] = {
         "lease_commands": "lease",
         "cluster_commands": "estimates",
     },
+    "Inside a command that gpubroker runs": {"run_commands": "progress checkpoint complete"},
     "Cluster": {
         "gpu_commands": "gpus",
         "cluster_commands": "tenants stats policy profiles demand",

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import Struct
+from msgspec.structs import asdict
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -15,8 +17,11 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, details, duration, executor_in_words, gib, size
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import AutoscalingDemand, Fragmentation, Policy, Profile, Stats, Tenant
-    from gpubroker.tasks.estimates import Estimate, ForecastsKept
+    from gpubroker.wire.fleet import AutoscalingDemand, Capacity
+    from gpubroker.wire.forecasts import Estimate, ForecastsKept
+    from gpubroker.wire.policy import Policy, Profile, Tenant
+    from gpubroker.wire.queues import Paused
+    from gpubroker.wire.stats import Fragmentation, ModelServer, Stats
 
 
 def tenants(output: Output = Format.TABLE) -> None:
@@ -111,61 +116,50 @@ def _tenants(listed: Sequence[Tenant]) -> RenderableType:
 
 
 def _overdrawn(listed: Mapping[str, Any]) -> Iterator[Text]:
-    """The cohorts that hold more than their guarantees, and why."""
+    """Yield why cohorts hold more than their guarantees."""
     for cohort in listed.get("cohorts", ()):
         if cohort["message"]:
             yield Text(cohort["message"])
 
 
 def _stats(found: Stats) -> RenderableType:
-    gpu = found.gpu
-    sizes = (
-        f"{name} {gib(gpu[f'{name}_mb'])} GiB"
-        for name in ("leased", "used", "free", "total")
-        if f"{name}_mb" in gpu
-    )
+    gpu, nodes, workers = found.gpu, found.nodes, found.worker_sets
+    sizes = {"leased": gpu.leased_mb, "used": gpu.used_mb, "free": gpu.free_mb, "total": gpu.total_mb}
     rows = [
-        ("gpu memory", " · ".join(sizes)),
+        ("gpu memory", " · ".join(f"{name} {gib(mb)} GiB" for name, mb in sizes.items())),
         *_fragmentation(found.fragmentation),
         *(("forecasts", _forecasts(kept)) for kept in found.forecasts),
-        ("tasks", " · ".join(f"{state} {count}" for state, count in found.tasks.items())),
+        ("tasks", " · ".join(f"{state} {count}" for state, count in asdict(found.tasks).items())),
         ("executor", executor_in_words(found.executor)),
         *(("model server", _model_server(server)) for server in found.model_servers),
     ]
-    if (workers := found.worker_sets).get("sets"):
-        rows.append(
-            ("workers", f"{workers['running']} of {workers['wanted']} run, of {workers['sets']} worker sets")
-        )
+    if workers.sets:
+        rows.append(("workers", f"{workers.running} of {workers.wanted} run, of {workers.sets} worker sets"))
     rows += [("paused", f"! {_pause(pause)}") for pause in found.paused]
-    if closed := [
-        f"{found.nodes[name]} {name}" for name in ("cordoned", "draining") if found.nodes.get(name)
-    ]:
-        rows.append(
-            (
-                "nodes",
-                f"{found.nodes.get('ready')} of {found.nodes.get('total')} ready · {' · '.join(closed)}",
-            )
-        )
-    if found.detection.get("message"):
-        rows.append(("nodes", f"! {found.detection['message']}"))
+    closed = {"cordoned": nodes.cordoned, "draining": nodes.draining}
+    if any(closed.values()):
+        parts = [f"{nodes.ready} of {nodes.total} ready"]
+        parts += [f"{count} {state}" for state, count in closed.items() if count]
+        rows.append(("nodes", " · ".join(parts)))
+    if found.detection.message:
+        rows.append(("nodes", f"! {found.detection.message}"))
     if found.disk_full:
         rows.append(("disk", f"! {found.disk_full}"))
-    if found.age_seconds is not None:
-        rows.append(("as of", f"{found.age_seconds:.1f} s ago, event {found.position}"))
+    rows.append(("as of", f"{found.age_seconds:.1f} s ago, event {found.position}"))
     return details(rows)
 
 
-def _pause(pause: Mapping[str, Any]) -> str:
-    kind, _, name = str(pause["queue"]).partition(":")
-    why = f" ({pause['reason']})" if pause.get("reason") else ""
-    return f"{kind} {name} since {pause['since']} by {pause['by']}{why}, {pause['waiting']} tasks wait"
+def _pause(pause: Paused) -> str:
+    kind, _, name = pause.queue.partition(":")
+    why = f" ({pause.reason})" if pause.reason else ""
+    return f"{kind} {name} since {pause.since} by {pause.by}{why}, {pause.waiting} tasks wait"
 
 
-def _fragmentation(found: Fragmentation | None) -> Iterator[tuple[str, str]]:
-    """The share of free memory that is stranded, by kind if there are several."""
-    if found is None or found.share is None:
+def _fragmentation(found: Fragmentation) -> Iterator[tuple[str, str]]:
+    """Yield the share of free memory that is stranded, by kind if there are several."""
+    if found.share is None:
         return
-    kinds = [f"{kind['kind']} {kind['share']:.0%}" for kind in found.kinds if kind.get("share") is not None]
+    kinds = [f"{kind.kind} {kind.share:.0%}" for kind in found.kinds if kind.share is not None]
     more = f" ({' · '.join(kinds)})" if len(kinds) > 1 else ""
     yield "stranded", f"{found.share:.0%} of free memory, {gib(found.stranded_mb)} GiB{more}"
     if one := found.scattered:
@@ -179,58 +173,60 @@ def _forecasts(kept: ForecastsKept) -> str:
     return f"{kept.basis}: {kept.within_p90:.0%} of {kept.n} started by their p90, median error {error}"
 
 
-def _model_server(server: Mapping[str, Any]) -> str:
-    """Whether a model server answers, and if not, why."""
-    ways = {name: server[name] for name in ("http", "grpc") if server.get(name)}
-    faults = [f"! {server['node_fault']}"] if server.get("node_fault") else []
-    faults += [f"! {name} is down: {way.get('fault')}" for name, way in ways.items() if not way.get("up")]
-    state = faults or [f"up, {server.get('requests_in_flight')} requests"]
-    return " · ".join([str(server.get("name")), *state])
+def _model_server(server: ModelServer) -> str:
+    """Say whether a model server answers, and if not, why."""
+    protocols = {"http": server.http, "grpc": server.grpc}
+    faults = [f"! {server.node_fault}"] if server.node_fault else []
+    faults += [f"! {name} is down: {one.fault}" for name, one in protocols.items() if one and not one.up]
+    state = faults or [f"up, {server.requests_in_flight} requests"]
+    return " · ".join([server.name, *state])
 
 
 def _demand_rows(found: AutoscalingDemand) -> Iterator[tuple[str, str]]:
     yield "unmet", _amounts(found.unmet)
     for group in found.groups:
-        kinds = ",".join(group["kinds"]) or "any kind"
-        yield "  of it", f"{group['pool'] or 'no pool'}, {kinds}: {_amounts(group)}"
+        kinds = ",".join(group.kinds) or "any kind"
+        yield "  of it", f"{group.pool or 'no pool'}, {kinds}: {_amounts(group)}"
     yield "used", _amounts(found.used)
     yield "needed", _amounts(found.needed)
-    names = ", ".join(node["name"] for node in found.spare["nodes"])
+    names = ", ".join(node.name for node in found.spare.nodes)
     yield "spare", f"{_amounts(found.spare)} · {names}" if names else "nothing"
     if found.limited_tasks:
         yield "limited", f"{found.limited_tasks} tasks wait for a quota or a limit, which no node would raise"
 
 
-def _amounts(of: Mapping[str, Any]) -> str:
-    sizes = f"{of['gpus']} GPUs ({gib(of['gpu_mb'])} GiB) · {of['cpu']:g} CPUs · {gib(of['memory_mb'])} GiB"
-    if of.get("tasks"):
-        return f"{sizes} · {of['tasks']} tasks, up to {duration(of['waiting_seconds'])}"
-    return sizes
+def _amounts(of: Capacity) -> str:
+    sizes = f"{of.gpus} GPUs ({gib(of.gpu_mb)} GiB) · {of.cpu:g} CPUs · {gib(of.memory_mb)} GiB"
+    tasks, waiting_seconds = getattr(of, "tasks", 0), getattr(of, "waiting_seconds", 0.0)
+    return f"{sizes} · {tasks} tasks, up to {duration(waiting_seconds)}" if tasks else sizes
 
 
 def _policy_rows(found: Policy) -> Iterator[tuple[str, str]]:
-    yield "bands", " · ".join(f"{band['name']} {band['lowest']} to {band['highest']}" for band in found.bands)
+    yield "bands", " · ".join(f"{band.name} {band.lowest} to {band.highest}" for band in found.bands)
     yield "placement", found.placement
-    preemption = {name: value for name, value in found.preemption.items() if name != "enabled"}
-    yield "preemption", _fields(preemption) if found.preemption.get("enabled", True) else "off"
+    yield "preemption", _fields(found.preemption, "enabled") if found.preemption.enabled else "off"
     yield "defaults", _fields(found.defaults)
     yield "at most", _fields(found.maximum)
-    for name, rows, key in (
+    tables: tuple[tuple[str, Sequence[Struct], str], ...] = (
         ("kind", found.kinds, "name"),
         ("pool", found.pools, "name"),
         ("custom", found.custom_limits, "name"),
         ("running", found.max_running, "of"),
         ("model type", found.model_types, "name"),
         ("tenant", found.tenants, "name"),
-    ):
+    )
+    for name, rows, key in tables:
         for row in rows:
-            rest = _fields({field: value for field, value in row.items() if field != key})
-            yield name, f"{row[key]}: {rest}"
-    yield "streams", _fields(found.streams)
+            yield name, f"{getattr(row, key)}: {_fields(row, key)}"
+    yield "streams", _given(found.streams)
 
 
-def _fields(fields: Mapping[str, Any]) -> str:
-    given = (f"{name} {_plain(value)}" for name, value in fields.items() if value not in (None, "", [], {}))
+def _fields(of: Struct, without: str = "") -> str:
+    return _given({name: value for name, value in asdict(of).items() if name != without})
+
+
+def _given(fields: Mapping[str, Any]) -> str:
+    given = (f"{name} {_plain(value)}" for name, value in fields.items() if value not in (None, "", (), {}))
     return " · ".join(given)
 
 
@@ -241,7 +237,7 @@ def _plain(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, Mapping):
         return " ".join(f"{name}={_plain(part)}" for name, part in value.items())
-    return ",".join(value) if isinstance(value, list) else str(value)
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 _PROFILE_COLUMNS = (
@@ -267,7 +263,7 @@ def _profile(profile: Profile) -> tuple[str, ...]:
         "" if profile.gpus is None else str(profile.gpus),
         size(gpu_mb) if isinstance(gpu_mb, int) else gpu_mb or "",
         str(profile.max_concurrency or ""),
-        _fields({name: getattr(profile, name) for name in others}),
+        _given({name: getattr(profile, name) for name in others}),
     )
 
 

@@ -16,8 +16,9 @@ from gpubroker.cli.printing import Format, Output, emit_all
 from gpubroker.cli.tables import Column, PlainTable, ago, size
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import Finding, Target
     from gpubroker.transport.decoding import Raw
+    from gpubroker.wire.fleet import Finding
+    from gpubroker.wire.targets import Target
 
 _STYLES: Final = {"critical": "bold red", "warning": "yellow"}
 
@@ -99,7 +100,8 @@ def _drawn(found: Sequence[Finding]) -> RenderableType:
 
 
 def _paragraph(one: Finding) -> Iterator[RenderableType]:
-    since = f" for {ago(one.first_seen_at)}" if one.first_seen_at else ""
+    known_for = ago(one.first_seen_at)  # empty for what is wrong with this machine
+    since = f" for {known_for}" if known_for else ""
     yield Text.assemble((one.severity, _STYLES.get(one.severity, "")), f"  {one.kind}  {one.subject}{since}")
     yield Padding(Text(one.cause), (0, 0, 0, 4))
     evidence = ", ".join(f"{name} {value}" for name, value in one.evidence.items())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -18,7 +18,7 @@ from gpubroker.cli.tables import duration, executor_in_words, gib, short_id, siz
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.cluster.fleet import Gpu, Holder
+    from gpubroker.wire.devices import Gpu, Holder
 
 _LEGEND = (
     "█ leased and used  ▒ leased, not yet used  ▓ freed and kept for a waiting task  ░ free  ! not leased"
@@ -50,7 +50,7 @@ def gpus(
 
 def _why_none(broker: Broker) -> str:
     stats = stats_if_allowed(broker)
-    if stats and stats.executor.get("state") != "connected":
+    if stats and stats.executor.state != "connected":
         return f"no GPUs yet: {executor_in_words(stats.executor)}"
     return "no GPUs; to try the service without one, set simulated_devices in its settings"
 
@@ -83,9 +83,8 @@ def _totals(devices: Sequence[Gpu]) -> str:
     whole = [gpu for gpu in devices if not gpu.split]
     count = "1 GPU" if len(whole) == 1 else f"{len(whole)} GPUs"
     simulated = " (simulated)" if all(gpu.simulated for gpu in whole) else ""
-    leased, used, physical = (
-        gib(sum(getattr(gpu, f"{part}_mb") for gpu in whole)) for part in ("leased", "used", "physical")
-    )
+    leased, used = gib(sum(gpu.leased_mb for gpu in whole)), gib(sum(gpu.used_mb or 0 for gpu in whole))
+    physical = gib(sum(gpu.physical_mb for gpu in whole))
     return f"{count}{simulated}   leased {leased} · used {used} of {physical} GiB"
 
 
@@ -98,12 +97,12 @@ def _facts(gpu: Gpu) -> list[str]:
         f"{size(gpu.free_mb)} free of {gib(gpu.physical_mb)}{stranded}",
         " · ".join(map(_holder, gpu.holders)),
         " · ".join(
-            f"{size(pledge.arrived_mb)} of {size(pledge.gpu_mb)} freed for {short_id(pledge.task)}"
+            f"{size(pledge.arrived_mb)} of {size(pledge.gpu_mb)} freed for {short_id(pledge.task or '')}"
             for pledge in gpu.pledges
         ),
         f"! {size(foreign)} used but not leased" if foreign else "",
         _use(gpu),
-        " · ".join(_errors(gpu.health or {})),
+        " · ".join(_errors(gpu)),
         "" if gpu.present else "not in its machine",
         f"! {gpu.fault}" if gpu.fault else "no recent measurement" if gpu.stale else "",
     )
@@ -111,8 +110,8 @@ def _facts(gpu: Gpu) -> list[str]:
 
 
 def _use(gpu: Gpu) -> str:
-    health = gpu.health or {}
-    watts, celsius = health.get("power_watts"), health.get("temperature_celsius")
+    health = gpu.health
+    watts, celsius = (health.power_watts, health.temperature_celsius) if health else (None, None)
     parts = (
         "" if gpu.utilization is None else f"{gpu.utilization:.0%} busy",
         "" if gpu.idle_seconds is None else f"idle for {duration(gpu.idle_seconds)}",
@@ -122,21 +121,22 @@ def _use(gpu: Gpu) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _errors(health: Mapping[str, Any]) -> Iterator[str]:
-    if health.get("ecc_errors"):
-        yield f"! {health['ecc_errors']} ECC errors"
-    if health.get("xid"):
-        yield f"! XID {health['xid']}"
+def _errors(gpu: Gpu) -> Iterator[str]:
+    if gpu.health and gpu.health.ecc_errors:
+        yield f"! {gpu.health.ecc_errors} ECC errors"
+    if gpu.health and gpu.health.xid:
+        yield f"! XID {gpu.health.xid}"
 
 
 def _holder(holder: Holder) -> str:
-    name = holder.name if len(holder.name) <= _NAME_CELLS else f"{holder.name[: _NAME_CELLS - 1]}…"
+    name = holder.name or short_id(holder.id or "")
+    name = name if len(name) <= _NAME_CELLS else f"{name[: _NAME_CELLS - 1]}…"
     notes = (
         " (stopping)" if holder.stopping else " (ending)" if holder.state == "releasing" else "",
-        f" (! in quarantine: {holder.quarantine['message']})" if holder.quarantine else "",
+        f" (! in quarantine: {holder.quarantine.message})" if holder.quarantine else "",
         f" (! used {size(holder.overused_mb)})" if holder.overused_mb else "",
     )
-    return f"{name or short_id(holder.id)} {size(holder.gpu_mb)}{''.join(notes)}"
+    return f"{name} {size(holder.gpu_mb)}{''.join(notes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def parts_of(gpu: Gpu) -> Parts:
     """Foreign is what processes without a lease use, and what nothing explains."""
     foreign = min(gpu.foreign_mb + gpu.unaccounted_mb, gpu.physical_mb)
     leased = min(gpu.leased_mb, gpu.physical_mb - foreign)
-    used = min(leased, max(0, gpu.used_mb - foreign))
+    used = min(leased, max(0, (gpu.used_mb or 0) - foreign))
     pledged = min(sum(pledge.arrived_mb for pledge in gpu.pledges), gpu.physical_mb - foreign - leased)
     free = gpu.physical_mb - foreign - leased - pledged
     return Parts(used, leased - used, pledged, foreign, free)

@@ -16,7 +16,7 @@ from gpubroker.cli.printing import Format, Output, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import IdleTemplate
+    from gpubroker.wire.fleet import IdleTemplate
 
 idle_template = typer.Typer(
     help="Create, list and delete templates of tasks that fill idle GPUs.", no_args_is_help=True

@@ -22,7 +22,8 @@ from gpubroker.errors import BrokerError
 
 if TYPE_CHECKING:
     from gpubroker.leases.held_lease import HeldLease
-    from gpubroker.leases.lease import Lease, LeaseOptions
+    from gpubroker.leases.lease import LeaseOptions
+    from gpubroker.wire.leases import Lease
 
 lease = typer.Typer(
     help="Lease GPU memory for programs that the broker does not start.", no_args_is_help=True

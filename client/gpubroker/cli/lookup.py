@@ -18,7 +18,7 @@ from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.cluster.fleet import Stats
+    from gpubroker.wire.stats import Stats
 
 _TASK_ID_LENGTH = len("task_") + 26
 _TASKS_SEARCHED = 2000
@@ -34,6 +34,10 @@ _WAYS = (
 TaskWord = Annotated[str, typer.Argument(metavar="TASK", help=_WAYS.capitalize())]
 _TASKS = typer.Argument(metavar="TASK", help=f"For each task: {_WAYS}")
 TaskWords = Annotated[list[str], _TASKS]
+WorkerId = Annotated[
+    str | None,
+    typer.Option("--worker", help="Of an array or a worker set with several workers: the id of one."),
+]
 AnyTaskWords = Annotated[list[str] | None, _TASKS]
 
 
@@ -86,7 +90,7 @@ def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
     named = list(islice(broker.list(name=word, state=UNFINISHED, limit=6), 6))
     if not named:
         named = list(islice(broker.list(name=word, limit=6), 6))
-        named = named[:1] if all(task.run.get("kind") == "model" for task in named) else named
+        named = named[:1] if all(task.run.kind == "model" for task in named) else named
     found = [task.id for task in named]
     if is_part_of_id(word) and (to_change or not found):
         recent = islice(broker.list(limit=500), _TASKS_SEARCHED)

@@ -15,7 +15,7 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size
 
 if TYPE_CHECKING:
-    from gpubroker.models.model import MeasuredModel, ServedModel
+    from gpubroker.wire.models import MeasuredModel, ServedModel
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model on its server.")]
 Priority = Annotated[

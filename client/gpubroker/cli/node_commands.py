@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +15,7 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, gib, size_of_bytes, timestamp
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import Node, NodeDisk
+    from gpubroker.wire.nodes import Node, NodeDisk
 
 Name = Annotated[str, typer.Argument(metavar="NODE", help="As `gpubroker nodes` names it.")]
 Because = Annotated[
@@ -107,22 +106,17 @@ def _disk(seen: NodeDisk) -> RenderableType:
     parts: list[RenderableType] = []
     used = [
         (
-            one["path"],
-            f"{1 - one['free_bytes'] / max(1, one['total_bytes']):.0%}",
-            size_of_bytes(one["free_bytes"]),
-            one["level"],
+            one.path,
+            f"{1 - one.free_bytes / max(1, one.total_bytes):.0%}",
+            size_of_bytes(one.free_bytes),
+            one.level,
         )
         for one in seen.disks
     ]
     if used:
         parts.append(PlainTable(_DISK_COLUMNS, used))
     files = [
-        (
-            one["path"],
-            one["class"],
-            size_of_bytes(one["size_bytes"]),
-            timestamp(datetime.fromisoformat(one["modified_at"])),
-        )
+        (one.path, one.file_class, size_of_bytes(one.size_bytes), timestamp(one.modified_at))
         for one in seen.files[:_MOST_FILES]
     ]
     if files:
@@ -169,12 +163,12 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
         (
             node.name,
             _state(node),
-            f"{node.cpu.get('used', 0):g}/{node.cpu.get('total', 0):g}",
+            f"{node.cpu.used:g}/{node.cpu.total:g}",
             busy,
-            f"{gib(node.memory_mb.get('used', 0))}/{gib(node.memory_mb.get('total', 0))} GiB",
+            f"{gib(node.memory_mb.used)}/{gib(node.memory_mb.total)} GiB",
             memory,
             disk,
-            f"{node.runs.get('used', 0)}/{node.runs.get('limit', 0)}",
+            f"{node.runs.used}/{node.runs.limit}",
             str(node.gpus),
         )
         for node in listed
@@ -187,32 +181,31 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
 def _measured(node: Node) -> tuple[str, str, str]:
     """How busy its CPUs are, and how full its memory and its fullest disk."""
     now = node.measured
-    if now is None or now["stale"]:
+    if now is None or now.stale:
         return "", "", ""
-    disks = (1 - disk["free_mb"] / disk["total_mb"] for disk in now["disks"] if disk["total_mb"])
-    fullest = max(disks, default=None)
-    used = 1 - now["memory_available_mb"] / max(1, now["memory_total_mb"])
-    return f"{now['cpu']:.0%}", f"{used:.0%}", "" if fullest is None else f"{fullest:.0%}"
+    fullest = max((1 - disk.free_mb / disk.total_mb for disk in now.disks if disk.total_mb), default=None)
+    used = 1 - now.memory_available_mb / max(1, now.memory_total_mb)
+    return f"{now.cpu:.0%}", f"{used:.0%}", "" if fullest is None else f"{fullest:.0%}"
 
 
 def _notes(node: Node) -> Iterator[str]:
-    if node.drain and not node.drain["done"]:
-        until = node.drain.get("deadline_at")
-        ends = f", ended at {timestamp(datetime.fromisoformat(until))}" if until else ""
-        yield f"{node.drain['left']} still there{ends}"
+    if node.drain and not node.drain.done:
+        until = node.drain.deadline_at
+        ends = f", ended at {timestamp(until)}" if until else ""
+        yield f"{node.drain.left} still there{ends}"
     if node.cordon_reason:
         yield f"cordoned because {node.cordon_reason!r}"
     if node.disk_full:
         yield f"nothing starts until there is room on {node.disk_full}"
-    agent = node.agent or {}
-    if agent.get("message"):
-        yield agent["message"]
-    yield from (f"{gpu}: {why}" for gpu, why in agent.get("gpu_faults", {}).items())
+    if agent := node.agent:
+        if agent.message:
+            yield agent.message
+        yield from (f"{gpu}: {why}" for gpu, why in (agent.gpu_faults or {}).items())
 
 
 def _state(node: Node) -> Text:
     if node.drain:
-        state = "drained" if node.drain["done"] else "draining"
+        state = "drained" if node.drain.done else "draining"
     elif not node.ready:
         state = "not answering"
     elif node.cordoned:

@@ -21,7 +21,7 @@ from gpubroker.cli.tables import Column, PlainTable, ago, size_of_bytes, timesta
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.models.model import StoredObject
+    from gpubroker.models.stored_object import StoredObject
 
 objects = typer.Typer(help="List the objects that your tenant has uploaded.")
 
@@ -42,7 +42,7 @@ def list_(
         emit_all(output, list(broker.objects(sort=sort)), _objects)
         if output is Format.TABLE:
             usage = broker.object_usage()
-            used, limit = size_of_bytes(usage.counted_bytes), size_of_bytes(usage.most_bytes)
+            used, limit = size_of_bytes(usage.counted_bytes or 0), size_of_bytes(usage.most_bytes)
             eprint(f"your tenant uses {used} of {limit}")
 
 

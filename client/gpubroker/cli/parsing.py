@@ -1,7 +1,6 @@
 """Parse what people type: sizes, durations, times, NAME=VALUE pairs, JSON. Each raises typer.BadParameter."""
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ def _refused() -> Iterator[None]:
 def size_mb(text: str) -> int:
     """`18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB, as MiB, rounded up."""
     with _refused():
-        return math.ceil(units.size_bytes(text, plain=2**20) / 2**20)
+        return units.size_mb(text)
 
 
 def gpu_size(text: str) -> int | str:

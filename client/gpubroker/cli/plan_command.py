@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,7 @@ from gpubroker.cli.tables import Column, PlainTable, details, gib
 from gpubroker.cli.tasks.explain import run_in_words
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.plan import FleetPlan
+    from gpubroker.wire.plans import FleetPlan, Totals
 
 _KNOWN = ("components", "fleet", "tenant")
 _MOST_NODES = 8
@@ -68,7 +68,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _plan(found: FleetPlan) -> RenderableType:
     nodes: dict[str, Counter[str]] = {}
     for place in found.places:
-        nodes.setdefault(place["component"], Counter())[place["node"]] += 1
+        nodes.setdefault(place.component, Counter())[place.node] += 1
     columns = (
         Column("COMPONENT", share=0.3),
         Column("PLACED"),
@@ -94,7 +94,7 @@ def _on(nodes: Counter[str]) -> str:
 def _facts(found: FleetPlan) -> Iterator[tuple[str, str]]:
     for one in found.components:
         if one.missing:
-            yield f"no place for {one.name}", one.message
+            yield f"no place for {one.name}", one.message or ""
     for run in found.displaced:
         ranks = "" if run.ranks is None else f" (only rank {', '.join(map(str, run.ranks))})"
         yield "displaces", f"{run_in_words(run)} on {run.node}{ranks}"
@@ -103,13 +103,13 @@ def _facts(found: FleetPlan) -> Iterator[tuple[str, str]]:
         yield "without colocation", _total(found.totals_without_colocation)
 
 
-def _total(sums: Mapping[str, Any]) -> str:
+def _total(sums: Totals) -> str:
     parts = []
-    if gpus := sums.get("gpus"):
-        parts.append(f"{gpus} GPUs ({sums['whole_gpus']} whole)" if gpus > 1 else "1 GPU")
-    if sums.get("gpu_mb"):
-        parts.append(f"{gib(sums['gpu_mb'])} GiB of GPU memory in parts")
-    parts.append(f"{sums['cpu']:g} CPUs")
-    if sums.get("memory_mb"):
-        parts.append(f"{gib(sums['memory_mb'])} GiB of host memory")
+    if sums.gpus:
+        parts.append(f"{sums.gpus} GPUs ({sums.whole_gpus} whole)" if sums.gpus > 1 else "1 GPU")
+    if sums.gpu_mb:
+        parts.append(f"{gib(sums.gpu_mb)} GiB of GPU memory in parts")
+    parts.append(f"{sums.cpu:g} CPUs")
+    if sums.memory_mb:
+        parts.append(f"{gib(sums.memory_mb)} GiB of host memory")
     return ", ".join(parts)

@@ -4,10 +4,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -15,7 +15,6 @@ from rich.live import Live
 from rich.segment import Segment
 
 from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE
-from gpubroker.transport.decoding import Answered
 
 _WATCH_SECONDS = 1.0
 _PIPE_WIDTH = 1000
@@ -31,7 +30,14 @@ Output = Annotated[Format, typer.Option("--output", "-o", help="Output format.")
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")]
 
 
-A = TypeVar("A", bound=Answered)
+class _Shown(Protocol):
+    """An answer of the service."""
+
+    @property
+    def raw(self) -> Mapping[str, Any]: ...
+
+
+A = TypeVar("A", bound=_Shown)
 
 
 _SEQUENCE = re.compile(

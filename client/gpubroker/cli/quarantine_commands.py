@@ -14,9 +14,9 @@ from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, epri
 from gpubroker.cli.tables import Column, PlainTable, ago, size
 
 if TYPE_CHECKING:
-    from gpubroker.admin import Queue, Released
     from gpubroker.broker import Broker
-    from gpubroker.tasks.task import Quarantined
+    from gpubroker.wire.quarantine import Quarantined, Released
+    from gpubroker.wire.queues import Queue
 
 quarantine = typer.Typer(help="List memory that counts as used because its holder is not confirmed gone.")
 
@@ -58,7 +58,7 @@ def release(
         # Only what was shown, not what came later.
         attempts = attempt or sorted({one.attempt for one in found})
         released = broker.release_quarantine(
-            found[0].id, because, attempts=attempts, ranks=rank, devices=device
+            found[0].id or holder, because, attempts=attempts, ranks=rank, devices=device
         )
         emit(output, released, _released)
 
@@ -114,7 +114,7 @@ def _queue(queue: Queue) -> str:
     name = queue.queue.replace(":", " ", 1)
     if paused is None:
         return f"{name} is not paused"
-    return f"{name} is paused since {paused['since']} by {paused['by']}; tasks that wait: {paused['waiting']}"
+    return f"{name} is paused since {paused.since} by {paused.by}; tasks that wait: {paused.waiting}"
 
 
 def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
@@ -122,7 +122,7 @@ def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
     found = [
         one for one in broker.quarantine().items if one.id and (matches(one.id, word) or one.name == word)
     ]
-    ids = sorted({one.id for one in found})
+    ids = sorted({one.id for one in found if one.id})
     only(ids, word, f"nothing of {word!r} is in quarantine; see: gpubroker quarantine")
     return found
 
@@ -155,7 +155,7 @@ def _quarantined(listed: Sequence[Quarantined]) -> RenderableType:
     rows = [
         (
             one.id or f"(tenant {one.tenant})",
-            one.name,
+            one.name or "",
             _attempt(one),
             one.node,
             size(one.gpu_mb),

@@ -14,7 +14,7 @@ from gpubroker.cli.printing import Format, Output, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable
 
 if TYPE_CHECKING:
-    from gpubroker.admin import Secret
+    from gpubroker.wire.administration import Secret
 
 secrets = typer.Typer(
     help="Set, list and delete secrets, which tasks name in their env: NAME=secret:NAME.",

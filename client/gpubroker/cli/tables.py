@@ -2,11 +2,11 @@
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gpubroker.cli import SHOWN_ID_LENGTH
+
+if TYPE_CHECKING:
+    from gpubroker.wire.stats import ExecutorState
 
 _LEAST_CELLS = 8
 _WHOLE_ID = re.compile(r"task_[0-9a-z]{26}")
@@ -116,6 +119,6 @@ def timestamp(at: datetime | None) -> str:
     return f"{at:%Y-%m-%d %H:%M:%S}Z" if at else ""
 
 
-def executor_in_words(executor: Mapping[str, Any]) -> str:
-    """What runs the tasks, and its state."""
-    return " ".join(str(value) for value in executor.values() if value)
+def executor_in_words(executor: "ExecutorState") -> str:
+    """Say what runs the tasks, and its state."""
+    return " ".join(value for value in (executor.state, executor.address, executor.message) if value)

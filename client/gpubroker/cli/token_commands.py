@@ -24,7 +24,7 @@ _COLUMNS = (
 )
 
 if TYPE_CHECKING:
-    from gpubroker.admin import Token
+    from gpubroker.wire.administration import Token
 
 
 @token.command()

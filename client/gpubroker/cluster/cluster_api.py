@@ -3,28 +3,23 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpubroker.cluster.fleet import (
-    AutoscalingDemand,
-    Finding,
-    Gpu,
-    Node,
-    Policy,
-    Profile,
-    Stats,
-    Target,
-    Tenant,
-)
-from gpubroker.cluster.plan import FleetPlan
-from gpubroker.tasks.task import Quarantined
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
+from gpubroker.wire.devices import Gpu
+from gpubroker.wire.fleet import AutoscalingDemand, Finding
+from gpubroker.wire.nodes import Node, NodeDetail
+from gpubroker.wire.plans import FleetPlan
+from gpubroker.wire.policy import Policy, Profile, Tenant
+from gpubroker.wire.quarantine import Quarantined
+from gpubroker.wire.stats import Stats
+from gpubroker.wire.targets import Target
 
 
 class ClusterApi(Operations):
     @operation
     def gpus(self, *, idle: bool | None = None, history: str | None = None) -> Steps[Page[Gpu]]:
-        """All devices, with what is leased, used and free on each; or those that are idle, or are not.
+        """List all devices, with what is leased, used and free on each; or those that are idle, or are not.
 
         `history`: how much of the past to show, such as `1h`, which is the most; the default is `5m`.
         """
@@ -32,36 +27,36 @@ class ClusterApi(Operations):
 
     @operation
     def nodes(self, *, history: str | None = None, sort: str | None = None) -> Steps[Page[Node]]:
-        """All machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
+        """List all machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
         `sort`: name (the default), cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; with
         a `-` before it, the most first."""
         return page_of(Node, (yield from self._ask("GET", "/nodes", history=history, sort=sort)))
 
     @operation
-    def node(self, name: str, *, history: str | None = None) -> Steps[Node]:
-        """One machine with its `devices`. Raises NotFound. `history` as in `gpus`."""
-        return decode(Node, (yield from self._ask("GET", f"/nodes/{path_part(name)}", history=history)))
+    def node(self, name: str, *, history: str | None = None) -> Steps[NodeDetail]:
+        """Return one machine with its `devices`. Raises NotFound. `history` as in `gpus`."""
+        return decode(NodeDetail, (yield from self._ask("GET", f"/nodes/{path_part(name)}", history=history)))
 
     @operation
     def quarantine(self) -> Steps[Page[Quarantined]]:
-        """Holders that count as using memory because they are not confirmed gone; the oldest first."""
+        """List holders that count as using memory because they are not confirmed gone; the oldest first."""
         return page_of(Quarantined, (yield from self._ask("GET", "/quarantine")))
 
     @operation
     def tenants(self) -> Steps[Page[Tenant]]:
-        """Quota, holdings, usage and fair share of your tenant, or of all with the scope cluster:read."""
+        """List quota, holdings, usage and fair share of your tenant; with cluster:read, of all."""
         return page_of(Tenant, (yield from self._ask("GET", "/tenants")))
 
     @operation
     def stats(self) -> Steps[Stats]:
-        """Counts of tasks and memory over the whole cluster."""
+        """Return counts of tasks and memory over the whole cluster."""
         return decode(Stats, (yield from self._ask("GET", "/stats")))
 
     @operation
     def autoscaling_demand(
         self, *, pool: str | None = None, kind: str | None = None, waited_seconds: float = 0.0
     ) -> Steps[AutoscalingDemand]:
-        """What an autoscaler needs: what waiting tasks lack, what all need, and what could be given back.
+        """Return what an autoscaler needs: what waiting tasks lack, what all need, what could be given back.
 
         `pool`: this pool alone; empty: tasks without one. `kind`: this kind of GPU, and demands that may use
         it. `waited_seconds`: only tasks that have waited for so long.
@@ -73,23 +68,23 @@ class ClusterApi(Operations):
 
     @operation
     def targets(self) -> Steps[Page[Target]]:
-        """The targets of the fleet and its parts, and how they fare; `raw` also says what keeps new work
-        out (`backpressure`)."""
+        """List the targets of the fleet and its parts, and how they fare; `raw` also says what keeps new
+        work out (`backpressure`)."""
         return page_of(Target, (yield from self._ask("GET", "/targets")))
 
     @operation
     def diagnostics(self) -> Steps[Page[Finding]]:
-        """What is wrong with the fleet, the worst first: cause, evidence and remedy."""
+        """List what is wrong with the fleet, the worst first: cause, evidence and remedy."""
         return page_of(Finding, (yield from self._ask("GET", "/diagnostics")))
 
     @operation
     def policy(self) -> Steps[Policy]:
-        """What the operator has configured: bands, kinds, pools, limits, defaults."""
+        """Return what the operator has configured: bands, kinds, pools, limits, defaults."""
         return decode(Policy, (yield from self._ask("GET", "/policy")))
 
     @operation
     def profiles(self) -> Steps[Page[Profile]]:
-        """The roles that a task may name, with their sizes and limits."""
+        """List the roles that a task may name, with their sizes and limits."""
         return page_of(Profile, (yield from self._ask("GET", "/profiles")))
 
     @operation
@@ -106,7 +101,7 @@ class ClusterApi(Operations):
         *,
         tenant: str | None = None,
     ) -> Steps[FleetPlan]:
-        """Whether these components fit the present fleet, or the one described; nothing is stored.
+        """Say whether these components fit the present fleet, or the one described; nothing is stored.
 
         Both are as in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`. `tenant`
         says whose quota and limits apply. Default: the token's tenant, and none on a described fleet.

@@ -1,38 +1,12 @@
 """Work streams: their weights, what is told of them, and draws."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 
 from gpubroker.tasks.submission import plain
-from gpubroker.transport.decoding import Answered, Page, decode, page_of
+from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
-
-
-@dataclass(frozen=True, slots=True)
-class WorkStream(Answered):
-    """A work stream, and what it counts now: `weight` is the product of its `factors`."""
-
-    name: str
-    weight: float = 1.0
-    factors: Mapping[str, float] = field(default_factory=dict)
-    """curriculum, velocity, staleness and quality."""
-    probability: float = 0.0
-    """That `next_stream` draws it; 0 while it is paused."""
-    paused: bool = False
-    progress: float | None = None
-    progress_at: datetime | None = None
-    velocity_per_hour: float = 0.0
-    data_age_seconds: float | None = None
-    quality: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnStream(Answered):
-    stream: WorkStream
-    seed: int = 0
-    """Draws the same stream again while weights are equal."""
+from gpubroker.wire.streams import DrawnStream, WorkStream
 
 
 class StreamApi(Operations):

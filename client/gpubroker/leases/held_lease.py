@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpubroker.errors import BrokerError
-from gpubroker.leases.lease import Lease, LeaseOptions, LeaseStatus, Notice
+from gpubroker.leases.lease import LeaseOptions, LeaseStatus, over
 from gpubroker.leases.lease_api import LeaseSteps
 from gpubroker.transport.exchange import Steps
+from gpubroker.wire.leases import Lease, Notice
 
 _JOIN_SECONDS = 5.0
 
@@ -114,7 +115,7 @@ class HeldLease(_Held):
             self._carry_out(self._keep(status))
         except Exception:
             if not status.is_over:
-                status.give_notice(Notice("ended"))
+                status.give_notice(over("ended"))
                 raise
 
 
@@ -157,7 +158,7 @@ class AsyncHeldLease(_Held):
         try:
             await self._carry_out(self._keep(status))
         except Exception:
-            status.give_notice(Notice("ended"))
+            status.give_notice(over("ended"))
             raise
         finally:
             if status.notice is not None:

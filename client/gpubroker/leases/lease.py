@@ -2,77 +2,20 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from gpubroker.errors import BrokerError
-from gpubroker.tasks.task import Failure, Pending, TaskDevice
-from gpubroker.transport.decoding import Answered, KnownState
-
-_LONGEST_INTERVAL_SECONDS = 30.0
-
-
-class LeaseState(KnownState):
-    PENDING = "pending"
-    HELD = "held"
-    STOPPING = "stopping"
-    """The holder is asked to leave."""
-    QUARANTINED = "quarantined"
-    """It has ended without a release: its memory still counts as used."""
-    ENDED = "ended"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Notice(Answered):
-    """Free the memory and then release the lease, before the deadline."""
-
-    reason: str
-    """preempt, deadline (it was not renewed), cancel or overuse; `ended` if the lease has ended, `refused` if
-    the service does not let this program renew it (see `HeldLease.fault`)."""
-    deadline_at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lease(Answered):
-    """A lease as the service answers it."""
-
-    id: str
-    holder: str
-    state: LeaseState
-    tenant: str = ""
-    priority: int = 0
-    band: str = ""
-    gpus: int = 0
-    gpu_mb: int | None = None
-    pid: int | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    node: str | None = None
-    devices: tuple[TaskDevice, ...] = ()
-    ttl_seconds: float = 0.0
-    grace_seconds: float = 0.0
-    requested_at: datetime | None = None
-    held_at: datetime | None = None
-    deadline_at: datetime | None = None
-    """Renew it before then."""
-    ended_at: datetime | None = None
-    notice: Notice | None = None
-    pending: Pending | None = None
-    error: Failure | None = None
-
-    @property
-    def device_uuids(self) -> tuple[str, ...]:
-        return tuple(device.uuid for device in self.devices)
-
-    @property
-    def interval_seconds(self) -> float:
-        """How often to renew it."""
-        return min(self.ttl_seconds / 3, _LONGEST_INTERVAL_SECONDS)
-
+from gpubroker.wire.answered import Time
+from gpubroker.wire.leases import Lease, LeaseState, Notice
 
 AnyLease = Lease | str
 """A lease, or its id."""
+
+
+def over(reason: str) -> Notice:
+    """Return a notice of the SDK itself: `ended` if the lease has ended, `refused` if the service does not
+    let this program renew it. There is no deadline to keep."""
+    return Notice(reason, cast(Time, None))
 
 
 class LeaseOptions(TypedDict, total=False):
@@ -121,11 +64,11 @@ class LeaseStatus:
         self.lease = lease
         self.is_unreachable = False
         if lease.state is not LeaseState.HELD:
-            self.give_notice(lease.notice or Notice("ended"))
+            self.give_notice(lease.notice or over("ended"))
 
     def refuse(self, fault: BrokerError) -> None:
         self.fault = fault
-        self.give_notice(Notice("refused"))
+        self.give_notice(over("refused"))
 
     def give_notice(self, notice: Notice) -> None:
         """Only the first notice counts."""

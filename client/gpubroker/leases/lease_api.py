@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from gpubroker.errors import BrokerError, Refused
-from gpubroker.leases.lease import AnyLease, Lease, LeaseEnded, LeaseOptions, LeaseState, LeaseStatus
+from gpubroker.leases.lease import AnyLease, LeaseEnded, LeaseOptions, LeaseStatus
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, json_body, listing, operation, path_part
+from gpubroker.wire.leases import Lease, LeaseState
 
 _PAUSE_SECONDS = 1.0
 _FINAL_CODES = frozenset({"unauthenticated", "forbidden", "not-found", "closed"})

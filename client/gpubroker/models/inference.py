@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from gpubroker.errors import BrokerError, WrongArgument
-from gpubroker.models.model import StoredObject
+from gpubroker.models.stored_object import StoredObject
 from gpubroker.models.tensors import HEAD_BYTES, check_names, encode, tensor_of
 from gpubroker.tasks.submission import plain
 from gpubroker.transport.exchange import Call
@@ -30,7 +30,7 @@ class InferOptions(TypedDict, total=False):
     outputs: Sequence[str]
     """Only these outputs. Default: all."""
     version: int | str
-    """Of the model. Default: the server's choice."""
+    """The version of the model. Default: the server's choice."""
     parameters: Mapping[str, Any]
     """The model's own, passed to Triton unchanged."""
     timeout_seconds: float
@@ -41,7 +41,7 @@ class InferOptions(TypedDict, total=False):
 
 
 Inputs = Mapping[str, Any]
-"""By name: a numpy array, or what numpy makes an array of; a `StoredObject`; or a mapping with `datatype`,
+"""Name -> a numpy array, or what numpy makes an array of; a `StoredObject`; or a mapping with `datatype`,
 `shape` and `data` as in Triton's protocol, or with `object`, an object's id. A mapping needs no numpy."""
 
 
@@ -49,7 +49,7 @@ class InferLaterOptions(TypedDict, total=False):
     """What `infer_later` takes by name."""
 
     version: str
-    """Of the model."""
+    """The version of the model."""
     outputs: Sequence[str]
     """Only these outputs. Default: all."""
     parameters: Mapping[str, Any]

@@ -15,10 +15,10 @@ from gpubroker.models.inference import (
     inference_body,
     stream_call,
 )
-from gpubroker.models.model import MeasuredModel, ObjectUsage, ServedModel, StoredObject
+from gpubroker.models.stored_object import StoredObject
 from gpubroker.models.tensors import decode_outputs, object_body
 from gpubroker.tasks.object_api import AnyObject, object_id_of, upload_call
-from gpubroker.tasks.task import AnyTask, Outcome, Task, check_success, id_of
+from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
 from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Answer, Call, Steps, exchange
@@ -32,6 +32,9 @@ from gpubroker.transport.operations import (
     path_part,
     without_none,
 )
+from gpubroker.wire.models import MeasuredModel, ServedModel
+from gpubroker.wire.objects import ObjectUsage
+from gpubroker.wire.tasks import Outcome
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -108,7 +111,7 @@ class ModelApi(Operations):
                 answer = yield from self._send(Call("GET", path, params, patience_seconds=left))
             except BrokerError as fault:
                 if fault.code == "not-found":
-                    check_success(Outcome.of((yield from self._ask("GET", f"/tasks/{id}/result"))))
+                    check_success(decode(Outcome, (yield from self._ask("GET", f"/tasks/{id}/result"))))
                 if fault.code != "task-not-finished":
                     raise
             else:
@@ -226,7 +229,7 @@ class ModelApi(Operations):
 
     @operation
     def object_usage(self) -> Steps[ObjectUsage]:
-        """How many bytes the objects of your tenant count, and the limit."""
+        """Return how many bytes the objects of your tenant count, and the limit."""
         return decode(ObjectUsage, (yield from self._ask("GET", "/objects", limit=1)))
 
     @operation
@@ -254,7 +257,7 @@ class ModelApi(Operations):
 
 
 def _naming(model: str, call: Call, retry_seconds: float) -> Steps[Answer]:
-    """As `exchange`; a ModelUnavailable names the model."""
+    """Exchange the call; a ModelUnavailable then names the model."""
     try:
         return (yield from exchange(call, retry_seconds))
     except ModelUnavailable as fault:

@@ -79,7 +79,7 @@ class SetWorker:
         self._made: Objects = {}
         """Once they are made."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Of coroutines."""
+        """The event loop of coroutines."""
         self._news = threading.Event()
 
     def work(self) -> RunOutcome:

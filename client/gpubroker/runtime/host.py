@@ -10,7 +10,8 @@ from threading import current_thread
 from typing import Any
 
 from gpubroker.runtime.calls import SetWorker, is_worker
-from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command, with_objects
+from gpubroker.runtime.command import run_command
+from gpubroker.runtime.invoke import CannotOpen, called, opened, with_objects
 from gpubroker.runtime.items import ItemWorker, is_array
 from gpubroker.runtime.journal import SOON, Journal
 from gpubroker.runtime.messages import (
@@ -46,12 +47,12 @@ class RunHost:
         """Runs that have not ended."""
         self._tasks: dict[RunKey, RunningTask] = {}
         self._workers: dict[RunKey, ItemWorker] = {}
-        """Of arrays."""
+        """The workers of arrays."""
         self.set_workers: dict[RunKey, SetWorker] = {}
-        """Of worker sets."""
+        """The workers of worker sets."""
         self._objects: dict[RunKey, RunObjects] = {}
         self._rendezvous: RendezvousPort | None = None
-        """Of a run with several ranks; such a run has the process to itself."""
+        """The rendezvous of a run with several ranks; such a run has the process to itself."""
         self._offer = ""
         """Its address, while the run waits for the other ranks."""
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
@@ -162,7 +163,7 @@ class RunHost:
                 call = with_objects(opened(order), objects.fetch)
             if order.barrier and not self._wait_for_all(task, order.key):
                 return RunOutcome("stopped")
-            return run_command(order, task) if call is None else called(call, order, objects.store)
+            return run_command(order, task) if call is None else called(call, order, objects.store, task)
         except CannotOpen as refusal:
             return refusal.outcome
         except BaseException as fault:

@@ -1,13 +1,9 @@
-"""Run the function or the command of a run, and return its outcome, whatever user code does."""
+"""Open and call the function of a run, and return its outcome, whatever user code does."""
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,16 +41,18 @@ def opened(order: RunOrder) -> Invocation:
     return _opened_function(order) if order.kind == "function" else _opened_entrypoint(order)
 
 
-def called(call: Invocation, order: RunOrder, store: Store) -> RunOutcome:
+def called(call: Invocation, order: RunOrder, store: Store, task: RunningTask) -> RunOutcome:
     """Call it in this thread and return its outcome. `store` takes a result that is too large."""
     try:
         value = call.function(*call.args, **call.kwargs)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
     except SystemExit as leave:
-        # As a program would end: 0 and None say success.
+        # As a program would end: 0 and None say success, and after a stop notice only that it obeyed.
         if leave.code not in (None, 0):
             return raised(leave)
+        if task.should_stop:
+            return RunOutcome("stopped")
         value = None
     except BaseException as fault:
         return raised(fault)
@@ -143,35 +141,3 @@ def _import_failed(entrypoint: str, fault: BaseException) -> RunOutcome:
         places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
         message += f"\nPython looked in these directories (the operator's task_path comes first):{places}"
     return failed("import_failed", message, trace_of(fault))
-
-
-def run_command(order: RunOrder, task: RunningTask) -> RunOutcome:
-    """Wait for the command's end. A stop notice reaches it as SIGTERM, with its whole process group."""
-    try:
-        # A group of its own, so that the notice reaches what the command itself started.
-        child = subprocess.Popen(order.command, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603  # its purpose
-    except (OSError, ValueError) as fault:
-        return failed("exit_code", f"cannot start {order.command[0]!r}: {fault}")
-    task.call_on_stop(lambda: terminate(child))
-    code = child.wait()
-    if code == 0:
-        return RunOutcome("succeeded", result=b'{"exit_code":0}')
-    if task.should_stop:
-        return RunOutcome("stopped")
-    return failed("exit_code", how_it_ended(order.command[0], code))
-
-
-def terminate(child: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
-
-
-def how_it_ended(program: str, code: int) -> str:
-    if code > 0:
-        return f"{program!r} ended with exit code {code}; its last output is in the log"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = str(-code)
-    return f"{program!r} was ended by signal {name}; its last output is in the log"

@@ -1,12 +1,8 @@
 """The process of a worker of an array: one function or command, called for each item that it is given."""
 
-import contextlib
 import ctypes
 import json
 import math
-import os
-import signal
-import subprocess
 import threading
 import time
 from collections import deque
@@ -16,13 +12,12 @@ from typing import Any
 
 import cloudpickle
 
+from gpubroker.runtime.command import Command, CommandTimeout
 from gpubroker.runtime.invoke import (
     CannotOpen,
     Invocation,
     called,
-    how_it_ended,
     opened,
-    terminate,
     with_object,
     with_objects,
 )
@@ -63,6 +58,9 @@ PLACEHOLDER = "{}"
 """In the words of a command, an item takes its place; without it, the item is the last word."""
 IMPORT_FAILED = "array_import_failed"
 """Failure kind of a worker that would fail as often as it is tried."""
+FAILURE, TIMEOUT = "failure", "timeout"
+"""The causes that may use a retry of an item; the second is also the kind of its failure at its time
+limit."""
 _LENGTH_BYTES = 8
 
 
@@ -98,6 +96,7 @@ class ItemWorker:
         self._objects = objects
         limits = json.loads(order.env[ARRAY_VARIABLE])
         self._retries: int = limits["item_retries"]
+        self._retry_on: Sequence[str] = limits.get("retry_on", (FAILURE, TIMEOUT))
         self._timeout_seconds: float | None = limits["item_timeout_seconds"]
         self._pickled: bool = limits["pickled"]
         arguments, self._packed_items = parted(order.arguments)
@@ -114,15 +113,16 @@ class ItemWorker:
         """Not answered yet, with the number of the first report that had them."""
         self._unanswered_bytes = 0
         self._number = 0
-        """Of the last report."""
+        """The number of the last report."""
         self._answered = 0
         self._is_over = False
         self._seconds = self._done = 0.0
         self._reported_at = 0.0
         self._timer: threading.Timer | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+        self._command: Command | None = None
+        """The command of the current item."""
         self._watch: _Watch | None = None
-        """Of functions; a command is waited for."""
+        """The watch of a function; a command is waited for."""
 
     def take(self, number: int, held: Iterable[Sequence[int]], *, is_over: bool) -> None:
         """The answer to a report."""
@@ -253,11 +253,15 @@ class ItemWorker:
                 outcome = self._run_command(values[number])
             else:
                 outcome = self._call_with_object(number, call, values[number])
-            if outcome.ending == "succeeded" or self._tries > self._retries or self._task.should_stop:
+            if outcome.ending == "succeeded" or not self._may_try_again(outcome) or self._task.should_stop:
                 break
         if outcome.ending != "succeeded" and self._task.should_stop:
             return None
         return _item_result(number, time.perf_counter() - began, self._tries, outcome)
+
+    def _may_try_again(self, outcome: RunOutcome) -> bool:
+        is_late = outcome.fault is not None and outcome.fault.kind == TIMEOUT
+        return (TIMEOUT if is_late else FAILURE) in self._retry_on and self._tries <= self._retries
 
     def _call_with_object(self, number: int, call: Invocation, value: Any) -> RunOutcome:
         try:
@@ -280,14 +284,14 @@ class ItemWorker:
         return self._timed_out() if is_over else outcome
 
     def _called(self, one: Invocation) -> RunOutcome:
-        outcome = called(one, self._order, self._objects.store)
+        outcome = called(one, self._order, self._objects.store, self._task)
         if outcome.result_format != "object" or self._order.result_format != "cloudpickle":
             return outcome
         named = ObjectRef(json.loads(outcome.result or b"")["object"])
         return replace(outcome, result=cloudpickle.dumps(named))  # as all results of this array
 
     def _timed_out(self) -> RunOutcome:
-        return failed("timeout", f"the item took longer than {self._timeout_seconds:g} s")
+        return failed(TIMEOUT, f"the item took longer than {self._timeout_seconds:g} s")
 
     def _give_up(self, number: int) -> None:
         """The thread of the item cannot be interrupted: the run ends here. Another may try the item again."""
@@ -307,25 +311,16 @@ class ItemWorker:
         words = [part.replace(PLACEHOLDER, word) for part in command]
         if not any(PLACEHOLDER in part for part in command):
             words.append(word)
+        one = self._command = Command(words, self._order.key, self._task)
         try:
-            child = self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603  # its purpose
-        except (OSError, ValueError) as fault:
-            return failed("exit_code", f"cannot start {words[0]!r}: {fault}")
-        try:
-            code = child.wait(self._timeout_seconds)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            return one.run(self._timeout_seconds)
+        except CommandTimeout:
             return self._timed_out()
-        if code == 0:
-            return RunOutcome("succeeded", result=b'{"exit_code":0}')
-        return failed("exit_code", how_it_ended(words[0], code))
 
     def _on_stop(self) -> None:
         self._news.set()
-        if self._child is not None:
-            terminate(self._child)
+        if self._command is not None:
+            self._command.stop()
 
 
 class _Watch:

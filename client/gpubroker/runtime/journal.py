@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from gpubroker.runtime.messages import Report
 
@@ -112,8 +112,13 @@ class Journal:
         return True
 
 
-def _size_bytes(part: object) -> int:
-    """Of results, checkpoints and logs, also of items in a list."""
-    if isinstance(part, bytes):
-        return len(part)
-    return sum(map(_size_bytes, part)) if isinstance(part, list | tuple) else 0
+def _size_bytes(report: Sequence[object]) -> int:
+    """Return the size of the results, checkpoints and logs in a report, also of items in a list."""
+    size = 0
+    for part in report:
+        kind = type(part)
+        if kind is bytes:
+            size += len(part)  # type: ignore[arg-type]  # bytes
+        elif kind is tuple or kind is list:
+            size += _size_bytes(part)  # type: ignore[arg-type]  # a sequence
+    return size

@@ -8,20 +8,28 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, NamedTuple
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Number of the form in which agent and run process speak; first value of every call of the agent."""
-SPOKEN = (5, PROTOCOL)
+SPOKEN = (5, 6, PROTOCOL)
 """The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
-an agent starts processes of the software that is installed by then, so a release that changes the form also
-speaks the one before. Both sides take the newest that they share."""
+an agent starts processes of the software that is installed by then, so a release also speaks the forms since
+the last release. Both sides take the newest that they share."""
 
 TELLS_OUTPUT = 6
 """From this form on, a shared process reports what its runs print."""
 
 RESIZES = 6
 """From this form on, a process knows that ranks may join its task."""
+
+KNOWS_NOTICE = 7
+"""From this form on, a process says that a command which ended after the stop notice was stopped, unless the
+command reported completion. Before, exit code 0 was success in any case."""
+
+ENDED_WELL = b'{"exit_code":0}'
+"""The result of a command that ended with exit code 0."""
 
 URI_CHARS = 2048
 ADDRESS_CHARS = 255
@@ -84,7 +92,7 @@ class RunOrder:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(self, name) for name in _names_of(RunOrder)}
 
     @classmethod
     def from_wire(cls, given: Mapping[str, Any]) -> "RunOrder":
@@ -113,7 +121,13 @@ class RunOutcome:
 def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """What a constructor takes of a message that another release may have written: a field that this release
     does not know is left out, and one that the other did not know gets its default."""
-    return {f.name: given[f.name] for f in fields(cls) if f.name in given}
+    return {name: given[name] for name in _names_of(cls) if name in given}
+
+
+@cache
+def _names_of(cls: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass, which `fields` finds anew at each call."""
+    return tuple(f.name for f in fields(cls))
 
 
 def newest_shared(spoken_there: Iterable[int]) -> int | None:
@@ -187,18 +201,25 @@ def ended(key: RunKey, outcome: RunOutcome, log_tail: bytes) -> Report:
     )  # fmt: skip
 
 
+def is_unproven_end(report: Report, protocol: int) -> bool:
+    """True if the report of an end, by a process that speaks this form, says only that a command ended with
+    exit code 0: a stop notice may have been the reason."""
+    return protocol < KNOWS_NOTICE and report[5:7] == ("succeeded", ENDED_WELL)
+
+
 def is_report(given: Any) -> bool:
-    """Whether this is a report of a run. User code runs in the same process and may have written anything."""
+    """True if this is a report of a run. User code runs in the same process and may have written anything."""
     if type(given) is not tuple or len(given) < 5 or type(given[0]) is not str:
         return False
     fields = _FIELDS.get(given[0])
-    return (
-        fields is not None
-        and _is_key(given[1:4])
-        and _is_finite(given[4])
-        and len(given) == 5 + len(fields)
-        and all(fits(value) for fits, value in zip(fields, given[5:], strict=True))
-    )
+    if fields is None or len(given) != 5 + len(fields) or not _is_key(given[1:4]) or not _is_finite(given[4]):
+        return False
+    place = 5
+    for fits in fields:
+        if not fits(given[place]):
+            return False
+        place += 1
+    return True
 
 
 def carriable(report: Any) -> Report:
@@ -215,11 +236,18 @@ Fits = Callable[[Any], bool]
 
 
 def _is_key(given: Any) -> bool:
-    return len(given) == 3 and type(given[0]) is str and _is_number(given[1]) and _is_number(given[2])
+    if len(given) != 3:
+        return False
+    task, fence, rank = given
+    is_numbered = type(fence) is int and type(rank) is int and 0 <= fence < _MOST and 0 <= rank < _MOST
+    return is_numbered and type(task) is str
+
+
+_MOST = 2**31
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+    return type(value) is int and 0 <= value < _MOST
 
 
 def _is_position(value: Any) -> bool:
@@ -238,6 +266,10 @@ def _is_bytes(value: Any) -> bool:
     return type(value) is bytes
 
 
+def _is_bytes_or_none(value: Any) -> bool:
+    return value is None or type(value) is bytes
+
+
 def _is_ending(value: Any) -> bool:
     return type(value) is str and value in ("succeeded", "failed", "stopped")
 
@@ -250,8 +282,8 @@ def _is_text(limit: int) -> Fits:
     return lambda value: type(value) is str and len(value) <= limit and "\0" not in value
 
 
-def _is_failure(value: Any) -> bool:
-    return (
+def _is_failure_or_none(value: Any) -> bool:
+    return value is None or (
         type(value) is tuple
         and len(value) == 3
         and all(fits(v) for fits, v in zip(_FAILURE, value, strict=True))
@@ -264,14 +296,26 @@ def _or_none(fits: Fits) -> Fits:
 
 _FAILURE = (_is_text(64), _is_text(MESSAGE_CHARS), _is_text(TRACEBACK_BYTES))
 
-_ITEM = (_is_number, _is_finite, _is_number, _or_none(_is_bytes), _or_none(_is_failure))
+
+def _is_item(item: Any) -> bool:
+    # Written out: an array has many items, and a call for each value took half of the agent's time for them.
+    if type(item) is not tuple or len(item) != 5:
+        return False
+    number, seconds, tries, result, failure = item
+    return (
+        type(number) is int
+        and 0 <= number < _MOST
+        and type(tries) is int
+        and 0 <= tries < _MOST
+        and type(seconds) is float
+        and math.isfinite(seconds)
+        and (result is None or type(result) is bytes)
+        and (failure is None or _is_failure_or_none(failure))
+    )
 
 
 def _are_items(value: Any) -> bool:
-    return type(value) is tuple and all(
-        type(item) is tuple and len(item) == 5 and all(fits(v) for fits, v in zip(_ITEM, item, strict=True))
-        for item in value
-    )
+    return type(value) is tuple and all(map(_is_item, value))
 
 
 def _are_ranges(value: Any) -> bool:
@@ -289,11 +333,11 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "ready": (_is_text(ADDRESS_CHARS),),
     "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
     "loaded": (_is_number, _is_number, _is_finite, _is_number),
-    "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
+    "checkpointed": (_is_number, _is_text(64), _is_bytes_or_none, _or_none(_is_text(URI_CHARS))),
     "items": (_is_number, _are_items, _are_ranges, _is_number),
     "wanted": (_is_text(64),),
     "part": (_is_text(64), _is_position, _is_position, _is_bytes),
     "printed": (_is_bytes, _is_bytes),
-    "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),
+    "ended": (_is_ending, _is_bytes_or_none, _is_format, _is_failure_or_none, _is_bytes),
 }
 """The values after kind, key and time in each report."""

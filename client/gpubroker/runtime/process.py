@@ -3,8 +3,10 @@
 import ctypes
 import os
 import pwd
+import secrets
 import socket
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +26,11 @@ NODE_MARK = "GPUBROKER_NODE"
 KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
     {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
 )
-"""What a run's process keeps of its node's environment, besides LC_* and what the operator names."""
+"""The variables of its node's environment that a run's process keeps, besides LC_* and those that the
+operator names."""
 
-_KEPT_OF_RAY = frozenset({"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"}) | frozenset(
-    {"RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY"}
-)
-"""With these a child process of a run can speak to Ray. They name files, and hold no secret."""
+_OF_THE_CLUSTER = frozenset({"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
+"""How the node's processes know their Ray. No run inherits it, even if it is named."""
 
 _DEFAULT_ENV = {"LOG_LEVEL": "INFO", "RANK": "0", "WORLD_SIZE": "1"}
 
@@ -39,10 +40,10 @@ _SITE = Path(__file__).with_name("site")
 _MPS_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  # CUDA's own default
 
 _ENV_START = 47
-"""Of the words after the name in /proc/self/stat; the next one is where the environment ends."""
+"""The number of the word after the name in /proc/self/stat that is followed by the end of the environment."""
 
 NICENESS = 5
-"""Of a run: on a busy machine the agent and the service get the CPU first."""
+"""The niceness of a run: on a busy machine the agent and the service get the CPU first."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -69,11 +70,20 @@ def settle_environment(inherited: Iterable[str], given: Mapping[str, str]) -> No
 
     A node of a joined cluster was started by others, with whatever their shell had.
     """
-    kept = {name for name in os.environ if name in _KEPT_OF_RAY or is_kept(name, inherited)}
+    kept = {name for name in os.environ if is_kept(name, inherited) and name not in _OF_THE_CLUSTER}
     for name in os.environ.keys() - kept:
         del os.environ[name]
     _erase_initial_environment(kept)
-    os.environ.update({**_DEFAULT_ENV, **given})
+    os.environ.update({**_DEFAULT_ENV, **_ray_of_its_own(), **given})
+
+
+def _ray_of_its_own() -> dict[str, str]:
+    """With these `ray.init()` in a child process starts a Ray of its own, whatever runs on the machine.
+
+    Otherwise it would look for the address of a running one in /tmp/ray and among all processes. The token is
+    for that Ray alone: otherwise Ray would use, or make, the one in the user's home.
+    """
+    return {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _erase_initial_environment(kept: Iterable[str]) -> None:
@@ -107,6 +117,8 @@ def take_process(order: RunOrder, given: ProcessSetup) -> None:
     os.environ[NODE_MARK] = given.node
     os.environ["GPUBROKER_TASK"] = order.task
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
+    if order.resume_uri is not None:
+        os.environ["GPUBROKER_RESUME_URI"] = order.resume_uri
     if order.barrier:
         os.environ |= place_among_ranks(order)
     if FRACTIONS in order.env:
@@ -159,6 +171,7 @@ def become(user: str) -> None:
     os.setgid(entry.pw_gid)
     os.setuid(entry.pw_uid)
     os.environ |= {"HOME": entry.pw_dir, "USER": user, "LOGNAME": user}
+    tempfile.tempdir = None  # this user may write elsewhere
 
 
 class RendezvousPort:

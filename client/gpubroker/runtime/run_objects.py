@@ -14,7 +14,7 @@ from gpubroker.runtime.outcome import NotStored
 from gpubroker.runtime.task import RunningTask, Stopped
 
 PART_BYTES = 4 * 2**20
-"""Of a result, sent at once; the next part follows when this one is stored."""
+"""The bytes of a result that are sent at once; the next part follows when this one is stored."""
 
 
 class RunObjects:
@@ -31,7 +31,7 @@ class RunObjects:
         self._open_shared = open_shared
         self._lock = Lock()
         self._waits: dict[str, tuple[Future[Any], Report]] = {}
-        """By the object's id: the answer, and the question."""
+        """Object id -> the answer, and the question."""
         task.call_on_stop(self._cancel)
 
     def fetch(self, id: str) -> Any:

@@ -13,7 +13,7 @@ from gpubroker.runtime.outcome import describe, raised
 from gpubroker.runtime.task import RunningTask, enter_task
 
 Objects = Mapping[str, Any]
-"""By role; the one of the set itself has no name."""
+"""Role -> object; the object of the set itself has no name."""
 
 
 class SetObjects:
@@ -33,7 +33,7 @@ class SetObjects:
         self._health: Mapping[str, Any] | None = terms.get("health")
         self._thread = ThreadPoolExecutor(1, "objects", enter_task, (task,))
         self._ident = 0
-        """Of that thread."""
+        """The identifier of that thread."""
         self._made: Objects = {}
         self._failures = 0
         self._due_at = 0.0

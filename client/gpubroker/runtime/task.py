@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from gpubroker.run_reports import share_of
 from gpubroker.runtime.journal import AT_ONCE, Journal
 from gpubroker.runtime.messages import (
     URI_CHARS,
@@ -21,9 +22,6 @@ from gpubroker.runtime.messages import (
 
 _PLAIN, _PICKLED = b"\x00", b"\x01"
 """First byte of a saved state: bytes as given, or a cloudpickle."""
-
-_ROUNDING = 0.01
-"""A fraction may be so far outside 0..1, because sums of steps are seldom exact."""
 
 
 class Stopped(BaseException):
@@ -84,7 +82,7 @@ class Workers(NamedTuple):
     """The ranks at work in a task of several."""
 
     number: int
-    """Of their world: 0 at the start, higher after each change, the same in every rank."""
+    """The number of their world: 0 at the start, higher after each change, the same in every rank."""
     ranks: tuple[int, ...]
 
 
@@ -185,7 +183,7 @@ class RunningTask:
 
         Raises ValueError for a fraction outside 0..1, except by rounding.
         """
-        known = None if fraction is None else _share(float(fraction))
+        known = None if fraction is None else share_of(float(fraction))
         self._journal.note(self._key, progressed(self._key, known, str(message)))
 
     def checkpoint(self, state: Any = None, *, uri: str | os.PathLike[str] | None = None) -> None:
@@ -291,13 +289,6 @@ class RunningTask:
                 "it where the next attempt can read it and hand over its address: checkpoint(uri=...)"
             )
         return data
-
-
-def _share(fraction: float) -> float:
-    share = min(1.0, max(0.0, fraction))
-    if abs(fraction - share) < _ROUNDING:
-        return share
-    raise ValueError(f"progress takes a fraction from 0 to 1; found {fraction}; pass done / all")
 
 
 def _address(uri: str | os.PathLike[str]) -> str:

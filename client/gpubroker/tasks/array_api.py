@@ -4,11 +4,10 @@ import base64
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, TypedDict, Unpack
 
 import cloudpickle
+from msgspec import UNSET
 
 from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
 from gpubroker.tasks.object_api import upload_call
@@ -20,10 +19,12 @@ from gpubroker.tasks.submission import (
     parted_options,
     submission_body,
 )
-from gpubroker.tasks.task import Failure
-from gpubroker.transport.decoding import Answered, KnownState, Page, Raw, decode
+from gpubroker.transport.decoding import Page, a_page, decode
 from gpubroker.transport.exchange import Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
+from gpubroker.wire.arrays import Array
+from gpubroker.wire.arrays import ArrayItem as Answer
+from gpubroker.wire.tasks import Failure
 
 _INLINE_BYTES = 4 * 2**20
 """Larger items are uploaded as an object first."""
@@ -44,7 +45,7 @@ class ArrayOptions(SubmitOptions, total=False):
     item_timeout_seconds: float
     """Time limit of one item."""
     item_retries: int
-    """How often a failed item is tried again."""
+    """How often an item is tried again, as `retry_on` says."""
 
 
 class ItemFilter(TypedDict, total=False):
@@ -56,80 +57,25 @@ class ItemFilter(TypedDict, total=False):
     """number (default), or completed: as they were done."""
 
 
-class ArrayState(KnownState):
-    PENDING = "pending"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    """Items failed, or are left although no worker is."""
-    CANCELLED = "cancelled"
-    UNKNOWN = "unknown"
-
-    @property
-    def is_terminal(self) -> bool:
-        return self in (ArrayState.SUCCEEDED, ArrayState.FAILED, ArrayState.CANCELLED)
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayWorker(Answered):
-    """A task that works on items of an array."""
-
-    id: str
-    state: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Array(Answered):
-    id: str
-    name: str
-    tenant: str
-    state: ArrayState
-    total: int = 0
-    done: int = 0
-    """Items that have a result or an error."""
-    failed: int = 0
-    fraction: float = 0.0
-    items_per_second: float | None = None
-    eta_at: datetime | None = None
-    chunk: int | None = None
-    item_timeout_seconds: float | None = None
-    item_retries: int = 0
-    result_format: str = "json"
-    workers: tuple[ArrayWorker, ...] = ()
-    submitted_at: datetime | None = None
-    last_item_at: datetime | None = None
-    retry_of: str | None = None
-    """The array of which it does the failed items again."""
-
-    @property
-    def is_finished(self) -> bool:
-        return self.state.is_terminal
-
-
 AnyArray = Array | str
 """An array, or its id."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayItem(Answered):
+class ArrayItem(Answer, frozen=True):
     """How one item ended. `result` is the JSON result; a pickled one stays bytes in `data`."""
 
-    number: int
-    """Its place in the list of items, from 0."""
-    state: str
-    seconds: float = 0.0
-    """How long it took, all tries together."""
-    tries: int = 0
     result: Any = None
-    data: bytes | None = None
-    error: Failure | None = None
-    array: str = ""
-    """The id of its array."""
+    error: Failure | None = None  # type: ignore[assignment]  # None for what the service leaves out
 
-    @classmethod
-    def of(cls, raw: Raw, array: str = "") -> "ArrayItem":
-        packed = raw.get("data_base64")
-        return decode(cls, raw, array=array, data=None if packed is None else base64.b64decode(packed))
+    @property
+    def array(self) -> str:
+        """The id of its array."""
+        array: str = self.__dict__.get("array", "")
+        return array
+
+    @property
+    def data(self) -> bytes | None:
+        return None if self.data_base64 is UNSET else base64.b64decode(self.data_base64)
 
     @property
     def value(self) -> Any:
@@ -137,7 +83,8 @@ class ArrayItem(Answered):
         ItemFailed."""
         if self.failed is not None:
             raise self.failed
-        return self.result if self.data is None else cloudpickle.loads(self.data)
+        data = self.data
+        return self.result if data is None else cloudpickle.loads(data)
 
     @property
     def failed(self) -> ItemFailed | None:
@@ -166,12 +113,12 @@ class ArrayApi(Operations):
 
     @operation
     def array(self, array: AnyArray) -> Steps[Array]:
-        """The array as it is now."""
+        """Return the array as it is now."""
         return decode(Array, (yield from self._ask("GET", _path(array))))
 
     @listing
     def array_items(self, array: AnyArray, **wanted: Unpack[ItemFilter]) -> Pages[ArrayItem]:
-        """The items that are done, fetched page by page as they are used."""
+        """Yield the items that are done, fetched page by page as they are used."""
 
         def fetch(cursor: str | None) -> Steps[Page[ArrayItem]]:
             return (yield from self._items_after(array, cursor, wanted))
@@ -180,14 +127,14 @@ class ArrayApi(Operations):
 
     @listing
     def array_progress(self, array: AnyArray) -> Pages[Array]:
-        """The array each time that it is further, until it has ended."""
+        """Yield the array each time that it is further, until it has ended."""
 
         def fetch(cursor: str | None) -> Steps[Page[Array]]:
             pause_seconds = _FIRST_PAUSE_SECONDS
             while True:
                 seen = decode(Array, (yield from self._ask("GET", _path(array))))
                 if seen.is_finished or cursor != str(seen.done):
-                    return Page((seen,), None if seen.is_finished else str(seen.done), raw=seen.raw)
+                    return a_page((seen,), None if seen.is_finished else str(seen.done), seen.raw)
                 yield Pause(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -276,8 +223,8 @@ class ArrayApi(Operations):
     def _items_after(self, array: AnyArray, cursor: str | None, wanted: ItemFilter) -> Steps[Page[ArrayItem]]:
         params: dict[str, Any] = {**wanted, "after": cursor, "limit": _ITEMS_PER_PAGE}
         raw = yield from self._ask("GET", f"{_path(array)}/items", **params)
-        found = tuple(ArrayItem.of(item, _id_of(array)) for item in raw["items"])
-        return Page(found, str(raw["next_after"]) if raw["has_more"] else None, raw=raw)
+        found = tuple(decode(ArrayItem, item, array=_id_of(array)) for item in raw["items"])
+        return a_page(found, str(raw["next_after"]) if raw["has_more"] else None, raw)
 
 
 class _Mapped:
@@ -292,7 +239,7 @@ class _Mapped:
         self._early: dict[int, ArrayItem] = {}
         self._next = 0
         self._fault: Exception | None = None
-        """Of the item that comes next."""
+        """The fault of the item that comes next."""
 
     def add(self, page: Page[ArrayItem]) -> None:
         self._early |= {item.number: item for item in page.items}
@@ -303,8 +250,8 @@ class _Mapped:
             raise self._fault
 
     def page(self, cursor: int, seen: Array) -> Page[Any]:
-        """What comes before an item that failed; `raise_fault` raises in its place. Raises BrokerError if
-        nothing more will come."""
+        """Return the values before an item that failed; `raise_fault` raises in its place. Raises
+        BrokerError if nothing more will come."""
         values: list[Any] = []
         try:
             values.extend(self._values())
@@ -312,13 +259,13 @@ class _Mapped:
             self._fault = fault
         is_over = self._next >= seen.total
         if self._fault is not None or values:
-            return Page(tuple(values), None if is_over and self._fault is None else str(cursor))
+            return a_page(tuple(values), None if is_over and self._fault is None else str(cursor))
         if seen.is_finished and not is_over and seen.done <= self._next + len(self._early):
             missing = seen.total - seen.done
             raise BrokerError(
                 f"array {seen.id} {seen.state.value} with {missing} items left", code="array-ended"
             )
-        return Page((), None if is_over else str(cursor))
+        return a_page((), None if is_over else str(cursor))
 
     def _values(self) -> Iterator[Any]:
         while self._early:
@@ -359,7 +306,7 @@ def bar_line(array: Array, width: int = _BAR_WIDTH) -> str:
 
 
 def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
-    """The body says which objects the pickled items name."""
+    """Return the body, which says which objects the pickled items name."""
     named = objects_named(items).get("objects", [])
     if not named:
         return body
@@ -369,7 +316,7 @@ def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
 
 
 def _packed(target: Target, listed: Sequence[Any]) -> bytes:
-    """A pickled list for functions, JSON for the others. Raises WrongArgument."""
+    """Return the items as a pickled list for functions, as JSON for the others. Raises WrongArgument."""
     if not listed:
         raise WrongArgument("an array needs one item or more; there are none")
     try:

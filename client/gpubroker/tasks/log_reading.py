@@ -27,7 +27,9 @@ class LogOptions(TypedDict, total=False):
     stream: Stream
     """stdout (the default) or stderr."""
     rank: int
-    """Of a gang."""
+    """The rank of a gang."""
+    worker: str
+    """The id of one worker of an array or a worker set that has several."""
     offset: int
     """Begin at this byte of the attempt's stream."""
     follow: bool
@@ -45,14 +47,14 @@ class LogReading(Reading[str]):
         self._retry_seconds = retry_seconds
         self._follows = wanted.get("follow", False)
         self._only = wanted.get("attempt")
-        self._params = {name: wanted[name] for name in ("stream", "rank") if name in wanted}
+        self._params = {name: wanted[name] for name in ("stream", "rank", "worker") if name in wanted}
         self._mark = secrets.token_hex(16)
         self._attempt = 0
         self._offset = wanted.get("offset", 0)
         self._begun = b""
-        """Of a line that has not ended."""
+        """The start of a line that has not ended."""
         self._called = self._was_over = self._ended_well = False
-        """Whether the attempt was over before the last call, and whether the answer came to its end."""
+        """(the attempt was over before the last call, the answer came to its end)"""
         self._called_at, self._called_for = 0.0, 0
         self._breaks, self._give_up_at = 0, 0.0
         """Answers, one after the other, that broke off at once."""

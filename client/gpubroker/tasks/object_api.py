@@ -6,13 +6,13 @@ from typing import Any, Protocol
 from gpubroker.errors import BrokerError, Refused
 from gpubroker.runtime.objects import ObjectRef, object_buffers, opened_object
 from gpubroker.transport.bodies import Body, BuffersBody, FileBody, is_binary_file
-from gpubroker.transport.decoding import Page
+from gpubroker.transport.decoding import Page, a_page
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 
 _TRANSFER_SECONDS = 600.0
 PART_BYTES = 2 * 2**20
-"""Of a download, asked for at once."""
+"""The bytes of a download that are asked for at once."""
 
 
 class Stored(Protocol):
@@ -71,17 +71,17 @@ class ObjectApi(Operations):
             except Refused as fault:
                 if begin or fault.code != "range-not-satisfiable":
                     raise
-                return Page(())  # it has no bytes
+                return a_page(())  # it has no bytes
             digest.update(answer.content)
             end = begin + len(answer.content)
             # A service of release 0.2 knows no ranges and sends all of it.
             size = answer.headers.get("content-range", str(end)).rpartition("/")[2]
             if end < int(size):
-                return Page((answer.content,), str(end))
+                return a_page((answer.content,), str(end))
             if digest.hexdigest() != id:
                 found = f"the bytes of object {id} have the digest {digest.hexdigest()}: discard them"
                 raise BrokerError(found, code="result-damaged")
-            return Page((answer.content,))
+            return a_page((answer.content,))
 
         return Pages(fetch)
 

@@ -68,7 +68,8 @@ class SubmitOptions(TypedDict, total=False):
     min_ranks: int
     """The gang may start with only this many ranks, counted from the first."""
     placement: str
-    """`pack` (default) fills devices that are in use; `spread` takes empty ones first."""
+    """`pack` (default) fills devices that are in use; `spread` takes those with the
+    fewest holders, then those of which the smallest share is taken."""
     model_type: str
     """Kind of model, for statistics."""
     profile: str
@@ -83,6 +84,9 @@ class SubmitOptions(TypedDict, total=False):
     """Environment variables of the task's process."""
     max_retries: int
     """How often a failed run is retried; a preemption does not count."""
+    retry_on: Sequence[str]
+    """The causes that use a retry: `failure` (default), `timeout` (its time limit ended the run), or both. Of
+    an array it is about its items, and the default is both."""
     timeout_seconds: float
     """Time limit of one run; time in the queue does not count."""
     grace_seconds: float
@@ -116,11 +120,9 @@ _RESOURCES = (
     "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes", "pool", "roles",
     "bundles", "strategy", "min_ranks",
 )  # fmt: skip
-_TOP_LEVEL = (
-    "name", "priority", "model_type", "profile", "max_concurrency", "stream", "placement", "labels", "env",
-    "max_retries", "timeout_seconds", "grace_seconds", "after", "held", "not_before", "queue_ttl_seconds",
-    "deadline_at", "deadline_seconds", "expected_seconds", "result_format",
-)  # fmt: skip
+_OF_THE_RUN = ("kwargs", "working_directory", "idempotency_key")
+"""Options that the body has elsewhere, or that are a header."""
+_TOP_LEVEL = tuple(name for name in SubmitOptions.__annotations__ if name not in (*_RESOURCES, *_OF_THE_RUN))
 
 
 _OTHER_NAMES: Final[Mapping[str, str]] = {
@@ -196,7 +198,11 @@ def check_options(options: SubmitOptions) -> None:
 
 
 def plain(name: str, value: Any) -> Any:
-    """Times and tasks in the form of the HTTP API."""
+    """Times, tasks and lists in the form of the HTTP API."""
+    if name == "retry_on":
+        if isinstance(value, str):
+            raise WrongArgument(f"retry_on must be a list; write retry_on=[{value!r}]")
+        return list(value)
     if name == "after":
         if isinstance(value, str):
             raise WrongArgument("after must be a list of tasks; write after=[task]")

@@ -11,8 +11,6 @@ import cloudpickle
 
 from gpubroker.errors import BrokerError, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, opened_object
-from gpubroker.tasks.estimates import Estimate
-from gpubroker.tasks.explanation import Explanation, Simulation
 from gpubroker.tasks.log_reading import LogOptions, LogReading
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
@@ -26,9 +24,9 @@ from gpubroker.tasks.submission import (
     simulation_body,
     submission_body,
 )
-from gpubroker.tasks.task import AnyTask, Cancelled, Event, Outcome, Stack, Task, check_success, id_of
+from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
 from gpubroker.tasks.waiting import Deadline
-from gpubroker.transport.decoding import Page, decode, page_of
+from gpubroker.transport.decoding import Page, a_page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
 from gpubroker.transport.operations import (
     Pages,
@@ -39,6 +37,10 @@ from gpubroker.transport.operations import (
     path_part,
     without_none,
 )
+from gpubroker.wire.events import Event
+from gpubroker.wire.explanations import Explanation, Simulation
+from gpubroker.wire.forecasts import Estimate
+from gpubroker.wire.tasks import Cancelled, Outcome, Stack
 
 _BATCH_SECONDS = 60.0
 _EVENTS_PER_PAGE = 500
@@ -122,7 +124,7 @@ class TaskApi(ObjectApi):
         model_type, profile, max_concurrency, stream; gpu_mb (MiB per GPU, or "learned"), gpus,
         gpu_fraction, exclusive, placement, cpu, memory_mb, custom; kinds, prefer_kinds, min_power,
         min_device_mb, nodes, prefer_nodes, pool, roles; bundles, strategy, min_ranks; max_retries,
-        timeout_seconds, grace_seconds; after, held, not_before, queue_ttl_seconds, deadline_at or
+        retry_on, timeout_seconds, grace_seconds; after, held, not_before, queue_ttl_seconds, deadline_at or
         deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
         idempotency_key.
         """
@@ -177,9 +179,10 @@ class TaskApi(ObjectApi):
         return decode(Simulation, answer.json())
 
     @operation
-    def get(self, task: AnyTask) -> Steps[Task]:
-        """The task as it is now."""
-        return (yield from self._get(task))
+    def get(self, task: AnyTask, *, worker: str | None = None) -> Steps[Task]:
+        """The task as it is now. The state of an array or a worker set is that of the whole; with the id of a
+        worker, of that one."""
+        return (yield from self._get(task, worker))
 
     @operation
     def wait(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Task]:
@@ -222,10 +225,11 @@ class TaskApi(ObjectApi):
         return self._task((yield from self._make(f"{_path(task)}/retry", idempotency_key)))
 
     @operation
-    def stack(self, task: AnyTask, *, rank: int = 0) -> Steps[Stack]:
-        """The Python threads of a running task, which goes on; of a gang, of one rank. Raises Refused
-        (`task-not-running`)."""
-        return decode(Stack, (yield from self._ask("GET", f"{_path(task)}/stack", rank=rank or None)))
+    def stack(self, task: AnyTask, *, rank: int = 0, worker: str | None = None) -> Steps[Stack]:
+        """The Python threads of a running task, which goes on; of a gang, of one rank; of an array or a set,
+        of the worker that runs, or of the one with this id. Raises Refused (`task-not-running`)."""
+        asked = self._ask("GET", f"{_path(task)}/stack", rank=rank or None, worker=worker)
+        return decode(Stack, (yield from asked))
 
     @operation
     def cancel_selected(
@@ -244,11 +248,11 @@ class TaskApi(ObjectApi):
             raise WrongArgument("give one filter or more, such as labels={...}, or everything=True")
         given |= without_none({"grace_seconds": grace_seconds, "reason": reason})
         given |= {name: True for name, is_so in (("all", everything), ("dry_run", dry_run)) if is_so}
-        found = Cancelled()
+        found: Cancelled | None = None
         while True:
             call = Call("POST", "/tasks/cancel", body=json_body(given), patience_seconds=_BATCH_SECONDS)
             part = decode(Cancelled, (yield from self._send(call)).json())
-            found = found.plus(part)
+            found = part if found is None else found.plus(part)
             if dry_run or part.stored or not part.has_more:
                 return found
 
@@ -275,8 +279,9 @@ class TaskApi(ObjectApi):
     def events(
         self, task: AnyTask | None = None, *, follow: bool = False, **start: Unpack[EventStart]
     ) -> Pages[Event]:
-        """The event log, oldest first; of one task if given. With `follow` it never ends. It begins after a
-        position (`after`), or with so many of the newest (`last`, up to 500)."""
+        """The event log, oldest first; of one task if given, or of all workers of an array or a worker set.
+        With `follow` it never ends. It begins after a position (`after`), or with so many of the newest
+        (`last`, up to 500)."""
         path = "/events" if task is None else f"{_path(task)}/events"
         first = {"after": 0} if start.get("last") is None else {"last": start["last"]}
         first |= {"after": start["after"]} if start.get("after") else {}
@@ -287,7 +292,7 @@ class TaskApi(ObjectApi):
             items = tuple(decode(Event, item) for item in raw["items"])
             if follow and not items:
                 yield Pause(_FOLLOW_PAUSE_SECONDS)
-            return Page(items, str(raw["next_after"]) if follow or items else None, raw=raw)
+            return a_page(items, str(raw["next_after"]) if follow or items else None, raw)
 
         return Pages(fetch)
 
@@ -298,10 +303,12 @@ class TaskApi(ObjectApi):
             for line in broker.logs(task, follow=True):
                 print(line, end="")
 
-        The options are those of `LogOptions`: attempt, stream (stdout or stderr), rank, offset (in bytes) and
-        follow, which goes on until the task has ended. Of a long log the middle is not kept; a line says so.
+        The options are those of `LogOptions`: attempt, stream (stdout or stderr), rank, worker (of an array
+        or a set with several), offset (in bytes) and follow, which goes on until the task has ended. Of a
+        long log the middle is not kept; a line says so.
         """
-        return LogReading(_path(task), lambda: self._get(task), wanted, self._retry_seconds)
+        worker = wanted.get("worker")
+        return LogReading(_path(task), lambda: self._get(task, worker), wanted, self._retry_seconds)
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
@@ -311,8 +318,8 @@ class TaskApi(ObjectApi):
     def _task(self, raw: Mapping[str, Any]) -> Task:
         return decode(Task, raw, told_by=ref(self))
 
-    def _get(self, task: AnyTask) -> Steps[Task]:
-        return self._task((yield from self._ask("GET", _path(task))))
+    def _get(self, task: AnyTask, worker: str | None = None) -> Steps[Task]:
+        return self._task((yield from self._ask("GET", _path(task), worker=worker)))
 
     def _wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
         deadline = Deadline(timeout_seconds)
@@ -326,7 +333,7 @@ class TaskApi(ObjectApi):
                 raise deadline.error(seen)
 
     def _outcome(self, task: AnyTask) -> Steps[Outcome]:
-        return Outcome.of((yield from self._ask("GET", f"{_path(task)}/result")))
+        return decode(Outcome, (yield from self._ask("GET", f"{_path(task)}/result")))
 
 
 def opened_result(data: bytes) -> Any:

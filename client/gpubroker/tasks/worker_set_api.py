@@ -3,18 +3,17 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import cloudpickle
 
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.submission import SubmitOptions, Target, parted_options, submission_body
-from gpubroker.transport.decoding import Answered, decode
+from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
+from gpubroker.wire.worker_sets import WorkerSet
 
 
 class WorkerSetOptions(SubmitOptions, total=False):
@@ -27,56 +26,16 @@ class WorkerSetOptions(SubmitOptions, total=False):
     max_count: int
     """The set gets so many places, each a task, and never more. Default: `count`."""
     scale: Mapping[str, Any]
-    """What the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
+    """The signal that the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
     health: Mapping[str, Any]
     """`{"method": "check_health", "period_seconds": 10}`; a worker that is unhealthy is restarted."""
     start_timeout_seconds: float
     """A worker that has not made its objects within this time has failed to start. Default: 3600."""
     max_restarts: int
-    """Of one worker, after failures. Default: no limit."""
+    """The restarts of one worker after failures. Default: no limit."""
     colocate_with: Mapping[str, Any]
     """Further roles in the same process: `{"judge": {"run": {"entrypoint": "team.roles:Judge"}, "gpu_mb":
     4096}}`. A worker gets the maximum of what the roles need."""
-
-
-@dataclass(frozen=True, slots=True)
-class SetWorker(Answered):
-    """A task that is a worker of a set."""
-
-    id: str
-    state: str = ""
-    """As of a task; `held` if the worker is not wanted now."""
-    node: str | None = None
-    attempt: int = 0
-    failures: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSet(Answered):
-    id: str
-    name: str
-    tenant: str
-    state: str
-    """active or over."""
-    count: int = 0
-    min_count: int = 0
-    max_count: int = 0
-    places: int = 0
-    """How many tasks it has: each is a worker while one is wanted, and held otherwise."""
-    max_concurrency: int = 1
-    signal: float | None = None
-    workers: tuple[SetWorker, ...] = ()
-    created_at: datetime | None = None
-
-    @property
-    def states(self) -> Mapping[str, int]:
-        """How many workers are in which state."""
-        found: Mapping[str, int] = self.raw.get("states", {})
-        return found
-
-    @property
-    def scale(self) -> Mapping[str, Any] | None:
-        return cast("Mapping[str, Any] | None", self.raw.get("scale"))
 
 
 AnyWorkerSet = WorkerSet | str
@@ -105,13 +64,14 @@ class WorkerSetApi(Operations):
 
     @operation
     def worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
-        """The set as it is now."""
+        """Return the set as it is now."""
         return decode(WorkerSet, (yield from self._ask("GET", _path(workers))))
 
     @listing
     def worker_sets(self, *, sort: str | None = None) -> Pages[WorkerSet]:
-        """Those that are not over, oldest first, fetched page by page as they are used. `sort`: created (the
-        default) or count; with a `-` before it, the latest or those that want most workers first."""
+        """Yield the sets that are not over, oldest first, fetched page by page as they are used. `sort`:
+        created (the default) or count; with a `-` before it, the latest or those that want most workers
+        first."""
         return self._pages(WorkerSet, "/worker-sets", sort=sort)
 
     @operation
@@ -150,7 +110,7 @@ class WorkerSetApi(Operations):
         routing: str = "least_queue",
         pickled: bool = True,
     ) -> Steps[Any]:
-        """What the method returns, called in one of the workers.
+        """Call a method in one of the workers, and return what it returns.
 
         Arguments and result are pickled, which needs the scope `tasks:code`; with `pickled=False` they are
         JSON. `routing` may be `round_robin`. Sent once. Raises CallFailed if the method raised, if its time
@@ -167,7 +127,7 @@ class WorkerSetApi(Operations):
         return raw["result"] if packed is None else cloudpickle.loads(base64.b64decode(packed))
 
     def workers(self, workers: AnyWorkerSet, *, role: str = "", **options: Any) -> "Workers":
-        """A handle on which the methods can be called by name; `options` are those of `call_worker`.
+        """Return a handle on which the methods can be called by name; `options` are those of `call_worker`.
 
         await broker.workers(solvers, timeout_seconds=5).solve(problem)  # with an AsyncBroker
         """
@@ -194,7 +154,7 @@ class Workers:
 def _arguments(
     method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> dict[str, Any]:
-    """Raises WrongArgument."""
+    """Return the arguments as the body has them. Raises WrongArgument."""
     try:
         if pickled:
             return {"pickled": base64.b64encode(cloudpickle.dumps((args, dict(kwargs)))).decode()}

@@ -1,92 +1,109 @@
-"""From the service's JSON to models, by field name. Nothing is validated: a newer service may send more."""
+"""From the service's JSON to the types of `gpubroker.wire`, by field name.
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from datetime import datetime
+Nothing is validated: a newer service may send fields and values that this version does not know, and an older
+one may leave fields out.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from functools import cache
-from typing import Any, Generic, Self, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from msgspec import NODEFAULT, Struct, structs
+
+from gpubroker.wire.answered import Answered, KnownState, Page, Raw, Time
 
 T = TypeVar("T")
-Raw = Mapping[str, Any]
+S = TypeVar("S", bound=Struct)
 
-_TIMES = frozenset({"at", "as_of", "not_before"})
-"""Fields that are times although their names do not end in `_at`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """What the service answered; `raw` is all of it."""
-
-    raw: Raw = field(default_factory=dict, repr=False)
+__all__ = ["KnownState", "Page", "Raw", "a_page", "decode", "page_of"]
 
 
-class KnownState(StrEnum):
-    """Of states that this version of the SDK knows; any other is UNKNOWN, and `raw["state"]` names it."""
-
-    @classmethod
-    def _missing_(cls, _value: object) -> Self:
-        return cls["UNKNOWN"]
+def page_of(model: type[S], raw: Raw, **given: Any) -> Page[S]:
+    """Return the items of a list or page, each as `decode` does."""
+    return a_page((decode(model, item, **given) for item in raw["items"]), raw.get("next_cursor"), raw)
 
 
-@dataclass(frozen=True, slots=True)
-class Page(Answered, Generic[T]):
-    """Some items of a list, and the cursor of the next page; None after the last page."""
-
-    items: tuple[T, ...]
-    next_cursor: str | None = None
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return len(self.items)
+def a_page(items: Iterable[T], next_cursor: str | None = None, raw: Raw | None = None) -> Page[T]:
+    """Return these items as one page of a list."""
+    page = Page(tuple(items), next_cursor, next_cursor is not None)
+    return page if raw is None else page.with_raw(raw)
 
 
-def page_of(model: type[T], raw: Raw, **given: Any) -> Page[T]:
-    """As `decode` of each item."""
-    items = tuple(decode(model, item, **given) for item in raw["items"])
-    return Page(items, raw.get("next_cursor"), raw=raw)
+def decode(model: type[S], raw: Raw, **given: Any) -> S:
+    """Return a value of the model filled by field name; `given` goes before the answer.
 
-
-def decode(model: type[T], raw: Raw, **given: Any) -> T:
-    """Fill a model from an answer by field name; `given` goes before the answer.
-
-    The annotation of a field says what becomes of its value: a model, an enum, a tuple of either, or a tuple.
-    A field that the service did not send has its default, and an empty text if it has none.
+    The type of a field says what becomes of its value. A field that the service did not send has its default,
+    or what its type has for nothing: None, an empty text, no items.
     """
-    values: dict[str, Any] = {"raw": raw} | given
-    for name, is_required, read in _fields_of(model):  # type: ignore[arg-type]  # a class is hashable
-        if name in values:
-            continue
-        value = raw.get(name)
-        if value is None and is_required:
-            value = ""
-        if value is not None:
-            values[name] = read(value)
-    return model(**values)
+    values = {name: value for name, value in given.items() if name in model.__struct_fields__}
+    for name, sent_as, read, nothing in _readers_of(model):
+        if name not in values:
+            value = raw.get(sent_as)
+            if value is not None:
+                values[name] = read(value)
+            elif nothing is not NODEFAULT:
+                values[name] = nothing() if callable(nothing) else nothing
+    made = model(**values)
+    if isinstance(made, Answered):
+        made.with_raw(raw).__dict__.update((name, given[name]) for name in given.keys() - values.keys())
+    return made
 
 
 @cache
-def _fields_of(model: type[Any]) -> tuple[tuple[str, bool, Callable[[Any], Any]], ...]:
-    """Of each field its name, whether it must be given, and what reads its value."""
+def _readers_of(model: type[Any]) -> tuple[tuple[str, str, Callable[[Any], Any], Any], ...]:
+    """Return for each field its name, its name in JSON, what reads its value, and what it has if nothing was
+    sent: a value, a function that makes one, or NODEFAULT, which leaves it to the model."""
+    hints = get_type_hints(model)
     return tuple(
-        (known.name, known.default is MISSING and known.default_factory is MISSING, _reader(known))
-        for known in fields(model)
+        (
+            known.name,
+            known.encode_name,
+            _reader_of(hints[known.name]),
+            _nothing_of(hints[known.name], known),
+        )
+        for known in structs.fields(model)
     )
 
 
-def _reader(known: Field[Any]) -> Callable[[Any], Any]:
-    if known.name.endswith("_at") or known.name in _TIMES:
-        return lambda value: datetime.fromisoformat(value) if isinstance(value, str) else value
-    parts = (known.type, *get_args(known.type))
-    enum = next((part for part in parts if isinstance(part, type) and issubclass(part, StrEnum)), None)
-    if enum is not None:
-        return enum
-    model = next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)
-    if tuple in [get_origin(part) for part in parts]:
-        return tuple if model is None else lambda value: tuple(decode(model, item) for item in value)
-    return _unchanged if model is None else lambda value: decode(model, value)
+def _reader_of(hint: Any) -> Callable[[Any], Any]:
+    """Return what makes a value of this type of JSON that is not null."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return _reader_of(next(part for part in parts if part is not NoneType))
+    if origin is tuple:
+        read_item = _reader_of(parts[0])
+        return lambda value: tuple(map(read_item, value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        read_value = _reader_of(parts[1])
+        return lambda value: {name: read_value(each) for name, each in value.items()}
+    if not isinstance(hint, type):
+        return _unchanged
+    if issubclass(hint, Time):
+        return lambda value: hint.fromisoformat(value) if isinstance(value, str) else value
+    if issubclass(hint, Struct):
+        return lambda value: decode(hint, value)
+    return hint if issubclass(hint, StrEnum) else _unchanged
+
+
+def _nothing_of(hint: Any, known: structs.FieldInfo) -> Any:
+    if not known.required:
+        return NODEFAULT
+    origin = get_origin(hint)
+    if origin in (Union, UnionType) and NoneType in get_args(hint):
+        return None
+    if origin is tuple:
+        return ()
+    if origin is Literal:
+        return ""
+    if not isinstance(hint, type):
+        return dict if origin is not None else None
+    if issubclass(hint, KnownState):
+        return hint["UNKNOWN"]
+    if issubclass(hint, Struct):
+        return lambda: decode(hint, {})
+    return hint() if hint in (str, int, float, bool) else None
 
 
 def _unchanged(value: Any) -> Any:

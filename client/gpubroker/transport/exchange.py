@@ -44,7 +44,7 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
     patience_seconds: float = 0.0
     repeatable: bool = True
-    """Whether sending it twice has the same effect as sending it once."""
+    """True if sending it twice has the same effect as sending it once."""
 
 
 @dataclass(frozen=True, slots=True)

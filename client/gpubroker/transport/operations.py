@@ -18,12 +18,15 @@ from types import NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
 from urllib.parse import quote
 
+from msgspec import Struct
+
 from gpubroker.errors import Unreachable
 from gpubroker.transport.decoding import Page, page_of
 from gpubroker.transport.exchange import Answer, Call, Steps, exchange
 
 P = ParamSpec("P")
 T = TypeVar("T")
+S = TypeVar("S", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +110,11 @@ class Operations:
         return (yield from self._send(call)).json()
 
     def _pages(
-        self, model: type[T], path: str, *, told: Mapping[str, Any] | None = None, **params: Any
-    ) -> Pages[T]:
+        self, model: type[S], path: str, *, told: Mapping[str, Any] | None = None, **params: Any
+    ) -> Pages[S]:
         """A list of the service that has a cursor. `told`: as in `page_of`."""
 
-        def fetch(cursor: str | None) -> Steps[Page[T]]:
+        def fetch(cursor: str | None) -> Steps[Page[S]]:
             raw = yield from self._ask("GET", path, **params, cursor=cursor)
             return page_of(model, raw, **(told or {}))
 

@@ -77,7 +77,7 @@ class DatabaseClock:
         self._evidence: ClockEvidence | None = None
         self._latest = Instant(0.0)
         self.round_trip_seconds = Seconds(0.0)
-        """Of the quickest answer to the last reading."""
+        """The round trip of the quickest answer to the last reading."""
 
     def now(self) -> Instant:
         known = self._evidence

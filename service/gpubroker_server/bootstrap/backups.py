@@ -37,7 +37,8 @@ _RESTORING = ".restoring"
 
 
 def back_up(settings: Settings, folder: Path, report: Report) -> bool:
-    """Whether nothing is missing: an object may have been lost or damaged before. Raises StartRefused."""
+    """Write a backup. Return True if nothing is missing: an object may have been lost or damaged before.
+    Raises StartRefused."""
     with _plain_errors(folder):
         _make_empty(folder)
         for _ in range(_TRIES):

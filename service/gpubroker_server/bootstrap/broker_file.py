@@ -42,7 +42,8 @@ class BrokerFile:
             self._file.close()
 
     async def renewed_during(self, work: Coroutine[Any, Any, int]) -> int:
-        """What the work returns. It is renewed from the beginning, however long a start takes."""
+        """Return what the work returns. The file is renewed from the beginning, however long a start
+        takes."""
         keeping = asyncio.create_task(self._keep())
         try:
             return await work

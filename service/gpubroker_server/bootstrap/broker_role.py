@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from random import random
 
 from gpubroker import __version__
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import WallClock, boot_seconds
@@ -14,7 +14,6 @@ from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.adapters.triton.server_process import is_gone
 from gpubroker_server.bootstrap.compose import (
-    disk_guard_of,
     fleet_rules_of,
     host_use,
     hosts_of,
@@ -22,10 +21,9 @@ from gpubroker_server.bootstrap.compose import (
     leader_term_rules_of,
     new_executor,
     policy_of,
-    retention_of,
 )
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
-from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
+from gpubroker_server.bootstrap.model_servers import inference_clients_of
 from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import (
@@ -41,6 +39,7 @@ from gpubroker_server.broker.background import (
 )
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.fleet import FleetKeeper
+from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
@@ -49,12 +48,12 @@ from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.broker.task_objects import TaskObjects
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.stored_objects import Quota
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.objects import Quota
 from gpubroker_server.ports.store import LineageChanged, LogShortened
 from gpubroker_server.settings.loading import Settings
 
@@ -92,13 +91,13 @@ class BrokerRole:
             resigned=store.resigned,
         )
         clock, heard = follower.clock, lambda: follower.world.position
-        self._pruner = Pruner(store, clock, retention_of(settings), self.term, heard, clock.may_prune)
+        self._pruner = Pruner(store, clock, settings.retention, self.term, heard, clock.may_prune)
         self.let_go: Callable[[], frozenset[str]] | None = None
         self.in_use: Callable[[], frozenset[str]] | None = None
         """Claims on models that the gateway in this process has let go of, if there is one. Gateways of other
         processes say so in the database."""
         self.last_fleet: Callable[[], FleetSeen | None] = lambda: None
-        """What the last leader made of the fleet, in this process or in another one."""
+        """Returns the fleet as the last leader saw it, in this process or in another one."""
         self._publisher = Publisher(follower.world, follower.progress, self.seen, store)
         self._slots = SlotDivider(settings.triton.slots, store, follower.clock)
         follower.listen(self._on_events)
@@ -134,7 +133,8 @@ class BrokerRole:
         await asyncio.Event().wait()  # until cancelled
 
     async def check_ray(self, seen: LeaderSeen | None) -> None:
-        """Raises StartRefused if this leader leads now and uses another Ray."""
+        """Check that the leader uses the Ray of this process. Raises StartRefused if it leads now and uses
+        another one."""
         if seen is None or not (fault := other_ray(self.executor.status(), seen)):
             return
         row = await self._store.leader()
@@ -146,7 +146,7 @@ class BrokerRole:
         return self.candidate.term
 
     def seen(self, term: Term) -> LeaderSeen:
-        """What this process publishes while it leads."""
+        """Return what this process publishes while it leads."""
         status, leader = dict(self.executor.status()), self.candidate.leader
         seen = LeaderSeen(
             term, self._name, self._follower.clock.now(), status, slots=self._slots.divided,
@@ -196,7 +196,7 @@ class BrokerRole:
             self._blobs,
             self.executor,
             follower.clock,
-            Seconds(settings.retention.object_seconds),
+            settings.retention.object_seconds,
             Quota(limits.tenant_object_bytes, limits.tenant_objects),
             limits.object_bytes,
         )
@@ -216,7 +216,7 @@ class BrokerRole:
                 follower.progress,
                 boot_seconds,
                 {host.name: host.address for host in self._hosts},
-                disk_guard_of(settings),
+                fleet_rules_of(settings).disk,
             ),
             dispatcher=self._dispatcher(),
             clock=follower.clock,
@@ -256,15 +256,14 @@ class BrokerRole:
                 partial(watch_left_servers, world, is_gone),
             ),
         )
-        inferences = inference_desk_of(self._settings, self._clients, clock)
-        allowed = tuple(self._settings.entrypoints)
+        inferences = InferenceDispatcher(self._clients, clock, rules=self._settings.triton.batch)
         return Dispatcher(
             self._store,
             self._blobs,
             self.executor,
             world,
             clock,
-            allowed,
+            self._settings.entrypoints,
             desk,
             inferences,
             self._runs.env_of,

@@ -1,6 +1,5 @@
 """What `gpubroker cluster` does, and its words."""
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +15,7 @@ from gpubroker_server.adapters.ray.cluster.local_cluster import ClusterRefused
 from gpubroker_server.adapters.ray.head.head import ON_LOOPBACK
 from gpubroker_server.adapters.ray.head.node_to_start import LOCALHOST
 from gpubroker_server.bootstrap.start_checks import listening_socket, prepare_data_dir
-
-MIB_BYTES = 2**20
+from gpubroker_server.core.domain.units import MIB_BYTES
 
 _SIMULATED = re.compile(r"(\d+)x(.+)")
 _LOOPBACK = " ".join(f"{name}={value}" for name, value in ON_LOOPBACK.items())
@@ -33,14 +31,14 @@ def layout_of(
     object_store_mb: int,
     port: int,
 ) -> ClusterLayout:
-    """Raises ClusterRefused."""
+    """Return the layout that the options describe. Raises ClusterRefused."""
     gpus = _simulated(simulated, name) if simulated else _real() if gpus_per_node else ()
     store_bytes = object_store_mb * MIB_BYTES
     return ClusterLayout(name, workers, gpus, gpus_per_node, cpus_per_node, worker_units, store_bytes, port)
 
 
 def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> str:
-    """Run the cluster until SIGINT or SIGTERM; why it ended, if by itself. Raises ClusterRefused,
+    """Run the cluster until SIGINT or SIGTERM. Return why it ended, if by itself. Raises ClusterRefused,
     StartRefused."""
     token_file = local_cluster.token_file_of(data_dir, layout.name)
     prepare_data_dir(data_dir)
@@ -63,7 +61,7 @@ def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> s
 
 
 def lines_of(seen: Mapping[str, Any]) -> Iterator[str]:
-    """For people: its nodes, and how to join it."""
+    """Yield the lines that show people the nodes, and how to join."""
     yield f"{'NODE':12}{'GPUS':12}{'CPUS':6}WORKER UNITS"
     for node in seen["nodes"]:
         gpus = _listed(node["gpus"]) or "none"
@@ -75,7 +73,7 @@ def lines_of(seen: Mapping[str, Any]) -> Iterator[str]:
 def _simulated(given: str, name: str) -> tuple[ClusterGpu, ...]:
     matched = _SIMULATED.fullmatch(given)
     try:
-        size_mb = math.ceil(units.size_bytes(matched[2] if matched else "", plain=MIB_BYTES) / MIB_BYTES)
+        size_mb = units.size_mb(matched[2] if matched else "")
     except ValueError:
         raise ClusterRefused(
             f"--simulated {given!r}: write how many and how large, such as 3x24GiB"

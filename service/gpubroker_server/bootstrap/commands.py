@@ -28,7 +28,6 @@ from gpubroker_server.bootstrap.start_checks import (
     listening_socket,
     prepare_data_dir,
 )
-from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.logs import configure_logs
@@ -100,7 +99,7 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
             pooled=not settings.database_notify,
             may_lose_commits=settings.database_may_lose_commits,
             leads=leads,
-            usage_half_life_seconds=Seconds(settings.policy.usage_half_life_seconds),
+            usage_half_life_seconds=settings.policy.usage_half_life_seconds,
         )
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
@@ -130,12 +129,13 @@ def migrate_database(settings: Settings, revision: str, *, drop_everything: bool
 
 
 def start_new_lineage(settings: Settings) -> str:
-    """Raises DatabaseRefused; the database is unchanged."""
+    """Begin a new lineage and return the text that says so. Raises DatabaseRefused; the database is then
+    unchanged."""
     return f"the database is now in lineage {begin_lineage(settings.database)}"
 
 
 def move_database(settings: Settings, target: str, report: Callable[[str], None]) -> None:
-    """From the file of these settings to PostgreSQL. Raises DatabaseRefused; no data is lost."""
+    """Copy the file of these settings to PostgreSQL. Raises DatabaseRefused; no data is lost."""
     from gpubroker_server.adapters.sql.copying.move_data import move_data
 
     move_data(settings.database, target, report)
@@ -148,6 +148,6 @@ def move_database(settings: Settings, target: str, report: Callable[[str], None]
 def openapi_yaml() -> str:
     """The text of openapi.yaml."""
     from gpubroker_server.gateway.app import openapi_document
-    from gpubroker_server.gateway.http import openapi as document
+    from gpubroker_server.http import openapi as document
 
     return document.openapi_yaml(openapi_document())

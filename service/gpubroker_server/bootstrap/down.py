@@ -127,7 +127,7 @@ def _wait_until_closed(url: str) -> None:
 
 
 def _listens(url: str) -> bool:
-    """Whether a process accepts connections; a timeout counts as yes."""
+    """Return True if a process accepts connections; a timeout counts as yes."""
     address = urlsplit(url)
     try:
         socket.create_connection((address.hostname or "", address.port or 80), timeout=1).close()

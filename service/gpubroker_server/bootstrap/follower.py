@@ -11,11 +11,10 @@ import structlog
 from gpubroker_server.adapters.clock import DatabaseClock, boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.progress import Progress
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.core.world.worker_sets import WorkerSets
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.store import (
     EventListener,
     LineageChanged,
@@ -41,7 +40,7 @@ FAR_SECONDS = 0.25
 two, and blocks other commits for one."""
 
 Job = tuple[str, Coroutine[Any, Any, None]]
-"""What a part of a process does until it is cancelled; the name is for the log."""
+"""(name for the log, the work of a part of a process until it is cancelled)"""
 
 
 class LogFollower:
@@ -112,7 +111,7 @@ class LogFollower:
             )
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        """Raises the fault, so that the store refuses all further writes."""
+        """Apply the events. Raises the fault again, so that the store refuses all further writes."""
         try:
             self.world.apply(events)
             for listener in self._listeners:
@@ -173,7 +172,7 @@ class LogFollower:
             return True
 
     async def _reread(self, fault: LogShortened | LineageChanged) -> None:
-        """No event is delivered between the fault and `go_on_at`."""
+        """Read everything again. No event is delivered between the fault and `go_on_at`."""
         log.warning("reading all rows again", fault=str(fault))
         snapshot = await self._store.snapshot()
         refill(self.world, snapshot)
@@ -194,7 +193,7 @@ class LogFollower:
 
 
 def publish_seconds(policy: Policy) -> Seconds:
-    """How often last values are published and read: samples must not get too old on the way."""
+    """Return how often last values are published and read: samples must not get too old on the way."""
     return Seconds(min(1.0, policy.sample_period_seconds / 2))
 
 
@@ -213,6 +212,7 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_node(node)
     for device in snapshot.devices:
         world.add_device(device)
+    world.worker_sets.restore(snapshot.worker_sets)  # before the tasks that may run after one
     for task in snapshot.tasks:
         world.add_task(task)
     for lease in snapshot.leases:
@@ -223,7 +223,6 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_pledge(pledge)
     for request in snapshot.requests:
         world.add_request(request)
-    world.worker_sets = WorkerSets(snapshot.worker_sets)
     for pause in snapshot.pauses:
         world.queue.set_pause(pause.queue, pause, world.tasks)
     world.streams.update((stream.name, stream) for stream in snapshot.streams)

@@ -7,9 +7,10 @@ import os
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from gpubroker.wire.bounds import MOST_PRIORITY
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
@@ -18,7 +19,6 @@ from gpubroker_server.adapters.ray.driver.worker_calls import CallingDriver
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import (
-    connection_limits_of,
     defaults_of,
     hosts_of,
     kinds_of,
@@ -31,10 +31,14 @@ from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
 from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of, url_of
 from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
+from gpubroker_server.core.admission.permissions import Permissions
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.cluster.idle_templates import keep_filling
-from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
-from gpubroker_server.gateway.http.identity import (
+from gpubroker_server.gateway.parts import AppParts, OperatorRules
+from gpubroker_server.gateway.submission.capacity import Capacity
+from gpubroker_server.gateway.submission.translation import CLOUDPICKLE, PYTHON
+from gpubroker_server.http.connections import Connections, limited_by
+from gpubroker_server.http.identity import (
     EVERY_SCOPE,
     Callers,
     Identity,
@@ -42,24 +46,25 @@ from gpubroker_server.gateway.http.identity import (
     identity_of_run,
     new_token,
 )
-from gpubroker_server.gateway.http.waiters import Waiters
-from gpubroker_server.gateway.parts import AppParts, OperatorRules
-from gpubroker_server.gateway.proxy.connection import in_front_of
-from gpubroker_server.gateway.proxy.health_checks import HealthChecks
-from gpubroker_server.gateway.proxy.lanes import Lanes
-from gpubroker_server.gateway.proxy.plane import Plane
-from gpubroker_server.gateway.proxy.residency.draining import Draining
-from gpubroker_server.gateway.proxy.residency.holders import Adoption, QueuedModels
-from gpubroker_server.gateway.proxy.servers import Fleet
-from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
-from gpubroker_server.gateway.submission.admission import Permissions
+from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.waiters import Waiters
+from gpubroker_server.inference.draining import Draining
+from gpubroker_server.inference.health_checks import HealthChecks
+from gpubroker_server.inference.holders import Adoption, QueuedModels
+from gpubroker_server.inference.lanes import Lanes
+from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.protocols.triton_http.connection import in_front_of
+from gpubroker_server.inference.residency import ResidencyParts
+from gpubroker_server.inference.server_choice import Residencies
+from gpubroker_server.inference.servers import Fleet
+from gpubroker_server.inference.slot_leases import SlotLeases
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.ports.worker_calls import WorkerCalls
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.metrics import Telemetry
 
 if TYPE_CHECKING:
-    from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
+    from gpubroker_server.inference.protocols.triton_grpc.port import GrpcPort
 
 
 NODES_AT_ONCE = 20
@@ -97,6 +102,10 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
         self._waiters = Waiters(settings.limits.tenant_waits)
+        rules = rules_of(settings, self._host)
+        self._servers = servers_of(settings)
+        self._served = served_of(settings, hosts_of(settings))
+        self._residencies = self._residencies_of(rules, ids := Ids(), lead)
         self._parts = parts = AppParts(
             name=name,
             store=store,
@@ -105,27 +114,29 @@ class GatewayRole:
             follower=follower,
             leadership=lead,
             tokens=self._tokens,
-            rules=rules_of(settings, self._host),
+            rules=rules,
             shutdown=shut_down,
             has_executor=broker is not None,
             worker_calls=self._way_to_workers(),
             waiters=self._waiters,
+            ids=ids,
             access_log=settings.access_log,
             disk_full=disk_full,
-            servers=servers_of(settings),
-            served=served_of(settings, hosts_of(settings)),
+            servers=self._servers,
+            residencies=self._residencies,
         )
         app = create_app(parts)
         callers = Callers(parts.tokens, parts.rules.allowed_hosts)
         allow_open_files(settings.limits.connections * (1 if settings.triton.grpc_port is None else 2))
-        connection_limits = connection_limits_of(settings)
-        port = Connections(connection_limits, callers, parts.ids)
+        port = Connections(settings.limits, callers, parts.ids)
         plane = self._plane(parts, callers, app.state.telemetry) if parts.servers else None
+        layers: Any = app.middleware_stack  # all that FastAPI and Starlette would call in between
+        connection = limited_by(port) if plane is None else in_front_of(plane, port)
         config = uvicorn.Config(
-            app, http=limited_by(port) if plane is None else in_front_of(plane, port), ws="none", loop="none",
+            layers, http=connection, ws="none", loop="none",
             log_config=None, access_log=False, lifespan="off", server_header=False, proxy_headers=False,
         )  # fmt: skip
-        self._calls = None if plane is None else self._grpc_port(plane, connection_limits)
+        self._calls = None if plane is None else self._grpc_port(plane)
         self._closing: asyncio.Task[None] | None = None
         self._server = QuietServer(config)
         follower.listen(self._waiters.on_events)
@@ -137,7 +148,7 @@ class GatewayRole:
         if len(self._parts.servers) > 1:  # so that the first request finds its model
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_SECONDS):
-                    await HealthChecks(self._parts.servers).check_all()
+                    await HealthChecks(self._servers).check_all()
         if self._draining is not None and self._store.is_shared:
             await self._draining.report(self._store, self._name, self._follower.clock.now())
         if self._calls is not None:
@@ -148,29 +159,29 @@ class GatewayRole:
         jobs.append(("idle templates", keep_filling(self._parts)))
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
         jobs.append(("history of samples", self._keep_history()))
-        if self._parts.residencies is not None:
-            jobs.append(("use of models", self._parts.residencies.keep_reporting()))
-            jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))
-            jobs.append(("models without a holder", Adoption(self._parts.residencies).keep()))
+        if self._residencies is not None:
+            jobs.append(("use of models", self._residencies.keep_reporting()))
+            jobs.append(("models of inferences", QueuedModels(self._residencies).keep()))
+            jobs.append(("models without a holder", Adoption(self._residencies).keep()))
         if self._draining is not None and self._store.is_shared:
             keep = self._draining.keep_reporting(self._store, self._name, self._follower.clock)
             jobs.append(("presence", keep))
         if self._slots is not None:
             jobs.append(("slots of models", self._slots.keep()))
         if self._parts.servers:
-            jobs.append(("servers of models", HealthChecks(self._parts.servers).keep()))
+            jobs.append(("servers of models", HealthChecks(self._servers).keep()))
         return jobs
 
     async def serve(self) -> None:
-        """Until `stop`."""
+        """Serve requests until `stop`."""
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
             if self._calls is not None:
                 await (self._closing or self._calls.close(0))
-            for server in self._parts.servers:
+            for server in self._servers:
                 await server.close()
-            for _, host in self._parts.served:
+            for _, host in self._served:
                 await host.close()
 
     def drain(self) -> None:
@@ -233,9 +244,9 @@ class GatewayRole:
             self._slots = SlotLeases(
                 self._name, slots, lanes, self._store, self._follower.clock, parts.leadership.leader
             )
-        fleet = Fleet(self._parts.servers, parts.residencies)
+        fleet = Fleet(self._servers, self._residencies)
         telemetry.show_lanes(lanes.figures)
-        if parts.residencies is not None:
+        if self._residencies is not None:
             self._draining = Draining(parts.follower.world, lanes)
             self._follower.listen(self._draining.on_events)
             if self._broker is not None:
@@ -252,18 +263,35 @@ class GatewayRole:
             most_waiting_bytes=self._settings.triton.waiting_bytes,
             tenant_requests=self._settings.limits.tenant_requests,
             takes_files=self._settings.triton.load_files,
-            residencies=parts.residencies,
+            residencies=self._residencies,
             audit=self._store.audit,
             access_log=self._settings.access_log,
         )
 
-    def _grpc_port(self, plane: Plane, limits: ConnectionLimits) -> "GrpcPort | None":
-        """Raises StartRefused."""
+    def _residencies_of(self, rules: OperatorRules, ids: Ids, lead: LeaderStatus) -> Residencies | None:
+        """None if no model server is in the ledger."""
+        world = self._follower.world
+        parts = ResidencyParts(
+            world=world,
+            policy=rules.policy,
+            clock=self._follower.clock,
+            store=self._store,
+            ids=ids,
+            waiters=self._waiters,
+            fleet=Capacity(world, rules.policy),
+            admission=rules.admission,
+            forecasts=lead.forecasts,
+            settle_seconds=rules.limits.settle_seconds,
+        )
+        return Residencies(parts, self._served) if self._served else None
+
+    def _grpc_port(self, plane: Plane) -> "GrpcPort | None":
+        """Open the gRPC port if the settings name one. Raises StartRefused."""
         if self._settings.triton.grpc_port is None:
             return None
         from gpubroker_server.bootstrap.grpc_proxy import grpc_port_of
 
-        return grpc_port_of(self._settings, plane, self._listener.getsockname()[0], limits)
+        return grpc_port_of(self._settings, plane, self._listener.getsockname()[0])
 
     async def _write_client_file(self) -> None:
         """Write where this service is; on the first start, create the admin token."""
@@ -277,9 +305,12 @@ class GatewayRole:
         write_private(path, json.dumps({"url": self.url, "token": secret}))
 
     async def _new_admin(self, name: str) -> str | None:
-        """None if the name exists, perhaps by a gateway that started at the same moment."""
+        """Return the secret of a new token with every right; None if the name exists already, perhaps because
+        another gateway started at the same moment."""
         now = self._follower.clock.now()
-        secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
+        secret, row = new_token(
+            name, tenant="default", scopes=[EVERY_SCOPE], max_priority=MOST_PRIORITY, now=now
+        )
         return secret if await self._store.put_token(row, by=self._name) else None
 
 
@@ -287,7 +318,7 @@ def rules_of(settings: Settings, host: str) -> OperatorRules:
     """`host`: the address of the gateway's own port."""
     return OperatorRules(
         permissions=Permissions(
-            policy_of(settings), tuple(settings.entrypoints), tuple(settings.env_allowed)
+            policy_of(settings), settings.entrypoints, PYTHON, CLOUDPICKLE, settings.env_allowed
         ),
         defaults=defaults_of(settings),
         limits=limits_of(settings),

@@ -12,10 +12,8 @@ from urllib.parse import urlsplit
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
 from gpubroker_server.bootstrap.model_servers import headers_of, trust_of
 from gpubroker_server.bootstrap.start_checks import StartRefused
-from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.connections import ConnectionLimits
-from gpubroker_server.gateway.proxy.grpc_port import GrpcCalls, GrpcPort
-from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.protocols.triton_grpc.port import GrpcCalls, GrpcPort
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
@@ -23,8 +21,8 @@ CALLS_PER_CONNECTION = 16
 """Calls at once for each connection that a server may have; more are refused."""
 
 
-def grpc_port_of(settings: Settings, plane: Plane, host: str, limits: ConnectionLimits) -> GrpcPort:
-    """Raises StartRefused."""
+def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
+    """Listen for calls of Triton's gRPC protocol. Raises StartRefused."""
     port = settings.triton.grpc_port
     assert port is not None
     speaking = {given.name: given for given in settings.triton.servers if given.grpc_url}
@@ -33,7 +31,7 @@ def grpc_port_of(settings: Settings, plane: Plane, host: str, limits: Connection
             server.calls = RpcBackend(rpc_server_of(speaking[server.name]))
     most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in speaking.values())
     try:
-        return GrpcPort(GrpcCalls(plane), host, port, most_calls, plane.most_body_bytes, limits)
+        return GrpcPort(GrpcCalls(plane), host, port, most_calls, plane.most_body_bytes, settings.limits)
     except OSError as fault:
         raise StartRefused(
             f"cannot listen on {host}:{port} for gRPC: {fault}; is the port in use? "
@@ -42,7 +40,7 @@ def grpc_port_of(settings: Settings, plane: Plane, host: str, limits: Connection
 
 
 def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
-    """Reads its files. Raises StartRefused."""
+    """Return how to call a server over gRPC. Reads its files. Raises StartRefused."""
     assert given.grpc_url is not None
     url = urlsplit(given.grpc_url)
     is_encrypted = url.scheme == "https"
@@ -55,8 +53,8 @@ def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
         roots=_roots_of(given) if is_encrypted else None,
         key=given.key_file.read_bytes() if is_encrypted and given.key_file else None,
         chain=given.cert_file.read_bytes() if is_encrypted and given.cert_file else None,
-        connect_seconds=Seconds(given.connect_seconds),
-        silence_seconds=Seconds(given.silence_seconds),
+        connect_seconds=given.connect_seconds,
+        silence_seconds=given.silence_seconds,
     )
 
 

@@ -4,9 +4,10 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
@@ -47,7 +48,8 @@ class LeaderStatus:
         follower.on_reread.append(self._on_reread)
 
     async def begin(self) -> None:
-        """Raises StartRefused if the leader uses another Ray than this process would."""
+        """Read the leader's first values. Raises StartRefused if the leader uses another Ray than this
+        process would."""
         if self._broker is not None:
             _, values = await self._store.published(0)
             if self._store.is_shared:
@@ -70,13 +72,13 @@ class LeaderStatus:
         return last
 
     def last_fleet(self) -> FleetSeen | None:
-        """What the leader makes of the fleet, or what the last one did."""
+        """Return what the leader makes of the fleet, or what the last one did."""
         if self._broker is not None:
             return self._broker.last_fleet()
         return None if self._published is None else self._published.fleet
 
     def executor_status(self) -> Mapping[str, Any]:
-        """Of the leader's executor, else of the one in this process."""
+        """Return the status of the leader's executor, else of the one in this process."""
         leader = self.leader()
         if leader is not None:
             return leader.executor
@@ -85,14 +87,15 @@ class LeaderStatus:
         return {"state": "unknown", "address": "", "message": "there is no leader"}
 
     def paused(self) -> PausedDetection | None:
-        """Without the rest of what is known of the leader, which has something of each node."""
+        """Return which silent nodes the leader does not give up. Reads nothing else of the leader, which has
+        something of each node."""
         if (here := self._here()) is not None and here.term() is not None:
             return here.paused()
         leader = self.leader()
         return None if leader is None else leader.paused
 
     def forecasts(self) -> Sequence[Forecast]:
-        """Each process computes the same ones from the same World."""
+        """Return the forecasts of starts. Each process computes the same ones from the same World."""
         here = self._here()
         return self._forecast_rounds.forecasts if here is None else here.forecasts()
 

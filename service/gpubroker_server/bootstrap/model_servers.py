@@ -8,24 +8,22 @@ from urllib.parse import urlsplit
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.adapters.triton.inference_client import TritonInferenceClient
 from gpubroker_server.bootstrap.start_checks import StartRefused
-from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
-from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.serving.batching import BatchRules
+from gpubroker_server.core.domain.server_rules import ServerRules
+from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.lane import LaneRules
-from gpubroker_server.gateway.proxy.lanes import LaneOptions
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
-from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.inference.lanes import LaneOptions
+from gpubroker_server.inference.protocols.triton.checks import TRITON
+from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.inferences import InferenceClient
 from gpubroker_server.ports.models import ModelHost
-from gpubroker_server.ports.store import Clock
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
 
 def servers_of(settings: Settings) -> list[Server]:
-    """Raises StartRefused."""
+    """Return the model servers that the settings name. Raises StartRefused."""
     return [
-        Server(given.name, HttpBackend(server_of(given)), is_managed=bool(given.node))
+        Server(given.name, HttpBackend(server_of(given)), TRITON, is_managed=bool(given.node))
         for given in settings.triton.servers
     ]
 
@@ -33,8 +31,12 @@ def servers_of(settings: Settings) -> list[Server]:
 def lane_options_of(settings: Settings) -> LaneOptions:
     given, types = settings.triton, settings.model_types
     return LaneOptions(
-        LaneRules(given.waiting, given.tenant_share, settings.policy.ageing_seconds_per_point),
-        Seconds(given.queue_seconds),
+        LaneRules(
+            given.waiting,
+            given.tenant_share,
+            settings.policy.ageing_seconds_per_point,
+            given.queue_seconds,
+        ),
         given.priority,
         {name.encode(): slots for name, slots in given.slots.items()},
         {name: chosen.priority for name, chosen in types.items() if chosen.priority is not None},
@@ -42,52 +44,32 @@ def lane_options_of(settings: Settings) -> LaneOptions:
 
 
 def inference_clients_of(settings: Settings) -> list[InferenceClient]:
-    """Each has connections of its own, which it opens when it needs them. Raises StartRefused."""
+    """Return a client for each server. It opens its connections when it needs them. Raises StartRefused."""
     most_bytes = settings.limits.result_bytes
     return [TritonInferenceClient(server_of(given), most_bytes) for given in settings.triton.servers]
 
 
-def inference_desk_of(
-    settings: Settings, clients: Sequence[InferenceClient], clock: Clock
-) -> InferenceDispatcher:
-    return InferenceDispatcher(clients, clock, rules=batch_rules_of(settings))
-
-
-def batch_rules_of(settings: Settings) -> dict[str, BatchRules]:
-    """By model."""
-    return {
-        model: BatchRules(given.max_size, Seconds(given.delay_seconds))
-        for model, given in settings.triton.batch.items()
-    }
-
-
 def served_of(settings: Settings, hosts: Sequence[ModelHost]) -> list[tuple[ServerRules, ModelHost]]:
-    """The servers of leased models, with the hosts that `compose.hosts_of` made."""
-    managed = [given for given in settings.triton.servers if given.node]
-    return list(zip([_rules_of(settings, given) for given in managed], hosts, strict=True))
+    """Pair the servers of leased models with the hosts that `compose.hosts_of` made."""
+    rules = [_rules_of(settings, given) for given in settings.triton.managed]
+    return list(zip(rules, hosts, strict=True))
 
 
 def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
     triton = settings.triton
-    models = {
-        name: ModelRules(
-            None if m.gpu_mb is None else Mib(m.gpu_mb), m.priority, Seconds(m.load_seconds), m.gpus
-        )
-        for name, m in given.models.items()
-    }
     return ServerRules(
         given.name,
         given.node,
-        tuple(given.devices),
-        given.metrics_url is not None,
-        triton.tenant,
-        triton.priority,
-        Seconds(settings.defaults.grace_seconds),
-        Mib(given.base_mb),
-        Mib(triton.least_mb),
-        Seconds(triton.cold_seconds),
-        Seconds(triton.wanted_seconds),
-        models,
+        given.devices,
+        tells_gpus=given.metrics_url is not None,
+        tenant=triton.tenant,
+        priority=triton.priority,
+        grace_seconds=Seconds(settings.defaults.grace_seconds),
+        base_mb=given.base_mb,
+        least_mb=triton.least_mb,
+        cold_seconds=triton.cold_seconds,
+        wanted_seconds=triton.wanted_seconds,
+        models=given.models,
     )
 
 
@@ -105,13 +87,13 @@ def server_of(given: TritonServerSettings, address: str = "") -> TritonServer:
         headers=tuple((name.encode(), value.encode()) for name, value in headers.items()),
         tls=trust_of(given) if url.scheme == "https" else None,
         connections=given.connections,
-        connect_seconds=Seconds(given.connect_seconds),
-        silence_seconds=Seconds(given.silence_seconds),
+        connect_seconds=given.connect_seconds,
+        silence_seconds=given.silence_seconds,
     )
 
 
 def headers_of(given: TritonServerSettings) -> dict[str, str]:
-    """With its credentials. Raises StartRefused."""
+    """Return the headers for the server, with its credentials. Raises StartRefused."""
     headers = dict(given.headers)
     if given.token_file is not None:
         headers["Authorization"] = f"Bearer {_token_in(given)}"

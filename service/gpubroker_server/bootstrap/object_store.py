@@ -22,8 +22,8 @@ _OPEN = "-"
 
 
 async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
-    """Raises StartRefused unless the directory belongs to this database: a database deletes objects that its
-    rows do not name."""
+    """Open the directory of objects. Raises StartRefused unless it belongs to this database: a database
+    deletes objects that its rows do not name."""
     folder = settings.objects
     known = await store.blobs() or await store.claim_blobs(f"{secrets.token_hex(8)}{_OPEN}", instead_of="")
     is_first = known.endswith(_OPEN)

@@ -23,7 +23,6 @@ from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.submission import withdrawn_entrypoints
-from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.store import Outgrown, StoreUnavailable
 from gpubroker_server.settings.loading import Settings, default_data_dir
 
@@ -71,7 +70,7 @@ class Process:
         self._stop_cluster = False
         self._fault: BaseException | None = None
         """Why this process must stop."""
-        half_life_seconds = Seconds(settings.policy.usage_half_life_seconds)
+        half_life_seconds = settings.policy.usage_half_life_seconds
         self._follower = follower = LogFollower(store, half_life_seconds, self._fail)
         self._runs = runs = RunAccess(settings, listener)
         self._broker = broker = BrokerRole(name, settings, store, follower, blobs, runs) if leads else None

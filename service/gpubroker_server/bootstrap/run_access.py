@@ -17,7 +17,7 @@ class RunAccess:
     """Gives nothing unless `submit_from_tasks` is set."""
 
     def __init__(self, settings: Settings, listener: socket.socket | None) -> None:
-        """Raises StartRefused if tasks could not be told where a gateway is, or the key cannot be read."""
+        """Raise StartRefused if tasks could not be told where a gateway is, or the key cannot be read."""
         self._tokens: RunTokens | None = None
         self._url = settings.tasks_url or ("" if listener is None else url_of(listener))
         if not settings.submit_from_tasks:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import structlog
+from msgspec import structs
 
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.settings.loading import LOOPBACK, Settings
@@ -49,7 +50,7 @@ def prepare_data_dir(data_dir: Path) -> None:
 
 
 def check_installed(settings: Settings, *, leads: bool) -> None:
-    """Whether the extras are there that these settings need. Raises StartRefused."""
+    """Check that the extras are there that these settings need. Raises StartRefused."""
     needed = []
     if leads and settings.engine == "ray":
         needed.append(("ray", "ray", "to run tasks (engine: ray)"))
@@ -89,10 +90,9 @@ def check_shared(settings: Settings) -> None:
 
 
 def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Whether the token and the certificates for a joined Ray are there and fit. Raises StartRefused.
-
-    They are named by settings or, as for Ray itself, in the environment. Ray would try for minutes.
-    """
+    """Check that the token and the certificates for a joined Ray are there and fit. Raises StartRefused. They
+    are named by settings or, as for Ray itself, in the environment. Without this check Ray would try for
+    minutes."""
     if settings.engine != "ray":
         return
     if "://" in (client := environment.get("RAY_ADDRESS", "")):
@@ -106,7 +106,7 @@ def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.env
     if token is not None:
         _check_readable("ray.token_file", token)
     if tls is not None:
-        named = {f"ray.tls.{name}": Path(file) for name, file in tls.model_dump().items()}
+        named = {f"ray.tls.{name}": Path(file) for name, file in structs.asdict(tls).items()}
     elif environment.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
         for name in names:
@@ -129,7 +129,7 @@ def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.env
 
 
 def _check_readable(name: str, path: Path) -> None:
-    """Raises StartRefused."""
+    """Check that the file has text and can be read. Raises StartRefused."""
     try:
         empty = not path.read_bytes()
     except OSError as error:
@@ -142,7 +142,7 @@ def _check_readable(name: str, path: Path) -> None:
 
 
 def check_task_surroundings(settings: Settings) -> None:
-    """Whether `task_user` and `task_path` exist, if tasks run on this machine. Raises StartRefused."""
+    """Check that `task_user` and `task_path` exist, if tasks run on this machine. Raises StartRefused."""
     if settings.ray.address or settings.engine != "ray":
         return
     if settings.task_user:

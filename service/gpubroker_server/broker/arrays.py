@@ -3,16 +3,19 @@
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.orders import ItemsReported, Report
-from gpubroker_server.core.domain.submission import array_terms_from
+from gpubroker_server.core.domain.submission import array_terms_from, state_of_array
+from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle.array_items import ArrayWork
+from gpubroker_server.core.world.dependencies import TaskEnd
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.store import BlobStore, BlobTooLarge, TaskStore
+from gpubroker_server.ports.store import BlobStore, BlobTooLarge, StoredState, TaskStore
 
 
 class Arrays:
@@ -28,14 +31,15 @@ class Arrays:
         """The arrays that these reports are about, to be changed; and those without work left, some of whose
         workers are still there. Raises StoreUnavailable."""
         tasks = (self._world.tasks.get(it.task) for it in reports if isinstance(it, ItemsReported))
-        heard = {task.array for task in tasks if task is not None and task.array is not None}
+        holders = (task.holder for task in tasks if task is not None)
+        heard = {holder.array for holder in holders if isinstance(holder, WorkerSeat)}
         found = [await self._find(array) for array in sorted(heard)]
         self._drafts = {work.terms.id: work.copy() for work in found if work is not None}
         over = {array: work for array, work in self._works.items() if work.left == 0}
         return {**over, **self._drafts}
 
     def begin_commit(self) -> None:
-        """Until `committed`, what was decided may be so or not."""
+        """Set aside the arrays with decisions: until `committed`, what was decided may be so or not."""
         for array in self._drafts:
             self._works.pop(array, None)
 
@@ -60,6 +64,30 @@ class Arrays:
         return work
 
 
+async def ends_of(store: TaskStore, stands: Mapping[TaskId, StoredState]) -> dict[TaskId, TaskEnd]:
+    """Return how these tasks ended, or stand. The id of an array means all of it: it has ended when its last
+    worker has, and succeeded if all its items did."""
+    ends = {task: TaskEnd(at.state, at.failed_by) for task, at in stands.items()}
+    for task, at in stands.items():
+        if at.array == task and at.state.is_terminal:
+            ends[task] = await _end_of_array(store, task) or ends[task]
+    return ends
+
+
+async def _end_of_array(store: TaskStore, array: TaskId) -> TaskEnd | None:
+    """Return None if its terms are gone."""
+    text = await store.batch_answer(array)
+    if not text:
+        return None
+    terms = array_terms_from(json.loads(text))
+    workers = await store.states(terms.workers)
+    if not all(at.state.is_terminal for at in workers.values()):
+        return TaskEnd(TaskState.RUNNING)
+    counts = await store.item_counts(array)
+    state = state_of_array(terms, counts.done, counts.failed, [at.state for at in workers.values()])
+    return TaskEnd(TaskState(state), next((at.failed_by for at in workers.values() if at.failed_by), None))
+
+
 async def with_pages_stored(
     decisions: Sequence[Decision], blobs: BlobStore, inline_bytes: int
 ) -> list[Decision]:
@@ -70,7 +98,7 @@ async def with_pages_stored(
         zip(map(id, large), await asyncio.gather(*(_put(blobs, page) for page in large)), strict=True)
     )
     return [
-        changed(one, items=tuple(stored.get(id(page), page) for page in one.items)) if one.items else one
+        replace(one, items=tuple(stored.get(id(page), page) for page in one.items)) if one.items else one
         for one in decisions
     ]
 

@@ -4,23 +4,24 @@ gateways, and ask an autoscaler for room."""
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import structlog
+from msgspec.structs import replace
 
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone
 from gpubroker_server.core.domain.orders import Report
 from gpubroker_server.core.domain.policy import Policy, Retention
+from gpubroker_server.core.domain.progress import Progress
 from gpubroker_server.core.domain.units import DeviceKey, NodeName, Position, Seconds, TaskId, Term
 from gpubroker_server.core.explain.autoscaling import autoscaling_demand, room_for_all
 from gpubroker_server.core.lifecycle.model_adoption import left_processes
 from gpubroker_server.core.lifecycle.model_turns import is_contended, turns
 from gpubroker_server.core.serving.slots import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import (
     PRESENT_SECONDS,
     LastValues,
@@ -64,7 +65,8 @@ class ResourceRequests:
     """Replaces what was asked for before."""
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds = REQUEST_SECONDS) -> None:
-        """Until cancelled. Repeats itself, because the autoscaler may have been started again."""
+        """Request the demand until cancelled, again and again, because the autoscaler may have been started
+        again."""
         while True:
             if term() is not None:
                 demand = autoscaling_demand(self.world, self.policy, self.clock.now())
@@ -86,12 +88,12 @@ class Publisher:
     def __post_init__(self) -> None:
         self._term = Term(0)
         self._number = 0
-        """Of the last publication of this term."""
+        """The number of the last publication of this term."""
         self._samples: dict[DeviceKey, DeviceSample] = {}
         self._nodes: dict[NodeName, NodeSample] = {}
         self._runs: dict[TaskId, Progress] = {}
         self._idle: Sequence[Idle] | None = None
-        """What was last published."""
+        """The idle devices that were last published."""
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
         """While there is a term, until cancelled."""
@@ -101,7 +103,7 @@ class Publisher:
                 await self.publish(leading)
 
     async def publish(self, term: Term) -> None:
-        """What cannot be written now is published the next time."""
+        """Publish what has changed. What cannot be written now is published the next time."""
         if term != self._term:
             self._term, self._number, self._idle = term, 0, None
             self._samples, self._nodes, self._runs = {}, {}, {}
@@ -201,10 +203,10 @@ class Pruner:
     heard: Callable[[], Position]
     """The position in the log of this process's World."""
     may_prune: Callable[[], bool]
-    """Whether the clock counts for long enough to delete by it."""
+    """Returns True if the clock counts for long enough to delete by it."""
 
     async def keep(self, every_seconds: Seconds = PRUNE_SECONDS) -> None:
-        """Until cancelled."""
+        """Delete what is too old, until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             try:
@@ -224,7 +226,7 @@ class Pruner:
 
 
 async def gateways_have_let_go(store: PresenceStore, clock: Clock, claim: str) -> bool:
-    """Whether all gateways have let go of a claim on a model."""
+    """Return True if all gateways have let go of a claim on a model."""
     present = await _present(store, clock)
     return present is not None and all(claim in gateway.let_go for gateway in present)
 
@@ -251,7 +253,7 @@ async def watch_model_use(
     clock: Clock,
     hear: Callable[[Sequence[Report]], None],
 ) -> None:
-    """Until cancelled, ask gateways which models are in use, while an equal waits for the memory of one.
+    """Ask gateways until cancelled which models are in use, while an equal waits for the memory of one.
     `hear` is called only if that changes whose turn it is. `read`: as `models_in_use`. Gateways have one
     interval to say that: they do so when they learn that something waits."""
     was_contended = False
@@ -266,8 +268,8 @@ async def watch_model_use(
 async def watch_left_servers(
     world: World, is_gone: Callable[[str], bool], hear: Callable[[Sequence[Report]], None]
 ) -> None:
-    """Until cancelled. A server that is no longer in the settings is not asked. `is_gone`: whether this
-    machine knows that the process has ended."""
+    """Report servers whose process has ended, until cancelled. A server that is no longer in the settings is
+    not asked. `is_gone` says whether this machine knows that the process has ended."""
     while True:
         hear([ServerGone(process) for process in sorted(left_processes(world)) if is_gone(process)])
         await asyncio.sleep(SERVER_GONE_SECONDS)

@@ -21,7 +21,7 @@ class ClientRequests:
         self._policy = policy
         self._blobs = blobs
         self._asked: set[str] = set()
-        """Those that were passed on to an agent."""
+        """The requests that were passed on to an agent."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
         """All, except those that an agent may still answer."""

@@ -100,7 +100,7 @@ class Committer:
             self._undispatched = []
 
     def seconds(self) -> float:
-        """How long commits take now; 0 if there was none lately."""
+        """The seconds that commits take now; 0 if there was none lately."""
         now = self.ticks()
         if self._began_at is not None:
             return now - self._began_at
@@ -108,7 +108,7 @@ class Committer:
         return seconds if now - ended_at < LATELY_SECONDS else 0.0
 
     def check_leader_term(self) -> None:
-        """Raises LeaderTermOver."""
+        """Check that the term still lasts. Raises LeaderTermOver."""
         if self.leader_term.is_over(self.ticks()):
             raise LeaderTermOver(f"term {self.leader_term.term} was not renewed in time; stop leading")
 
@@ -116,7 +116,8 @@ class Committer:
         self._refused.clear()
 
     def end_cycle(self) -> None:
-        """Raises PictureDiverged. Reports are counted by themselves."""
+        """Count the refusals of this cycle; reports are counted apart. Raises PictureDiverged after too many
+        of one subject."""
         self._refusals = {subject: self._refusals.get(subject, 0) + 1 for subject in self._refused}
         for subject, cycles in self._refusals.items():
             if cycles == TRIES:
@@ -148,5 +149,5 @@ class Committer:
 
 
 def rejected(decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> list[Decision]:
-    """Those that the database would refuse again."""
+    """Return the decisions that the database would refuse again."""
     return [d for d, verdict in zip(decisions, verdicts, strict=True) if verdict in _REJECTED]

@@ -22,15 +22,15 @@ GIVEN_UP_SECONDS = Seconds(3600.0)
 """A request that no agent has answered for so long is settled without an answer."""
 INHERITED = "asked before this leader led: what an earlier one has ordered to delete is in the audit log"
 SETTINGS_TENANT = "default"
-"""Of what the operator's configuration does."""
+"""The tenant of passes that the operator's configuration asks for."""
 
 
 _FILE_URI = re.compile("file:(?://[^/]*)?(/.*)", re.DOTALL | re.IGNORECASE)
 
 
 def local_paths(uri: str) -> set[str]:
-    """What a checkpoint's address may be called on its node: a path is one as it is, whatever characters its
-    name has; that of a `file:` URI may be quoted or not."""
+    """Return the paths that a checkpoint's address may name on its node. A path stands for itself, whatever
+    characters it has; the path in a `file:` URI may be quoted or not."""
     if (found := _FILE_URI.fullmatch(uri)) is None:
         paths = {uri} if uri.startswith("/") else set()
     else:
@@ -46,9 +46,9 @@ class _Pass:
     actor: str
     deletes: bool
     caveat: str = ""
-    """Of its answer."""
+    """A caveat that the answer adds."""
     found: DiskReport | None = None
-    """What may go; its deletion is ordered."""
+    """The files that may go; their deletion is ordered."""
 
 
 class DiskPasses:
@@ -61,7 +61,7 @@ class DiskPasses:
         self._blobs = blobs
         self._pace = Interval(policy.sample_period_seconds)
         self._passes: dict[str, _Pass] = {}
-        """By request; those of the leader itself by `auto/` and the node."""
+        """Request -> pass. The leader's own passes are named `auto/` and the node."""
         self._since = Instant(0.0)
         """When this leader first looked at requests."""
 
@@ -90,7 +90,7 @@ class DiskPasses:
         decisions = []
         for name in nodes_to_clean(self._world, self._guard, fresh_since):
             id, last = f"auto/{name}", self._passes.get(f"auto/{name}")
-            if last is None or now - last.at >= self._guard.clean_seconds:
+            if last is None or now - last.at >= self._guard.clean_every_seconds:
                 self._passes[id] = _Pass(name, now, SETTINGS_TENANT, "settings", deletes=True)
                 above = self._guard.rules_of(self._world.nodes[name]).clean
                 order = self._order(id, name, runs_sync=True, above=above)
@@ -124,7 +124,7 @@ class DiskPasses:
         return Decision(node, request.what, orders=(self._order(request.id, node, runs_sync=cleans),))
 
     def _delete(self, asked: _Pass, report: DiskReport, now: Instant) -> Decision:
-        """Each file is in the audit log before it goes."""
+        """Return the decision that deletes the files. Each file is in the audit log before it goes."""
         audit = tuple(
             AuditNote(now, asked.tenant, asked.actor, "disk.delete", f"{report.node}:{file.whole_path}",
                       f"{file.file_class.value}, {file.size_bytes} bytes")
@@ -144,9 +144,9 @@ class DiskPasses:
         above: float = 0.0,
     ) -> DiskOrder:
         guard = self._guard
-        rules = guard.rules_of(self._world.nodes[node])
-        about = guard.roots, guard.spared, rules.warn, rules.old_seconds
-        return DiskOrder(node, request, *about, deletes=deletes, runs_sync=runs_sync, above=above)
+        warn = guard.rules_of(self._world.nodes[node]).warn
+        about = guard.roots, guard.spared, warn, guard.old_seconds
+        return DiskOrder(request, *about, deletes, runs_sync, above=above, node=node)
 
     def _told(self, report: DiskReport, found: DiskReport | None, caveat: str) -> Mapping[str, Any]:
         """`found`: if this is the report of a deletion, what was looked at before it."""
@@ -156,7 +156,7 @@ class DiskPasses:
             kept.update(dict(one.kept))
         node, sample = self._world.nodes.get(report.node), self._world.node_samples.get(report.node)
         disks = () if node is None or sample is None else sample.disks
-        rules = self._guard.rules if node is None else self._guard.rules_of(node)
+        rules = self._guard if node is None else self._guard.rules_of(node)
         return {
             "at": report.at,
             "deleted": found is not None,

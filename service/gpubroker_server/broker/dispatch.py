@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
+from msgspec.structs import replace
 
 from gpubroker_server.broker.disk_passes import local_paths
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
@@ -71,7 +72,7 @@ class Dispatcher:
     world: World
     clock: Clock
     entrypoints: EntrypointPatterns
-    """Those that are allowed now."""
+    """The entrypoints that are allowed now."""
     desk: ModelDispatcher | None = None
     """For leased models."""
     inferences: InferenceDispatcher | None = None
@@ -82,7 +83,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self._specs: Mapping[TaskId, RunSpec] = {}
-        """What `look_up` read last."""
+        """The specifications that `look_up` read last."""
         self._looks: set[asyncio.Task[None]] = set()
 
     async def look_up(self, decisions: Sequence[Decision]) -> None:
@@ -165,7 +166,8 @@ class Dispatcher:
         return payloads, impossible
 
     async def _look_at_disks(self, order: DiskOrder) -> None:
-        """With the paths of checkpoints from which tasks would go on. Beside the cycles: it reads each."""
+        """Send the order with the paths of checkpoints from which tasks would go on. It runs beside the
+        cycles, because it reads each task's checkpoints."""
         saved = [task.id for task in self.world.tasks.values() if task.checkpoint_at and not task.is_terminal]
         live: set[str] = set()
         try:
@@ -190,7 +192,8 @@ class Dispatcher:
         )
 
     async def _with_secrets(self, tenant: str, spec: RunSpec) -> RunSpec:
-        """With the texts of the secrets that its env names. Raises StoreUnavailable, SecretMissing."""
+        """Return the run with the texts of the secrets that its env names. Raises StoreUnavailable,
+        SecretMissing."""
         named = secrets_named(spec.env)
         if not named:
             return spec

@@ -4,16 +4,19 @@ it found, so that nothing changes in the middle of a plan."""
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.control.backpressure import longest_wait_seconds
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice
+from gpubroker_server.core.domain.holders import Inference
 from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.task import Move, Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.events import Event
@@ -48,11 +51,15 @@ ANSWER_SECONDS = 2.0
 """A look waits no longer for the disks of this machine, and goes without them."""
 
 
+_MOVES: Mapping[str, Move] = {f"task.{move}": move for move in Move}
+"""Kind of event -> what became of a task."""
+
+
 class HostUse(NamedTuple):
     """Of the machine of this process, in percent; None: not known."""
 
     disk_percent: float | None
-    """Of the fullest disk that the service writes to."""
+    """How full the fullest disk is that the service writes to."""
     memory_percent: float | None
 
 
@@ -67,7 +74,7 @@ class FleetKeeper:
     """How long commits take now."""
     templates: IdleTemplates
     before: InitVar[FleetSeen | None] = None
-    """What the last leader published."""
+    """The fleet that the last leader published."""
 
     def __post_init__(self, rules: FleetRules, before: FleetSeen | None) -> None:
         self._control = FleetControl(rules, self.policy, before)
@@ -76,7 +83,7 @@ class FleetKeeper:
         self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []
         self._room: BackgroundRoom | None = None
-        """Of the last look, until a cycle takes it over."""
+        """The room found by the last look, until a cycle takes it over."""
         self._began_at = self.clock.now()
         self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
@@ -89,8 +96,8 @@ class FleetKeeper:
         return replace(self._control.seen, done=dict(self._throughput.done), events=dict(self._events))
 
     async def keep(self, between_cycles: asyncio.Event) -> None:
-        """Until cancelled. A look takes milliseconds, so a cycle that is under way ends first; not one that
-        takes long, for slow commits have to be seen."""
+        """Look at the fleet again and again, until cancelled. A look takes milliseconds, so a short cycle
+        that is under way ends first; a long one does not, for slow commits have to be seen."""
         period_seconds = self.policy.sample_period_seconds
         while True:
             host = await self._ask()
@@ -137,13 +144,13 @@ class FleetKeeper:
         self._news = [notice for notice in self._news if id(notice) not in told]
 
     def on_committed(self, decisions: Sequence[Decision]) -> None:
-        """Its own news, and what became of reports."""
+        """Note the fleet's own news, and what became of reports."""
         self.told(decisions)
         self._control.memory_failures.note(decisions)
         self._throughput.done[ITEMS] += sum(page.count for one in decisions for page in one.items)
 
     def hear(self, reports: Sequence[Report]) -> None:
-        """What a run answered before this leader began is not counted."""
+        """Count what runs have answered. What a run answered before this leader began is not counted."""
         for report in reports:
             row = self.world.tasks.get(report.task) if isinstance(report, Loaded) else None
             if isinstance(report, Loaded) and row is not None and not row.is_terminal:
@@ -159,17 +166,21 @@ class FleetKeeper:
         for event in events:
             if event.kind in self._events:
                 self._events[event.kind] += 1
-            subject, _, what = event.kind.partition(".")
-            if subject != "task":
+            what = _MOVES.get(event.kind)
+            if what is None:
                 continue
             task = event.task or self.world.tasks.get(TaskId(event.key))
-            self._throughput.moved(Move(what), is_inference=task is not None and task.is_inference)
+            match task:
+                case Task(holder=Inference()):
+                    self._throughput.moved(what, is_inference=True)
+                case _:
+                    self._throughput.moved(what, is_inference=False)
             if task is None:
                 continue
             if task.is_terminal:
                 self._control.loads.pop(task.id, None)
                 self._control.fill.end(task, event.at)
-            if what == Move.SUBMITTED:
+            if what is Move.SUBMITTED:
                 self._control.fill.note(task, is_new=True)
 
     def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:

@@ -81,7 +81,7 @@ class InferenceDispatcher:
         self._known: dict[Claim, _QueuedInference] = {}
 
     async def run(self, hear: Hear) -> None:
-        """Until cancelled. `hear` receives the reports."""
+        """Send queued inferences until cancelled. `hear` receives the reports."""
         self._hear = hear
         if self._unheard:
             hear(self._unheard)
@@ -226,7 +226,7 @@ class _ModelQueue:
             self._under_way -= 1
 
     async def _ask(self, batch: Sequence[_QueuedInference]) -> None:
-        """In one request; then one by one if one of them may have failed the others."""
+        """Ask in one request; then one by one if one of them may have failed the others."""
         try:
             self.report(batch, await self._answers([one.request for one in batch]))
         except InferenceFailed as refused:

@@ -81,7 +81,7 @@ class LeaderCandidate:
         return None if self.leader is None else self.leader.leader_term.term
 
     def seconds_left(self) -> Seconds:
-        """How long this process may lead without another renewal; 0 while it does not lead."""
+        """Return how long this process may lead without another renewal; 0 while it does not lead."""
         return Seconds(0.0) if self.leader is None else self.leader.leader_term.seconds_left(self.ticks())
 
     def end_term(self, why: str, *, has_lost_commits: bool) -> None:
@@ -92,7 +92,7 @@ class LeaderCandidate:
             self._end_early(why)
 
     async def run(self) -> None:
-        """Raises PictureDiverged, and what a listener raised."""
+        """Lead whenever this process wins. Raises PictureDiverged, and what a listener raised."""
         await self.executor.connect()
         while True:
             leader_term = await self._win()
@@ -141,8 +141,8 @@ class LeaderCandidate:
         return LeaderTerm(term, self.rules.trusted_until(asked_at))
 
     async def _lead(self, leader_term: LeaderTerm) -> None:
-        """Until the term is over. No TaskGroup: while it ends because of one of its tasks, it ignores that it
-        is cancelled, and the process would not stop."""
+        """Lead until the term is over. A TaskGroup would not do: while it ends because of one of its tasks,
+        it ignores that it is cancelled, and the process would not stop."""
         early: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def end_early(why: str) -> None:
@@ -231,6 +231,6 @@ def _fault(part: asyncio.Future[None], *, asked_to_end: bool) -> BaseException |
 
 
 def _text(over: BaseExceptionGroup[BaseException]) -> str:
-    """Of the first exception in it."""
+    """Return the text of the first exception in the group."""
     first = over.exceptions[0]
     return _text(first) if isinstance(first, BaseExceptionGroup) else str(first)

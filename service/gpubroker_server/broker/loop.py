@@ -9,7 +9,7 @@ from math import inf
 
 import structlog
 
-from gpubroker_server.broker.arrays import Arrays
+from gpubroker_server.broker.arrays import Arrays, ends_of
 from gpubroker_server.broker.commit import COMMITTED, TRIES, Committer, PictureDiverged, rejected
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.fleet import FleetKeeper
@@ -26,7 +26,7 @@ from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.reconcile import take_over
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
+from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
@@ -125,7 +125,7 @@ class Leader:
         self._commits.end_cycle()
 
     async def run(self) -> None:
-        """Raises StaleTerm in a group, and PictureDiverged."""
+        """Run the loops of the leader. Raises StaleTerm in a group, and PictureDiverged."""
         while True:
             try:
                 await self.take_over()
@@ -196,7 +196,8 @@ class Leader:
                     await self._on_refused(report)
 
     async def _on_refused(self, by: TermRefused) -> None:
-        """Raises StaleTerm if another process leads, and LostCommits."""
+        """Look who leads after an agent has refused the term. Raises StaleTerm if another process does, and
+        LostCommits."""
         term = self.leader_term.term
         try:
             row = await self.store.leader()
@@ -277,7 +278,7 @@ class Leader:
         return again
 
     async def _settle_requests(self) -> None:
-        """If the database refuses a change, the request is settled without it."""
+        """Carry out the requests. If the database refuses a change, the request is settled without it."""
         decisions = self.observer.on_requests(self.clock.now())
         verdicts = await self._commits.carry_out(decisions)
         await self._commits.carry_out(
@@ -285,8 +286,8 @@ class Leader:
         )
 
     async def _settle_deadlines(self) -> None:
-        """What is due by now. Nodes that were given up, or may have missed an order, are asked what they
-        have, and those with memory that was released unseen measure it."""
+        """Commit what is due by now. Nodes that were given up, or may have missed an order, are asked what
+        they have, and those with memory that was released unseen measure it."""
         listening = self._inbox.has_room.is_set() and self.executor.is_connected
         await self._commits.carry_out(self.observer.on_time(self.clock.now(), listening=listening))
         nodes, self.observer.to_ask = self.observer.to_ask, []
@@ -301,7 +302,7 @@ class Leader:
         if awaited.unknown:
             asked = sorted(awaited.unknown)[:MOST_ENDS_ASKED]
             stands = await self.store.states(asked)
-            awaited.learn(asked, {task: TaskEnd(at.state, at.failed_by) for task, at in stands.items()})
+            awaited.learn(asked, await ends_of(self.store, stands))
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self.clock.now()):
             if set(await self._commits.carry_out(decisions)) != {COMMITTED}:
                 return

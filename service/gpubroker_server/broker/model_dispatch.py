@@ -8,10 +8,11 @@ a server has.
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import structlog
+from msgspec import Struct
 
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import (
@@ -24,8 +25,7 @@ from gpubroker_server.core.domain.model_orders import (
     is_in_the_way,
 )
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Report
-from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
-from gpubroker_server.ports.last_values import claim_name
+from gpubroker_server.core.domain.units import Fence, Seconds, TaskId, mark_of
 from gpubroker_server.ports.models import HostFault, HostRefused, Index, ModelHost
 from gpubroker_server.ports.store import Clock, ReadTicks
 
@@ -34,7 +34,7 @@ log = structlog.get_logger("gpubroker.tasks.task")
 Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
 HaveLetGo = Callable[[str], Awaitable[bool]]
-"""Whether no gateway uses a claim any more. The argument is its `claim_name`."""
+"""Returns True if no gateway uses a claim any more. The argument is its `mark_of`."""
 
 LOADS_AT_ONCE = 4
 """Triton's own default (`--model-load-thread-count`): it begins no more of them."""
@@ -48,8 +48,7 @@ _MESSAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDispatchRules:
+class ModelDispatchRules(Struct, frozen=True):
     look_seconds: Seconds = Seconds(2.0)
     """How often each index is read at least."""
     busy_look_seconds: Seconds = Seconds(0.25)
@@ -60,8 +59,8 @@ class ModelDispatchRules:
     """The timeout of a load; then the index shows its result."""
     gone_seconds: Seconds = Seconds(3.0)
     """How long the unload of a model with a dead process may take, before it is loaded again anyway."""
-    loads_at_once: Mapping[str, int] = field(default_factory=dict)
-    """By server, where it is not LOADS_AT_ONCE."""
+    loads_at_once: Mapping[str, int] = {}
+    """Server -> loads at once, where that is not LOADS_AT_ONCE."""
     drain_look_seconds: Seconds = Seconds(0.05)
     """How often gateways are asked whether they still use a model that leaves. After its grace period it is
     unloaded anyway; the server finishes the requests that it has."""
@@ -108,7 +107,7 @@ class ModelDispatcher:
         self._leader_term: LeaderTerm | None = None
 
     async def run(self, leader_term: LeaderTerm, hear: Hear) -> None:
-        """Until cancelled. `hear` receives the reports."""
+        """Send orders to model servers until cancelled. `hear` receives the reports."""
         self._leader_term, self._hear = leader_term, hear
         if self._unheard:
             hear(self._unheard)
@@ -211,7 +210,7 @@ class _ServerQueue:
         while True:
             self._left.clear()
             for claim, leaving in list(self._leaving.items()):
-                if loop.time() >= leaving.until or await self.have_let_go(claim_name(*claim)):
+                if loop.time() >= leaving.until or await self.have_let_go(mark_of(*claim, 0)):
                     del self._leaving[claim]
                     self._waiting.append(leaving.order)
                     self._woken.set()
@@ -268,7 +267,7 @@ class _ServerQueue:
                 hear([self._load_failed(order, refused)])
 
     async def _check(self, order: CheckOrder) -> None:
-        """Raises HostRefused."""
+        """Load the model again if its process is gone. Raises HostRefused."""
         host, rules = self.host, self.rules
         if await host.answers(order.model, rules.call_seconds) or not self.may_send():
             return
@@ -354,7 +353,7 @@ def _stage_in(index: Index, model: str) -> ModelState:
 
 
 def _moves(index: Index) -> bool:
-    """Whether a model is being loaded or unloaded."""
+    """Return True if a model is being loaded or unloaded."""
     stages = {model.stage for model in index.models.values()}
     return bool(stages & {ModelState.LOADING, ModelState.UNLOADING})
 

@@ -2,10 +2,11 @@
 decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from gpubroker_server.broker.arrays import Arrays, with_pages_stored
 from gpubroker_server.broker.client_requests import ClientRequests
@@ -33,6 +34,7 @@ from gpubroker_server.core.domain.orders import (
     Stacked,
 )
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.progress import Progress, first_progress
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle import (
@@ -59,7 +61,6 @@ from gpubroker_server.core.planning.draining import ask_to_leave
 from gpubroker_server.core.planning.fragmentation import ScatteredWatch
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.executor import Progress, first_progress
 from gpubroker_server.ports.store import BlobStore, BlobTooLarge, ReadTicks
 
 log = structlog.get_logger("gpubroker.observe")
@@ -128,7 +129,7 @@ class Observer:
         self._scattered = ScatteredWatch()
         self._autoscaler = Autoscaler()
         self._loads: dict[TaskId, Loaded] = {}
-        """What the present runs of workers last told."""
+        """The loads that the present runs of workers last reported."""
         self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
@@ -141,7 +142,7 @@ class Observer:
     async def on_reports(
         self, reports: Sequence[Report], now: Instant, arrays: Arrays | None = None
     ) -> list[Decision]:
-        """Of one batch, as `next_batch` returns it."""
+        """Return the decisions that one batch of reports leads to; `next_batch` returns the batch."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
@@ -342,7 +343,7 @@ class Observer:
         return replace(decision, outcome=replace(outcome, result=None, result_digest=digest))
 
     async def _store_checkpoint(self, checkpoint: Checkpointed, data: bytes) -> None:
-        """If it is refused, the one before it stays the newest."""
+        """Store the checkpoint. If it is refused, the one before it stays the newest."""
         try:
             digest = await self.blobs.put(data, owner=checkpoint.task)
         except BlobTooLarge as fault:

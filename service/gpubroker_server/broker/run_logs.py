@@ -3,7 +3,9 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.orders import Logged, LogName
 from gpubroker_server.core.domain.units import NodeName, Seconds, Term
@@ -33,19 +35,19 @@ class LogKeeper:
     clock: Clock
     ticks: ReadTicks
     limit_bytes: int
-    """What is kept of each stream."""
+    """The bytes that are kept of each stream."""
     inline_bytes: int
     """Larger parts of what an ended run printed become objects."""
 
     def __post_init__(self) -> None:
         self._wanted: Mapping[LogName, WantedLog] = {}
         self._known: dict[LogName, KnownLog] = {}
-        """Of those that are wanted."""
+        """What is known of the logs that are wanted."""
         self._asked: dict[LogName, float] = {}
         """When an agent was asked that has not answered."""
 
     async def follow(self) -> None:
-        """Until cancelled."""
+        """Ask nodes for the logs that are wanted, until cancelled."""
         while True:
             await asyncio.sleep(READ_SECONDS if self._wanted else LOOK_SECONDS)
             try:
@@ -54,7 +56,7 @@ class LogKeeper:
                 continue  # readers wait
 
     async def ask_nodes(self) -> None:
-        """Raises StoreUnavailable."""
+        """Ask each node for its logs that are wanted now. Raises StoreUnavailable."""
         self._wanted = wanted_logs(self.world, await self.store.followed_logs(), self.clock.now())
         for log in self._known.keys() - self._wanted.keys():
             del self._known[log]

@@ -6,17 +6,19 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.ranks import node_of
+from gpubroker_server.core.domain.stored_objects import Quota, StoredObject
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
-from gpubroker_server.ports.objects import Quota, StoredObject, find_object, note_use
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
@@ -58,9 +60,9 @@ class TaskObjects:
     object_seconds: Seconds
     """An object is kept this long after its last use."""
     quota: Quota
-    """Of each tenant."""
+    """The quota of each tenant."""
     object_bytes: int
-    """Of the largest object."""
+    """The most bytes of one object."""
 
     def __post_init__(self) -> None:
         self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
@@ -88,19 +90,23 @@ class TaskObjects:
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, again)
 
     async def keep(self) -> None:
-        """Until cancelled, extend the objects in use, so that they outlast the leader's absence."""
+        """Extend the objects in use until cancelled, so that they outlast the leader's absence."""
         while True:
             with suppress(StoreUnavailable):
                 await self.extend()
             await asyncio.sleep(self.object_seconds * EXTENDED_SHARE)
 
     async def extend(self) -> None:
-        """What a task, an array or a worker set names is in use until it is over: a run that starts again
-        opens it. Raises StoreUnavailable."""
+        """Extend the time of all objects in use. What a task, an array or a worker set names is in use until
+        it is over: a run that starts again opens it. Raises StoreUnavailable."""
         until = Instant(self.clock.now() + self.object_seconds)
         used = set(await self.store.objects_of_open_tasks())
         formed = {workers.id: workers.tenant for workers in self.world.worker_sets.values()}
-        arrays = {task.array: task.tenant for task in self.world.tasks.values() if task.array}
+        arrays = {
+            task.holder.array: task.tenant
+            for task in self.world.tasks.values()
+            if isinstance(task.holder, WorkerSeat)
+        }
         for id, tenant in {**formed, **arrays}.items():
             answer = json.loads(await self.store.batch_answer(id) or "{}")
             used.update((tenant, named) for named in answer.get("objects", ()))
@@ -108,7 +114,7 @@ class TaskObjects:
             await self.store.extend_object(tenant, named, until)
 
     async def answer(self, asked: ObjectQuestion, tries: int = 0) -> None:
-        """Raises StoreUnavailable."""
+        """Answer a run's question about an object. Raises StoreUnavailable."""
         await self._discard_left()
         task = self._run_of(asked)
         if task is None:
@@ -139,7 +145,7 @@ class TaskObjects:
             await self.blobs.discard(upload)
 
     async def _read(self, tenant: str, asked: ObjectWanted, tries: int) -> tuple[int, bytes, str]:
-        """Its size, what follows the first byte, and why the run does not get it."""
+        """Return the object's size, what follows the first byte, and why the run does not get it."""
         kept = await self._find(tenant, asked.object)
         if kept is None:
             return 0, b"", self._missing(tenant, asked.object)
@@ -161,7 +167,8 @@ class TaskObjects:
         return kept.size_bytes, data, ""
 
     async def _keep(self, tenant: str, part: ObjectPart) -> tuple[int, str]:
-        """How many bytes are stored, and why it cannot become an object."""
+        """Keep a part of a result. Return how many bytes are stored, and why the result cannot become an
+        object."""
         # User code runs where this was written, and may have forged it.
         if not _DIGEST.fullmatch(part.object) or part.first_byte + len(part.data) > part.size_bytes:
             return 0, "its process wrote a part of a result that is none"
@@ -193,16 +200,16 @@ class TaskObjects:
         return part.size_bytes, ""
 
     def _coming_bytes(self, tenant: str, upload: str) -> int:
-        """Of the tenant's results on their way beside this one."""
+        """Return the bytes of the tenant's results on their way beside this one."""
         coming = ((self._run_of(part), part) for name, part in self._uploads.items() if name != upload)
         return sum(part.size_bytes for task, part in coming if task is not None and task.tenant == tenant)
 
     async def _find(self, tenant: str, object_id: str) -> StoredObject | None:
-        return await find_object(self.store, tenant, object_id, self.clock.now())
+        return await self.store.find_object(tenant, object_id, self.clock.now())
 
     async def _note_use(self, kept: StoredObject) -> None:
         with suppress(StoreUnavailable):
-            await note_use(self.store, kept, self.clock.now(), self.object_seconds)
+            await self.store.note_use(kept, self.clock.now(), self.object_seconds)
 
     def _missing(self, tenant: str, object_id: str) -> str:
         return (

@@ -4,10 +4,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
+from gpubroker.wire.stats import Scattered
 
 from gpubroker_server.core.planning.fragmentation import (
     Fragmentation,
-    ScatteredDemand,
     find_scattered_demand,
     fragmentation,
 )
@@ -31,9 +31,7 @@ from gpubroker_server.gateway.cluster import (
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.explain import plan_routes
 from gpubroker_server.gateway.explain import routes as explain
-from gpubroker_server.gateway.http.identity import Callers
-from gpubroker_server.gateway.http.middleware import RequestMiddleware
-from gpubroker_server.gateway.http.openapi import complete
+from gpubroker_server.gateway.hot import batch, outcome, submit, worker_calls
 from gpubroker_server.gateway.inferences import routes as inferences
 from gpubroker_server.gateway.inferences.routes import NamedObjects
 from gpubroker_server.gateway.leases import routes as leases
@@ -43,20 +41,27 @@ from gpubroker_server.gateway.models.models import ModelParts
 from gpubroker_server.gateway.objects import routes as objects
 from gpubroker_server.gateway.objects.routes import ObjectStorage
 from gpubroker_server.gateway.parts import AppParts
-from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, logs, retry, stack
+from gpubroker_server.gateway.tasks import cancel_selected, estimates, logs, retry, stack
 from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.workers import routes as workers
 from gpubroker_server.gateway.workers.call_routing import CallRouter
-from gpubroker_server.telemetry.metrics import Sources, Telemetry
+from gpubroker_server.http.identity import Callers
+from gpubroker_server.http.middleware import RequestMiddleware
+from gpubroker_server.http.openapi import complete
+from gpubroker_server.telemetry.metrics import Telemetry
+from gpubroker_server.telemetry.table import Sources
 
 _RESOURCES = (
     *(
         batch,
+        submit,
         tasks,
+        outcome,
         cancel_selected,
         retry,
         arrays,
         workers,
+        worker_calls,
         logs,
         stack,
         inferences,
@@ -98,7 +103,7 @@ def create_app(parts: AppParts) -> FastAPI:
     app = _routed()
     world, clock, policy = parts.world, parts.clock, parts.policy
 
-    def fragmented() -> tuple[Fragmentation, ScatteredDemand | None]:
+    def fragmented() -> tuple[Fragmentation, Scattered | None]:
         state = world, policy, clock.now()
         return fragmentation(*state), find_scattered_demand(*state)
 
@@ -140,5 +145,6 @@ def _routed() -> FastAPI:
     for module in _RESOURCES:
         # Flat rather than included: FastAPI matches the routes of an included router twice per request.
         app.router.routes.extend(module.resource.routes)
-    app.openapi = lambda: complete(app)  # type: ignore[method-assign]  # the documented way to extend it
+    forms = [form for module in _RESOURCES for form in module.resource.forms]
+    app.openapi = lambda: complete(app, forms)  # type: ignore[method-assign]  # the documented way to extend it
     return app

@@ -1,16 +1,16 @@
 """Port to the results of the items of arrays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.decisions import ItemPage
 from gpubroker_server.core.domain.orders import ItemRange
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 
-@dataclass(frozen=True, slots=True)
-class ItemCounts:
+class ItemCounts(Struct, frozen=True):
     """Of the items of an array that are done."""
 
     done: int = 0
@@ -20,11 +20,11 @@ class ItemCounts:
     last_at: Instant | None = None
     """When the first and the latest of them were stored."""
     size_bytes: int = 0
-    """What their lines take."""
+    """The bytes of their lines."""
 
     @property
     def per_second(self) -> float | None:
-        """On average; None until there are two times."""
+        """The mean rate; None until there are two times."""
         if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
             return None
         return self.done / (self.last_at - self.first_at)

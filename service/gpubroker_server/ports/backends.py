@@ -1,13 +1,10 @@
 """The port of the data plane to the model servers: bytes in, bytes out, with back pressure both ways."""
 
-import asyncio
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 Header = tuple[bytes, bytes]
-
-JOINED_BYTES = 16 * 1024
 
 
 class RequestHead(NamedTuple):
@@ -91,14 +88,16 @@ class UpstreamRequest(Protocol):
         return
 
 
-def write_together(transport: asyncio.WriteTransport, parts: Sequence[bytes]) -> None:
-    """In one piece, unless the last part is large: that one is not copied."""
-    if len(parts) == 1:
-        transport.write(parts[0])
-    elif len(parts[-1]) <= JOINED_BYTES:
-        transport.write(b"".join(parts))
-    else:
-        transport.writelines(parts)
+class Fetched(NamedTuple):
+    status: int
+    headers: Sequence[Header]
+    body: bytes
+
+
+class NotFetched(Exception):
+    def __init__(self, trouble: Trouble, detail: str) -> None:
+        super().__init__(detail)
+        self.trouble = trouble
 
 
 class ModelBackend(Protocol):
@@ -110,12 +109,18 @@ class ModelBackend(Protocol):
     def ask(self, head: RequestHead, handler: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
         """`is_check`: it waits for no connection behind other requests."""
 
+    async def fetch(
+        self, head: RequestHead, body: bytes = b"", within_seconds: float = 10.0, *, is_check: bool = False
+    ) -> Fetched:
+        """Ask on behalf of the service itself, over a connection as clients' requests use them. Returns the
+        whole answer. Raises NotFetched."""
+
     async def close(self) -> None:
         """All connections; requests on them end in trouble."""
 
 
 Metadata = Sequence[tuple[str, str | bytes]]
-"""Of a call over gRPC: names in lowercase; those that end in `-bin` have bytes."""
+"""The metadata of a call over gRPC: names in lowercase; those that end in `-bin` have bytes."""
 
 
 class CallFailed(Exception):
@@ -129,7 +134,7 @@ class CallFailed(Exception):
         self.server = server
         """The name of the one that was called."""
         self.code = code
-        """As numbered by gRPC."""
+        """The code in gRPC's numbering."""
         self.detail = detail
         self.metadata = metadata
         """Trailing metadata."""

@@ -1,8 +1,9 @@
 """Port of a node agent to the devices of its machine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.orders import ReportedDevice
@@ -34,15 +35,13 @@ class DeviceProbe(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessGroup:
+class ProcessGroup(Struct, frozen=True):
     pids: frozenset[int]
     leased_mb: Mapping[str, Mib]
     """Device UUID -> MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredDevice:
+class MeasuredDevice(Struct, frozen=True):
     """A DeviceSample by UUID. If use cannot be attributed to processes, `foreign_mb` is None and `by_holder`
     empty."""
 
@@ -55,8 +54,7 @@ class MeasuredDevice:
     """None for simulated devices and for instances."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceReading:
+class DeviceReading(Struct, frozen=True):
     device: ReportedDevice
     measured: MeasuredDevice | None
     """None if it cannot be measured."""

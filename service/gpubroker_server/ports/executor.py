@@ -1,19 +1,19 @@
 """Port to what runs tasks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import LogName, Order, Report, TermRefused
 from gpubroker_server.core.domain.submission import RunSpec
-from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, TaskId
+from gpubroker_server.core.domain.units import Lineage, NodeName, TaskId
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
 
 
-@dataclass(frozen=True, slots=True)
-class RunPayload:
+class RunPayload(Struct, frozen=True):
     """What a run needs, beside its StartOrder."""
 
     spec: RunSpec
@@ -24,47 +24,6 @@ class RunPayload:
     name: str
     tenant: str
     timeout_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The last progress that a run reported; never a row."""
-
-    at: Instant
-    fraction: float | None
-    message: str
-    first_at: Instant | None = None
-    """When this run first reported a fraction; again when a later one is lower. A run that resumes does not
-    begin at 0."""
-    first_fraction: float = 0.0
-
-    def followed_by(self, at: Instant, fraction: float | None, message: str) -> "Progress":
-        if fraction is None or (self.first_at is not None and fraction >= self.first_fraction):
-            return Progress(at, fraction, message, self.first_at, self.first_fraction)
-        return first_progress(at, fraction, message)
-
-    @property
-    def rate_per_second(self) -> float | None:
-        """The share done in a second, on average; None before a second, higher fraction."""
-        if self.fraction is None or self.first_at is None or self.at <= self.first_at:
-            return None
-        return (self.fraction - self.first_fraction) / (self.at - self.first_at) or None
-
-    @property
-    def eta_at(self) -> Instant | None:
-        """When the fraction reaches 1 at this rate; None if that is not within FORESEEN_SECONDS."""
-        rate = self.rate_per_second
-        if self.fraction is None or rate is None or 1.0 - self.fraction > rate * FORESEEN_SECONDS:
-            return None
-        return Instant(self.at + (1.0 - self.fraction) / rate)
-
-
-FORESEEN_SECONDS = 10 * 365 * 86_400.0
-
-
-def first_progress(at: Instant, fraction: float | None, message: str) -> Progress:
-    known = None if fraction is None else at
-    return Progress(at, fraction, message, known, fraction or 0.0)
 
 
 class Executor(Protocol):
@@ -110,7 +69,7 @@ class Executor(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether it hears its nodes. Asked in every cycle."""
+        """True if it hears its nodes. This is asked in every cycle."""
 
     def status(self) -> Mapping[str, Any]:
         """For people, with something of each node. Keys: state, address, message; `agents`, if there are any:

@@ -1,15 +1,15 @@
 """Port to the idle templates: tasks that are submitted again and again as long as devices are idle."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.domain.units import Instant
 
 
-@dataclass(frozen=True, slots=True)
-class IdleTemplate:
+class IdleTemplate(Struct, frozen=True):
     template: Template
     tenant: str
     task: str
@@ -32,7 +32,8 @@ class IdleTemplates(Protocol):
         """Add one; False if the name exists."""
 
     async def idle_templates(self, now: Instant | None = None) -> Sequence[IdleTemplate]:
-        """By name. With `now` only those with a token that exists and has not expired then."""
+        """Return the templates by name. With `now`, only those with a token that exists and has not expired
+        then."""
 
     async def drop_idle_template(self, name: str, *, by: str) -> bool:
         """False if there is none."""

@@ -1,8 +1,9 @@
 """The port of the leader to the models that answer queued inferences."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.serving.batching import InferenceRequest, InferenceResponse
 
@@ -30,8 +31,7 @@ class InferenceFailed(Exception):
         self.fault = fault
 
 
-@dataclass(frozen=True, slots=True)
-class Batching:
+class Batching(Struct, frozen=True):
     """Whether several requests may be sent to a model as one."""
 
     most_rows: int = 1

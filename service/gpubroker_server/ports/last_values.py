@@ -1,43 +1,42 @@
 """Values that processes publish to each other and that are no events: only the newest of each counts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
-from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
+from gpubroker_server.core.domain.progress import Progress
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.serving.slots import Claim, Shares
-from gpubroker_server.ports.executor import Progress
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderSeen:
+class LeaderSeen(Struct, frozen=True):
     """The leader, as it last published itself."""
 
     term: Term
     holder: str
     at: Instant
     executor: Mapping[str, Any]
-    """As `Executor.status`."""
+    """The mapping that `Executor.status` returns."""
     paused: PausedDetection | None = None
     """The silent nodes that it does not give up."""
     silent: Mapping[NodeName, Instant] = field(default_factory=dict)
     """Nodes with a late heartbeat, and when it last came."""
     slots: Mapping[str, Shares] | None = None
-    """By model, the slots that each gateway may claim; None if the leader divides none."""
+    """Model -> the slots that each gateway may claim; None if the leader divides none."""
     fleet: FleetSeen | None = None
-    """What it makes of its measurements; None before its first look."""
+    """The leader's picture of the fleet; None before its first look."""
     lease_seconds: Seconds = Seconds(0.0)
     """It may lead this long without another renewal."""
     release: str = ""
-    """Of its software; empty: 0.2.0, which does not say it."""
+    """The release of its software; empty: 0.2.0, which does not say it."""
 
 
-@dataclass(frozen=True, slots=True)
-class LastValues:
+class LastValues(Struct, frozen=True):
     """What a leader publishes: what changed since its last publication."""
 
     samples: Sequence[DeviceSample] = ()
@@ -51,19 +50,14 @@ class LastValues:
     nodes: Sequence[NodeSample] = ()
 
 
-def claim_name(task: TaskId, fence: Fence) -> str:
-    """The key of a claim on a model in `Presence.let_go`."""
-    return f"{task}:{fence}"
-
-
-@dataclass(frozen=True, slots=True)
-class Presence:
+class Presence(Struct, frozen=True):
     """A gateway's sign of life, with the claims on leaving models that it does not use any more."""
 
     gateway: str
     at: Instant
     let_go: frozenset[str] = frozenset()
-    """By `claim_name`: the gateway sends them no more requests, and all its requests are answered."""
+    """Claims (`mark_of`) to which the gateway sends no more requests, and of which all requests are
+    answered."""
     in_use: frozenset[str] = frozenset()
     """Models that have a request here, under way or waiting."""
 
@@ -106,5 +100,5 @@ class LastValueStore(Protocol):
         StoreUnavailable."""
 
     async def published(self, after: int) -> tuple[int, LastValues]:
-        """What was published since, and the `after` of the next call; 0 reads all. Raises
+        """Return what was published since, and the `after` of the next call; 0 reads all. Raises
         StoreUnavailable."""

@@ -5,17 +5,17 @@ the index says what is in memory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.model_orders import IndexedModel as IndexedModel
 from gpubroker_server.core.domain.model_orders import ModelState as ModelState
 from gpubroker_server.core.domain.units import DeviceKey, Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(Struct, frozen=True):
     """What a server has, read in one call."""
 
     models: Mapping[str, IndexedModel]
@@ -23,8 +23,7 @@ class Index:
     """The server's process: another text after each start; empty where that cannot be seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(Struct, frozen=True):
     """What is known of a model before it is loaded, for a first estimate of its size."""
 
     file_bytes: int | None = None
@@ -32,7 +31,7 @@ class Described:
     steps: tuple[str, ...] = ()
     """The models that are loaded with it, if it is an ensemble."""
     versions: tuple[str, ...] = ()
-    """Those that a load brings, sorted as in an index; empty where they cannot be seen."""
+    """The versions that a load brings, sorted as in an index; empty where they cannot be seen."""
     revision: str = ""
     """Another text after its files have changed; empty where they cannot be seen."""
     on_cpu: bool = False
@@ -74,7 +73,7 @@ class ModelHost(Protocol):
 
     @property
     def address(self) -> str:
-        """By which the server is known under whatever name."""
+        """The address by which the server is known under whatever name."""
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
         """Returns when the model is ready; at once if it is already. `devices`: where its lease is, which has
@@ -95,7 +94,8 @@ class ModelHost(Protocol):
         model: call it only where other requests have failed."""
 
     async def most_rows(self, model: str, within_seconds: Seconds) -> int:
-        """Of a request to a loaded model; 0 if its requests have no dimension for rows."""
+        """Return the most rows of a request to a loaded model; 0 if its requests have no dimension for
+        rows."""
 
     async def try_out(
         self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds

@@ -1,16 +1,16 @@
 """Port to the output of runs: which logs are read now, and what is kept of each."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.units import Instant, Term
 from gpubroker_server.core.lifecycle.run_logs import FollowedLogs as FollowedLogs
 
 
-@dataclass(frozen=True, slots=True)
-class LogPart:
+class LogPart(Struct, frozen=True):
     """A part of a log: `data`, or the `digest` of the object that has it. An empty one says that the log had
     no more at that time."""
 
@@ -28,14 +28,13 @@ class LogPart:
         return self.first_byte + self.size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class LogChanges:
+class LogChanges(Struct, frozen=True):
     """What becomes of the kept parts, in one transaction."""
 
     replaced: Collection[LogName] = ()
     """All earlier parts of these are removed."""
     cut: Mapping[LogName, tuple[int, int]] | None = None
-    """Of these, parts that lie between the two bytes are removed."""
+    """Log -> (start, end) of the bytes that are removed from it."""
     parts: Sequence[LogPart] = ()
     """Each replaces one at the same place."""
 
@@ -47,10 +46,10 @@ class LogRows(Protocol):
         """Replaces what this gateway followed before."""
 
     async def followed_logs(self) -> Sequence[FollowedLogs]:
-        """Of each gateway, however old."""
+        """Return the logs that each gateway follows, also those of a gateway that said so long ago."""
 
     async def keep_logs(self, term: Term, changes: LogChanges) -> None:
-        """Raises StaleTerm."""
+        """Keep the logs. Raises StaleTerm."""
 
     async def log_parts(self, log: LogName, after_byte: int, limit: int) -> Sequence[LogPart]:
         """The next parts with anything behind this byte, in order; they may begin before it."""

@@ -15,7 +15,7 @@ class SecretStore(Protocol):
         """Sorted."""
 
     async def read(self, tenant: str, names: Iterable[str]) -> Mapping[str, str]:
-        """By name, without those that the tenant does not have."""
+        """Return the texts by name, without those that the tenant does not have."""
 
     async def drop(self, tenant: str, name: str) -> bool:
         """False if there is none."""

@@ -1,9 +1,11 @@
 """Ports to the database and the blob store. Adapters implement them; gateway and broker use them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
+
+from gpubroker.wire.administration import Grant
+from msgspec import Struct, field
 
 from gpubroker_server.core.domain.decisions import Decision, QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, Node
@@ -11,10 +13,11 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.policy import Cutoffs
+from gpubroker_server.core.domain.submission import AdmittedTask as AdmittedTask
 from gpubroker_server.core.domain.submission import BatchSubmission as BatchSubmission
 from gpubroker_server.core.domain.submission import KnownKey, WorkerSet
 from gpubroker_server.core.domain.submission import RunSpec as RunSpec
-from gpubroker_server.core.domain.submission import Submission as Submission
+from gpubroker_server.core.domain.submission import StoredState as StoredState
 from gpubroker_server.core.domain.submission import SubmitOutcome as SubmitOutcome
 from gpubroker_server.core.domain.submission import SubmitVerdict as SubmitVerdict
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -97,8 +100,7 @@ class Unstorable(ValueError):
     """A value the database cannot hold: a NUL in a text, half a surrogate pair, a number out of range."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskRecord:
+class TaskRecord(Struct, frozen=True):
     """A task with its spec, and its outcome if there is one."""
 
     task: Task
@@ -106,17 +108,7 @@ class TaskRecord:
     failure: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredState:
-    """The state of a task that others may depend on."""
-
-    tenant: str
-    state: TaskState
-    failed_by: TaskId | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResult:
+class StoredResult(Struct, frozen=True):
     """`data` inline, or `digest` of the blob that holds it."""
 
     ending: str
@@ -127,8 +119,7 @@ class StoredResult:
     log_tail: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
+class StoredCheckpoint(Struct, frozen=True):
     sequence: int
     at: Instant
     digest: str
@@ -153,8 +144,7 @@ class TaskSort(StrEnum):
         return tuple(getattr(task, name) for name in self.fields)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskFilter:
+class TaskFilter(Struct, frozen=True):
     """The filter and the order of `GET /tasks`. All `labels` must match."""
 
     tenant: str | None
@@ -175,7 +165,7 @@ class TaskFilter:
     kind: str | None = None
     """entrypoint, command, function or external; all if None."""
     quarantined: bool | None = None
-    """Of ended tasks: only those with memory that counts as used (True), or only the others."""
+    """True: only ended tasks with memory that counts as used. False: only the other ended tasks."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
@@ -183,8 +173,7 @@ class TaskFilter:
     limit: int = 100
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBack:
+class HeldBack(Struct, frozen=True):
     """Age of what keeps the database from removing dead rows; 0 for nothing."""
 
     transaction_seconds: float
@@ -193,8 +182,7 @@ class HeldBack:
     """Transactions since the oldest one that a replication slot keeps rows for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True):
     """Rows and the position of the log, read in one database snapshot."""
 
     position: Position
@@ -232,14 +220,14 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
         must not be used.
         """
 
-    async def submit(self, submission: Submission) -> SubmitOutcome:
-        """Raises Unstorable."""
+    async def submit(self, submission: AdmittedTask) -> SubmitOutcome:
+        """Store the task. Raises Unstorable."""
 
     async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
-        """Raises Unstorable; then nothing was stored."""
+        """Store all tasks of the batch. Raises Unstorable; then nothing was stored."""
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
-        """What was submitted with this key, until it expires."""
+        """Return what was submitted with this key, until it expires."""
 
     async def batch_answer(self, first: TaskId) -> str:
         """The stored answer to the batch that begins with this task, or its terms; empty if there is none."""
@@ -272,7 +260,10 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
 
     async def snapshot(self) -> Snapshot: ...
 
-    async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]: ...
+    async def events(
+        self, after: Position, limit: int, tasks: Sequence[TaskId] | None = None
+    ) -> Sequence[Event]:
+        """Return the first events after this position: those about these tasks, or all, in order."""
 
     async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
         """The events that changed the states of these tasks, in order."""
@@ -294,7 +285,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
         """The ids of `records`, without those of holders of models, which no request for tasks ends."""
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "StoredState"]:
-        """Without those that have no record."""
+        """Return the states, without those of tasks that have no record."""
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]: ...
 
@@ -306,7 +297,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
         """Newest first."""
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
-        """Those of these blobs that a row names."""
+        """Return those of these blobs that a row names."""
 
     async def put_token(self, token: "TokenRow", *, by: str) -> bool:
         """Add a token; False if the name exists. `by` is for the audit log."""
@@ -327,15 +318,10 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRow:
+class TokenRow(Grant, frozen=True, kw_only=True):
     """A token, as its hash. `scopes` are sorted; `*` is every scope."""
 
-    name: str
     sha256: str
-    tenant: str
-    scopes: tuple[str, ...]
-    max_priority: int
     created_at: Instant
     expires_at: Instant | None = None
 
@@ -347,7 +333,7 @@ class BlobStore(Protocol):
         """Returns the digest; durable then. `owner` is a task id, for messages. Raises BlobTooLarge."""
 
     async def get(self, digest: str) -> bytes:
-        """Raises BlobMissing, BlobCorrupt."""
+        """Return the bytes of the blob. Raises BlobMissing, BlobCorrupt."""
 
     async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
         """A part of it, which is not compared with the digest. Raises BlobMissing."""

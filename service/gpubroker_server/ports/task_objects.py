@@ -1,35 +1,30 @@
 """What nodes ask about objects while tasks run, and the answers. Nothing of it is decided or committed: each
 question is asked until it is answered."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
-from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
+from gpubroker_server.core.domain.orders import RunReport
+from gpubroker_server.core.domain.units import NodeName
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectWanted:
+class _AboutObject(RunReport, frozen=True):
+    object: str
+    """The digest of all its bytes."""
+
+
+class ObjectWanted(_AboutObject, frozen=True):
     """The run opens an object, which its tenant must have. Its node has the bytes before `first_byte`, or all
     of them."""
 
-    task: TaskId
-    fence: Fence
-    at: Instant
-    object: str
     first_byte: int
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectPart:
+class ObjectPart(_AboutObject, frozen=True):
     """A part of a result that is too large for the report of the run's end, and becomes an object."""
 
-    task: TaskId
-    fence: Fence
-    at: Instant
-    object: str
-    """The digest of the whole."""
     size_bytes: int
-    """Of the whole."""
+    """The size of the whole."""
     first_byte: int
     data: bytes
     rank: int = 0
@@ -38,8 +33,7 @@ class ObjectPart:
 ObjectQuestion = ObjectWanted | ObjectPart
 
 
-@dataclass(frozen=True, slots=True)
-class WantedAnswer:
+class WantedAnswer(Struct, frozen=True):
     node: NodeName
     asked: ObjectWanted
     size_bytes: int
@@ -49,8 +43,7 @@ class WantedAnswer:
     """Why the run does not get it; empty if it does."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartAnswer:
+class PartAnswer(Struct, frozen=True):
     node: NodeName
     asked: ObjectPart
     stored_bytes: int

@@ -139,18 +139,3 @@ messages: Any = SimpleNamespace(
     **{name: GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES}
 )
 """The classes by name, as in `messages.RepositoryIndexResponse`."""
-
-
-def as_dict(message: Any) -> dict[str, Any]:
-    """The fields that are set; numbers stay numbers, which protobuf's own JSON writes as text."""
-    found: dict[str, Any] = {}
-    for field, value in message.ListFields():
-        if field.message_type is None:
-            found[field.name] = value
-        elif field.message_type.GetOptions().map_entry:
-            found[field.name] = {key: as_dict(one) for key, one in value.items()}
-        elif hasattr(value, "ListFields"):
-            found[field.name] = as_dict(value)
-        else:
-            found[field.name] = [as_dict(one) for one in value]
-    return found

@@ -1,7 +1,8 @@
 """Port to the workers of sets: calls that go straight to the process of a run."""
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
 
@@ -24,16 +25,14 @@ class WorkerCall(NamedTuple):
     arguments: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
+class Called(Struct, frozen=True):
     """The method returned."""
 
     result: bytes
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class MethodFailed:
+class MethodFailed(Struct, frozen=True):
     """The method raised, or could not be called."""
 
     kind: str
@@ -41,16 +40,14 @@ class MethodFailed:
     traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class NotBegun:
+class NotBegun(Struct, frozen=True):
     """Nothing of it has begun: it may be sent to another worker, unless its time is over."""
 
     why: str
     is_late: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(Struct, frozen=True):
     """The worker ended, or cannot be reached: the call may have begun."""
 
     why: str
@@ -61,5 +58,5 @@ CallAnswer = Called | MethodFailed | NotBegun | WorkerLost
 
 class WorkerCalls(Protocol):
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
-        """If the method does not begin within `seconds`, it never does. If it does, the answer comes when it
-        ends."""
+        """Call a method. If it does not begin within `seconds`, it never does. If it does, the answer comes
+        when it ends."""

@@ -1,15 +1,22 @@
 """Fleet health: targets, background work, idle devices, backpressure, work streams and disks."""
 
 import os
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final
 
-from pydantic import Field, field_validator, model_validator
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
-from gpubroker_server.settings.sections import Section
-
-Percent = Annotated[float, Field(ge=0, le=100)]
-Duration = Annotated[float, Field(ge=0)]
+from gpubroker_server.core.control.alarm import Threshold, check_order
+from gpubroker_server.core.control.disk_guard import DiskGuard, DiskRules
+from gpubroker_server.core.control.fleet import FleetRules
+from gpubroker_server.core.control.idle import IdleRules
+from gpubroker_server.core.control.targets import FleetTarget, Measure
+from gpubroker_server.core.domain.device import FileClass, WatchedRoot
+from gpubroker_server.core.domain.policy import StreamRules
+from gpubroker_server.core.domain.setting_marks import NonNegativeSeconds, Share, check
+from gpubroker_server.core.domain.units import Seconds
 
 SHORT_VARIABLES: Final = {
     "target_util_min": ("fleet", "target_util_min_percent"),
@@ -23,185 +30,134 @@ SHORT_VARIABLES: Final = {
 """Short names of environment variables, after the prefix, and the settings that they are."""
 
 
-def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
-    if low >= high:
-        raise ValueError(f"{low_name} {low:g} is not below {high_name} {high:g}; make it smaller")
+class Level(Threshold, frozen=True):
+    """A threshold of which the operator says less: crossing it counts after a while."""
+
+    seconds: NonNegativeSeconds = Seconds(10.0)
 
 
-class TargetSettings(Section):
-    scope: str
-    measure: Literal["gpu_utilization", "gpu_memory", "host_memory", "disk"] = "gpu_utilization"
-    min_percent: Percent = 0.0
-    max_percent: Percent = 100.0
+class BackpressureSettings(Struct, frozen=True, kw_only=True):
+    queue_length: Level | None = Level(400_000, 300_000)
+    tenant_queue_length: Level | None = None
+    admission_seconds: Level | None = None
+    store_seconds: Level | None = Level(2.0, 0.5)
+    disk_percent: Level | None = Level(95, 90)
+    host_memory_percent: Level | None = Level(95, 90)
+    next_band_seconds: NonNegativeSeconds = Seconds(60.0)
+    retry_after_seconds: Annotated[Seconds, Meta(ge=1, le=3600)] = Seconds(30.0)
 
-    @field_validator("scope")
-    @classmethod
-    def _scope_is_a_part(cls, scope: str) -> str:
-        kind, _, name = scope.partition(":")
-        if scope != "all" and not (kind in ("pool", "label", "node") and name):
-            raise ValueError(
-                f"{scope!r} is no part of the fleet; write all, pool:NAME, label:KEY=VALUE or node:NAME"
-            )
-        if kind == "label" and "=" not in name:
-            raise ValueError(f"{scope!r} has no value; write label:KEY=VALUE")
-        return scope
-
-    @model_validator(mode="after")
-    def _least_is_below_most(self) -> Self:
-        _check_order("min_percent", self.min_percent, "max_percent", self.max_percent)
-        return self
-
-
-class GainSettings(Section):
-    proportional: Annotated[float, Field(ge=0)] = 0.1
-    integral: Annotated[float, Field(ge=0)] = 0.01
-    derivative: Annotated[float, Field(ge=0)] = 0.05
-    smoothing_seconds: Duration = 60.0
-    filter_seconds: Duration = 20.0
-    most_step: Annotated[float, Field(gt=0, le=1)] = 0.05
+    @property
+    def thresholds(self) -> dict[str, Threshold]:
+        named = {
+            "queue_length": self.queue_length,
+            "queue:*": self.tenant_queue_length,
+            "admission_seconds": self.admission_seconds,
+            "store_seconds": self.store_seconds,
+            "disk_percent": self.disk_percent,
+            "host_memory_percent": self.host_memory_percent,
+        }
+        return {name: one for name, one in named.items() if one is not None}
 
 
-class ThresholdSettings(Section):
-    high: Annotated[float, Field(gt=0)]
-    low: Annotated[float, Field(ge=0)]
-    seconds: Duration = 10.0
+class OverloadSettings(Struct, frozen=True, kw_only=True):
+    cpu_percent: Level | None = Level(95, 85, Seconds(300.0))
+    host_memory_percent: Level | None = Level(90, 85, Seconds(60.0))
 
-    @model_validator(mode="after")
-    def _low_is_below_high(self) -> Self:
-        _check_order("low", self.low, "high", self.high)
-        return self
-
-
-class BackpressureSettings(Section):
-    queue_length: ThresholdSettings | None = ThresholdSettings(high=400_000, low=300_000)
-    tenant_queue_length: ThresholdSettings | None = None
-    admission_seconds: ThresholdSettings | None = None
-    store_seconds: ThresholdSettings | None = ThresholdSettings(high=2.0, low=0.5)
-    disk_percent: ThresholdSettings | None = ThresholdSettings(high=95, low=90)
-    host_memory_percent: ThresholdSettings | None = ThresholdSettings(high=95, low=90)
-    next_band_seconds: Duration = 60.0
-    retry_after_seconds: Annotated[float, Field(ge=1, le=3600)] = 30.0
-
-
-class OverloadSettings(Section):
-    cpu_percent: ThresholdSettings | None = ThresholdSettings(high=95, low=85, seconds=300)
-    host_memory_percent: ThresholdSettings | None = ThresholdSettings(high=90, low=85, seconds=60)
-
-
-class ThroughputSettings(Section):
-    seconds: Annotated[float, Field(ge=1)] = 300.0
-    change_percent: Percent = 50.0
-    least_per_second: Annotated[float, Field(gt=0)] = 0.1
-
-
-class DiskLevelSettings(Section):
-    warn_percent: Percent = 60.0
-    clean_percent: Percent = 65.0
-    block_percent: Percent = 70.0
-
-    @model_validator(mode="after")
-    def _levels_rise(self) -> Self:
-        _check_order("warn_percent", self.warn_percent, "clean_percent", self.clean_percent)
-        _check_order("clean_percent", self.clean_percent, "block_percent", self.block_percent)
-        return self
+    @property
+    def thresholds(self) -> dict[str, Threshold]:
+        named = {"cpu": self.cpu_percent, "host_memory": self.host_memory_percent}
+        return {
+            name: Threshold(one.high / 100, one.low / 100, one.seconds)
+            for name, one in named.items()
+            if one is not None
+        }
 
 
 COORDINATORS: Final = "label:role=coordinator"
-COORDINATOR_LEVELS: Final = DiskLevelSettings(warn_percent=40, clean_percent=45, block_percent=50)
+COORDINATOR_LEVELS: Final = DiskRules(0.40, 0.45, 0.50)
 
 
-class DiskRootSettings(Section):
-    path: str
-    holds: Literal["logs", "databases", "checkpoints", "redundant"] = Field(alias="class")
-    sync_command: list[str] = Field(default_factory=list)
-    sync_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-
-    @field_validator("path")
-    @classmethod
-    def _path_is_a_directory_of_its_own(cls, path: str) -> str:
-        if not path.startswith("/") or os.path.normpath(path) in ("/", "//"):
-            raise ValueError(f"{path!r} is no directory to clean; write its whole path, and not /")
-        return os.path.normpath(path)
-
-    @model_validator(mode="after")
-    def _what_is_redundant_is_synced(self) -> Self:
-        if (self.holds == "redundant") is not bool(self.sync_command):
+def _are_directories_of_their_own(roots: tuple[WatchedRoot, ...]) -> tuple[WatchedRoot, ...]:
+    found = []
+    for root in roots:
+        path = os.path.normpath(root.path)
+        if not root.path.startswith("/") or path in ("/", "//"):
+            raise ValueError(f"{root.path!r} is no directory to clean; write its whole path, and not /")
+        if (root.file_class is FileClass.REDUNDANT) is not bool(root.sync_command):
             raise ValueError(
-                f"{self.path}: class redundant needs a sync_command, a list of a program and its arguments, "
+                f"{path}: class redundant needs a sync_command, a list of a program and its arguments, "
                 "and no other class has one"
             )
-        return self
+        found.append(replace(root, path=path))
+    for one, other in pairwise(sorted(f"{root.path}/" for root in found)):
+        if other.startswith(one):
+            raise ValueError(f"root {other[:-1]} is in root {one[:-1]}; give each file one class")
+    return tuple(found)
 
 
-class DiskSettings(DiskLevelSettings):
-    overrides: dict[str, DiskLevelSettings] = Field(
+def _are_of_nodes_or_labels(given: dict[str, DiskRules]) -> dict[str, DiskRules]:
+    for scope in given:
+        kind, _, name = scope.partition(":")
+        if not (kind == "node" and name) and not (kind == "label" and "=" in name):
+            raise ValueError(f"{scope!r} names no nodes; write node:NAME or label:KEY=VALUE")
+    return {COORDINATORS: COORDINATOR_LEVELS, **given}
+
+
+class DiskSettings(DiskGuard, frozen=True, kw_only=True):
+    overrides: Annotated[Mapping[str, DiskRules], check(_are_of_nodes_or_labels)] = field(
         default_factory=lambda: {COORDINATORS: COORDINATOR_LEVELS}
     )
-    old_seconds: Annotated[float, Field(ge=3600)] = 7 * 86_400.0
-    clean_every_seconds: Annotated[float, Field(ge=60)] = 600.0
-    roots: list[DiskRootSettings] = Field(default_factory=list)
-
-    @field_validator("overrides")
-    @classmethod
-    def _of_nodes_or_labels(cls, given: dict[str, DiskLevelSettings]) -> dict[str, DiskLevelSettings]:
-        for scope in given:
-            kind, _, name = scope.partition(":")
-            if not (kind == "node" and name) and not (kind == "label" and "=" in name):
-                raise ValueError(f"{scope!r} names no nodes; write node:NAME or label:KEY=VALUE")
-        return {COORDINATORS: COORDINATOR_LEVELS, **given}
-
-    @model_validator(mode="after")
-    def _roots_are_apart(self) -> Self:
-        paths = sorted(f"{root.path}/" for root in self.roots)
-        for one, other in pairwise(paths):
-            if other.startswith(one):
-                raise ValueError(f"root {other[:-1]} is in root {one[:-1]}; give each file one class")
-        return self
+    roots: Annotated[tuple[WatchedRoot, ...], check(_are_directories_of_their_own)] = ()
 
 
-class StreamSettings(Section):
-    velocity_gain: Annotated[float, Field(ge=0, le=1000)] = 0.01
-    least_velocity_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-    most_velocity_factor: Annotated[float, Field(ge=1, le=1000)] = 2.0
-    velocity_seconds: Annotated[float, Field(gt=0)] = 3600.0
-    stale_seconds: Annotated[float, Field(gt=0)] = 3600.0
-    most_staleness_factor: Annotated[float, Field(ge=1, le=1000)] = 3.0
-    least_quality_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
-    least_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+def _directories_are_absolute(directories: tuple[str, ...]) -> tuple[str, ...]:
+    for one in directories:
+        if not one.startswith("/"):
+            raise ValueError(f"{one!r} is not the path of a directory on the nodes; write it from / on")
+    return directories
 
 
-class FleetSettings(Section):
-    target_util_min_percent: Percent = 60.0
-    target_util_max_percent: Percent = 80.0
-    max_gpu_memory_percent: Percent = 80.0
-    max_memory_percent: Percent = 80.0
-    max_disk_percent: Percent = 70.0
-    targets: list[TargetSettings] = Field(default_factory=list)
-    constraint_seconds: Duration = 60.0
-    controller: bool = False
-    gains: GainSettings = Field(default_factory=GainSettings)
-    watched_directories: list[str] = Field(default_factory=list)
-    idle_check_seconds: Annotated[float, Field(gt=0)] = 60.0
-    idle_below_percent: Percent = 5.0
-    idle_grace_seconds: Duration = 300.0
-    backpressure: BackpressureSettings = Field(default_factory=BackpressureSettings)
-    overload: OverloadSettings = Field(default_factory=OverloadSettings)
-    throughput: ThroughputSettings = Field(default_factory=ThroughputSettings)
-    disk: DiskSettings = Field(default_factory=DiskSettings)
-    streams: StreamSettings = Field(default_factory=StreamSettings)
+class FleetSettings(FleetRules, frozen=True, kw_only=True):
+    """The section `fleet`: the rules, before the targets of the whole fleet are among its targets."""
 
-    @field_validator("watched_directories")
-    @classmethod
-    def _directories_are_absolute(cls, directories: list[str]) -> list[str]:
-        for one in directories:
-            if not one.startswith("/"):
-                raise ValueError(f"{one!r} is not the path of a directory on the nodes; write it from / on")
-        return directories
+    target_util_min: Share = 0.6
+    target_util_max: Share = 0.8
+    max_gpu_memory: Share = 0.8
+    max_memory: Share = 0.8
+    max_disk: Share = 0.7
+    watched_directories: Annotated[tuple[str, ...], check(_directories_are_absolute)] = ()
+    idle_below: Share = 0.05
+    idle_grace_seconds: NonNegativeSeconds = Seconds(300.0)
+    backpressure: BackpressureSettings = BackpressureSettings()
+    overload: OverloadSettings = OverloadSettings()
+    disk: DiskSettings = field(default_factory=DiskSettings)
+    streams: StreamRules = StreamRules()
 
-    @model_validator(mode="after")
-    def _least_is_below_most(self) -> Self:
-        _check_order(
-            "target_util_min_percent", self.target_util_min_percent,
-            "target_util_max_percent", self.target_util_max_percent,
+    def __post_init__(self) -> None:
+        """Check that the least use of the GPUs is below the most. Raises ValueError."""
+        check_order(
+            "target_util_min_percent", self.target_util_min * 100,
+            "target_util_max_percent", self.target_util_max * 100,
         )  # fmt: skip
-        return self
+
+    def rules(self, spared: tuple[str, ...]) -> FleetRules:
+        """Return the rules as they hold. `spared`: directories of the service, on every node: they may be
+        shared."""
+        targets = (
+            FleetTarget(Measure.GPU_UTILIZATION, self.target_util_min, self.target_util_max),
+            FleetTarget(Measure.GPU_MEMORY, most=self.max_gpu_memory),
+            FleetTarget(Measure.HOST_MEMORY, most=self.max_memory),
+            FleetTarget(Measure.DISK, most=self.max_disk),
+            *self.targets,
+        )
+        return replace(
+            self,
+            # The last one of the same part and measure holds.
+            targets=tuple({(one.scope, one.measure): one for one in targets}.values()),
+            idle=IdleRules(self.idle_below, self.idle_grace_seconds),
+            thresholds=self.backpressure.thresholds,
+            next_band_seconds=self.backpressure.next_band_seconds,
+            retry_after_seconds=self.backpressure.retry_after_seconds,
+            disk=replace(self.disk, spared=spared),
+            overload_thresholds=self.overload.thresholds,
+        )

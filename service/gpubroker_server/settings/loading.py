@@ -9,57 +9,44 @@ environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`; a few have short names, 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from gpubroker.wire.policy import GpuKind
+from msgspec import Meta, Struct, field
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
+from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults, Profile
+from gpubroker_server.core.domain.device import SHIPPED_KINDS
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.core.domain.policy import Pool, Retention
+from gpubroker_server.core.domain.setting_marks import HOME, WORDS, NonNegativeMib, by_name, check, prepare
 from gpubroker_server.core.domain.submission import SECRET_PREFIX
+from gpubroker_server.core.domain.suggestions import meant_field, nearest
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.lifecycle.reconcile import NodeRules
 from gpubroker_server.settings.fleet import SHORT_VARIABLES, FleetSettings
 from gpubroker_server.settings.ray import RaySettings
 from gpubroker_server.settings.sections import (
-    DefaultSettings,
-    Kinds,
-    LimitSettings,
-    ModelTypeSettings,
-    NodeSettings,
     PolicySettings,
-    PoolSettings,
-    Profiles,
-    RetentionSettings,
-    Section,
     SimulatedDevice,
-    WithUnits,
-    Words,
-    comma_separated,
-    over_the_shipped,
+    kinds_over_the_shipped,
     profiles_over_the_shipped,
+    shipped_profiles,
 )
+from gpubroker_server.settings.struct_models import WRITTEN_AS, Section, WithUnits, model_of, value_of
 from gpubroker_server.settings.triton import TritonSettings
 from gpubroker_server.settings.validation_text import text_of
 
-_UNITS: Final = {
-    "_mb": "a number of MiB or a size such as 40GiB",
-    "_bytes": "a number of bytes or a size such as 16MiB",
-    "_seconds": "a number of seconds or a duration such as 15m or 7d",
-}
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -75,82 +62,71 @@ def default_data_dir() -> Path:
     return Path(state) / "gpubroker"
 
 
-class Settings(WithUnits, BaseSettings):
-    model_config = SettingsConfigDict(
-        env_prefix="GPUBROKER_",
-        env_nested_delimiter="__",
-        extra="forbid",
-        frozen=True,
-    )
+def _patterns_name_functions(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        if pattern.count(":") != 1:
+            raise ValueError(f"{pattern!r} is not module:function; write that, or module:*")
+    return patterns
 
-    data_dir: Path = Field(default_factory=default_data_dir)
+
+def _task_env_is_plain(env: dict[str, str]) -> dict[str, str]:
+    for name, text in env.items():
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None or "\0" in text:
+            raise ValueError(f"{name!r}: a variable has a name of letters, digits and _, and no NUL in it")
+        if text.startswith(SECRET_PREFIX):
+            raise ValueError(
+                f"{name} names a secret, which belongs to a tenant; have its tasks name it in their env"
+            )
+    return env
+
+
+Words = Annotated[tuple[str, ...], WORDS]
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    data_dir: Annotated[Path, HOME] = field(default_factory=default_data_dir)
     database_url: str = ""
     database_notify: bool = True
     database_may_lose_commits: bool = False
-    blob_dir: Path | None = None
+    blob_dir: Annotated[Path, HOME] | None = None
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8470
-    allowed_hosts: Words = []
-    entrypoints: Words = []
-    env_allowed: Words = []
-    task_env: dict[str, str] = {}
-    task_path: Annotated[list[Path], NoDecode, BeforeValidator(comma_separated)] = []
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8470
+    allowed_hosts: Words = ()
+    entrypoints: Annotated[Words, check(_patterns_name_functions)] = ()
+    env_allowed: Words = ()
+    task_env: Annotated[Mapping[str, str], check(_task_env_is_plain)] = field(default_factory=dict)
+    task_path: Annotated[tuple[Path, ...], WORDS] = ()
     engine: Literal["ray", "simulated"] = "ray"
     task_user: str = ""
-    device_reserve_mb: Annotated[int, Field(ge=0)] = 0
-    declared_foreign_mb: dict[str, Annotated[int, Field(ge=0)]] = {}
-    simulated_devices: list[SimulatedDevice] = []
+    device_reserve_mb: NonNegativeMib = Mib(0)
+    declared_foreign_mb: Mapping[str, NonNegativeMib] = field(default_factory=dict)
+    simulated_devices: tuple[SimulatedDevice, ...] = ()
     submit_from_tasks: bool = False
     tasks_url: str = ""
-    drain_seconds: Annotated[float, Field(ge=2, le=3600)] = 20.0
-    drain_notice_seconds: Annotated[float, Field(ge=0)] = 0.0
+    drain_seconds: Annotated[Seconds, Meta(ge=2, le=3600)] = Seconds(20.0)
+    drain_notice_seconds: Annotated[Seconds, Meta(ge=0)] = Seconds(0.0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     log_format: Literal["console", "json"] = "console"
     access_log: bool = False
     ray: RaySettings = RaySettings()
-    fleet: FleetSettings = FleetSettings()
-    policy: PolicySettings = PolicySettings()
-    limits: LimitSettings = LimitSettings()
-    retention: RetentionSettings = RetentionSettings()
-    triton: TritonSettings = TritonSettings()
-    defaults: DefaultSettings = DefaultSettings()
-    kinds: Annotated[Kinds, BeforeValidator(over_the_shipped), Field(validate_default=True)] = {}
-    nodes: dict[str, NodeSettings] = {}
-    pools: dict[str, PoolSettings] = {}
-    model_types: dict[str, ModelTypeSettings] = {}
-    profiles: Annotated[
-        Profiles, BeforeValidator(profiles_over_the_shipped), Field(validate_default=True)
-    ] = {}
+    fleet: FleetSettings = field(default_factory=FleetSettings)
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    limits: ServiceLimits = ServiceLimits()
+    retention: Retention = Retention()
+    triton: TritonSettings = field(default_factory=TritonSettings)
+    defaults: Defaults = field(default_factory=Defaults)
+    kinds: Annotated[tuple[GpuKind, ...], by_name(alone="power"), prepare(kinds_over_the_shipped)] = tuple(
+        sorted(SHIPPED_KINDS)
+    )
+    nodes: Mapping[str, NodeRules] = field(default_factory=dict)
+    pools: Annotated[tuple[Pool, ...], by_name()] = ()
+    model_types: Mapping[str, NamedDefaults] = field(default_factory=dict)
+    profiles: Annotated[Mapping[str, Profile], prepare(profiles_over_the_shipped)] = field(
+        default_factory=shipped_profiles
+    )
 
-    @field_validator("data_dir", "blob_dir")
-    @classmethod
-    def _home_is_expanded(cls, path: Path | None) -> Path | None:
-        return None if path is None else path.expanduser()
-
-    @field_validator("entrypoints")
-    @classmethod
-    def _patterns_name_functions(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            if pattern.count(":") != 1:
-                raise ValueError(f"{pattern!r} is not module:function; write that, or module:*")
-        return patterns
-
-    @field_validator("task_env")
-    @classmethod
-    def _task_env_is_plain(cls, env: dict[str, str]) -> dict[str, str]:
-        for name, text in env.items():
-            if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None or "\0" in text:
-                raise ValueError(
-                    f"{name!r}: a variable has a name of letters, digits and _, and no NUL in it"
-                )
-            if text.startswith(SECRET_PREFIX):
-                raise ValueError(
-                    f"{name} names a secret, which belongs to a tenant; have its tasks name it in their env"
-                )
-        return env
-
-    @model_validator(mode="after")
-    def _tasks_can_reach_a_gateway(self) -> "Settings":
+    def __post_init__(self) -> None:
+        """Refuse settings of different sections that contradict each other. Raises ValueError."""
         if self.tasks_url and not self.tasks_url.startswith(("http://", "https://")):
             raise ValueError(f"tasks_url {self.tasks_url!r} must begin with http:// or https://")
         if self.submit_from_tasks and self.ray.address and not self.tasks_url:
@@ -158,37 +134,29 @@ class Settings(WithUnits, BaseSettings):
                 "submit_from_tasks needs tasks_url with ray.address: the address at which tasks on the nodes "
                 "of the cluster reach a gateway, such as https://gpubroker.lab"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _answers_fit_into_the_end(self) -> "Settings":
         if self.drain_notice_seconds > self.drain_seconds - 2:
             raise ValueError(
                 f"drain_notice_seconds ({self.drain_notice_seconds:g}) must be at least 2 less than "
                 f"drain_seconds ({self.drain_seconds:g}), so that requests can be answered"
             )
-        return self
+        self._check_pools()
 
-    @model_validator(mode="after")
-    def _know_what_pools_share(self) -> "Settings":
-        for name, pool in self.pools.items():
-            for resource in sorted(pool.custom.keys() - self.policy.custom_limits.keys()):
+    def _check_pools(self) -> None:
+        for pool in self.pools:
+            known_limits = {limit.name for limit in self.policy.custom_limits}
+            for resource in sorted(pool.custom.keys() - known_limits):
                 raise ValueError(
-                    f"pools.{name}.custom names {resource!r}, which is not in policy.custom_limits; set its "
-                    "amount there"
+                    f"pools.{pool.name}.custom names {resource!r}, which is not in policy.custom_limits; set "
+                    "its amount there"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _targets_are_of_known_pools(self) -> "Settings":
+        names = sorted(pool.name for pool in self.pools)
         for target in self.fleet.targets:
-            kind, _, name = target.scope.partition(":")
-            if kind == "pool" and name not in self.pools:
-                known = ", ".join(sorted(self.pools)) or "none"
+            scope = target.scope
+            if scope.kind == "pool" and scope.name not in names:
                 raise ValueError(
-                    f"fleet.targets names pool {name!r}; pools are {known}: add it, or name one of them"
+                    f"fleet.targets names pool {scope.name!r}; pools are {', '.join(names) or 'none'}: "
+                    "add it, or name one of them"
                 )
-        return self
 
     @property
     def objects(self) -> Path:
@@ -197,6 +165,18 @@ class Settings(WithUnits, BaseSettings):
     @property
     def database(self) -> str:
         return self.database_url or f"sqlite:///{self.data_dir / 'gpubroker.db'}"
+
+
+class _Sources(WithUnits, BaseSettings):
+    """Reads the settings from flags, environment and files."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="GPUBROKER_",
+        env_nested_delimiter="__",
+        validate_default=False,  # the Structs know the defaults
+        extra="forbid",
+        frozen=True,
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -218,6 +198,12 @@ class Settings(WithUnits, BaseSettings):
         )
 
 
+@cache
+def settings_model() -> type[BaseModel]:
+    """Return the model of all settings. It is made when settings are first read, not at import."""
+    return model_of(Settings, _Sources)
+
+
 def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     """Read all sources. Flags that are None count as not given. Raises SettingsRefused."""
     given = {name: value for name, value in flags.items() if value is not None}
@@ -230,9 +216,11 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     if config is not None and "data_dir" not in given:
         wrong += _two_data_dirs(config, merged)
     try:
-        settings = Settings(_files=merged, **given)  # type: ignore[call-arg]  # see the sources above
+        settings: Settings = value_of(Settings, settings_model()(_files=merged, **given))
     except ValidationError as refused:
         wrong += [_fault_text(fault, _origin(fault["loc"], given, files)) for fault in refused.errors()]
+    except ValueError as contradiction:
+        wrong.append(str(contradiction))
     if wrong:
         lines = "".join(f"\n  {line}" for line in wrong)
         raise SettingsRefused(f"wrong settings:{lines}\nevery setting is in config.example.yaml")
@@ -240,7 +228,7 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
 
 
 def _fault_text(fault: ErrorDetails, origin: str) -> str:
-    """One fault: which setting, what is wrong, what was found, and where."""
+    """Return one fault in words: which setting, what is wrong, what was found, and where."""
     path, found = fault["loc"], fault["input"]
     text = text_of(fault)
     match fault["type"]:
@@ -261,13 +249,13 @@ def _fault_text(fault: ErrorDetails, origin: str) -> str:
 
 
 def _unit_of(path: Sequence[int | str]) -> str:
-    """What to write for the setting at `path`, if its name ends with a unit."""
-    named = next((str(part) for part in reversed(path) if str(part).endswith(tuple(_UNITS))), "")
-    return next((text for ending, text in _UNITS.items() if named.endswith(ending)), "")
+    """Return what to write for the setting at `path`; empty if its name says nothing of that."""
+    named = next((str(part) for part in reversed(path) if str(part).endswith(tuple(WRITTEN_AS))), "")
+    return next((text for ending, text in WRITTEN_AS.items() if named.endswith(ending)), "")
 
 
 def _section_at(path: Sequence[int | str]) -> type[BaseModel]:
-    section: type[BaseModel] = Settings
+    section = settings_model()
     for part in path:  # names of settings, and names that the operator has chosen
         if part in section.model_fields:
             section = next(_sections_in(section.model_fields[str(part)].annotation), section)
@@ -285,19 +273,19 @@ _RENAMED: Final = {"node_labels": "nodes.NAME.labels"}
 
 
 def _remedy(name: str, section: type[BaseModel]) -> str:
-    """Its new name, the same setting in another section, or the most similar one of this section."""
-    if section is Settings and name in _RENAMED:
+    """Return the new name of a setting, its place in another section, or the most similar one of this one."""
+    if section is settings_model() and name in _RENAMED:
         return f'; it is now "{_RENAMED[name]}"'
-    for inner, field in section.model_fields.items():
-        home = field.annotation
-        if isinstance(home, type) and issubclass(home, Section) and name in home.model_fields:
-            return f'; did you mean "{inner}.{name}"?'
-    near = get_close_matches(name, section.model_fields, n=1)
-    return f'; did you mean "{near[0]}"?' if near else f"; known are {', '.join(section.model_fields)}"
+    inner = {
+        field: list(home.model_fields)
+        for field, info in section.model_fields.items()
+        if isinstance(home := info.annotation, type) and issubclass(home, Section)
+    }
+    return f"; {meant_field(name, list(section.model_fields), inner)}"
 
 
 def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str, Any]) -> str:
-    """The flag, variable or file that has the value; empty if none has."""
+    """Return the flag, variable or file that has the value; empty if none has."""
     if not path:
         return ""
     if path[0] in flags:
@@ -322,7 +310,7 @@ def _has_value(tree: Any, path: Sequence[int | str]) -> bool:
 
 
 def _short_variables() -> dict[str, Any]:
-    """What the short names say, as settings."""
+    """Return what the variables with short names say, as settings."""
     found: dict[str, dict[str, Any]] = {}
     for name, (section, setting) in SHORT_VARIABLES.items():
         if (value := os.environ.get(_PREFIX + name.upper())) is not None:
@@ -331,12 +319,12 @@ def _short_variables() -> dict[str, Any]:
 
 
 def _misspelled_variables() -> Iterator[str]:
-    """Variables that look like one of ours; others may belong to other programs."""
+    """Yield variables that look like one of ours; others may belong to other programs."""
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX).lower()
-        if variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES:
-            for meant in get_close_matches(name, _VARIABLES, n=1, cutoff=0.8):
-                yield f"{variable}: there is no such variable; did you mean {_PREFIX}{meant.upper()}?"
+        is_unknown = variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES
+        if is_unknown and (meant := nearest(name, _VARIABLES, cutoff=0.8)):
+            yield f"{variable}: there is no such variable; did you mean {_PREFIX}{meant.upper()}?"
 
 
 def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
@@ -352,7 +340,7 @@ def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
 
 _PREFIX: Final = "GPUBROKER_"
 _DATA_DIR: Final = "GPUBROKER_DATA_DIR"
-_VARIABLES: Final = (*Settings.model_fields, *SHORT_VARIABLES, "config", "url", "token")
+_VARIABLES: Final = (*Settings.__struct_fields__, *SHORT_VARIABLES, "config", "url", "token")
 """Names after the prefix: settings, the configuration file, and what clients read."""
 
 

@@ -1,18 +1,27 @@
 """The Ray that runs tasks: a local one, or a cluster to join."""
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Final
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from gpubroker.wire.bounds import PositiveCount
+from msgspec import Meta, Struct
 
-from gpubroker_server.settings.sections import Section, Words
+from gpubroker_server.core.domain.setting_marks import (
+    HOME,
+    WORDS,
+    PositiveAmount,
+    PositiveMib,
+    PositiveSeconds,
+    check,
+)
+from gpubroker_server.core.domain.units import Mib, Seconds
 
-HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
-"""May begin with `~`."""
+HomePath = Annotated[Path, HOME]
 
 
-class RayTlsSettings(Section):
-    """Of this machine; Ray checks both sides."""
+class RayTls(Struct, frozen=True):
+    """Files by which this machine and Ray's know each other: Ray checks both sides."""
 
     certificate: HomePath
     key: HomePath
@@ -36,45 +45,51 @@ def client_server_refused(address: str) -> str:
     )
 
 
-class RaySettings(Section):
-    address: str = ""
+def _name_has_no_slash(name: str) -> str:
+    if "/" in name:
+        raise ValueError(
+            f"{name!r} has a slash, which parts the keys of devices (cluster/node/uuid); leave it out"
+        )
+    return name
+
+
+def _address_is_of_a_head(address: str) -> str:
+    if address.startswith("ray://"):
+        raise ValueError(client_server_refused(address))
+    host, _, port = address.rpartition(":")
+    if address and (not host or "/" in host or not port.isdigit()):
+        raise ValueError(f"{address!r} is not the address of a Ray head; write host:6379")
+    return address
+
+
+class RaySettings(Struct, frozen=True, kw_only=True):
+    address: Annotated[str, check(_address_is_of_a_head)] = ""
+    """`host:port` of the cluster to join; empty starts a local head."""
     token_file: HomePath | None = None
-    tls: RayTlsSettings | None = None
+    """The token file of a joined cluster; None: as the environment says (RAY_AUTH_MODE)."""
+    tls: RayTls | None = None
+    """The TLS files of a joined cluster; None: as the environment says (RAY_USE_TLS)."""
     autoscale: bool = False
-    node_name: str = "local"
-    cluster: str = "local"
-    spares: Annotated[int, Field(ge=0, le=64)] = 2
-    warm_runners: Annotated[int, Field(ge=0, le=64)] = 1
-    cpu: Annotated[float, Field(gt=0)] | None = None
-    memory_mb: Annotated[int, Field(gt=0)] | None = None
-    max_runs: Annotated[int, Field(gt=0)] = 256
-    process_memory_mb: Annotated[int, Field(gt=0)] = 81_920
-    object_store_mb: Annotated[int, Field(ge=75)] = 128
-    idle_stop_seconds: Annotated[float, Field(gt=0)] = 600.0
+    node_name: Annotated[str, check(_name_has_no_slash)] = "local"
+    """The only node of a local head. Nodes of a joined cluster have names of their own."""
+    cluster: Annotated[str, check(_name_has_no_slash)] = "local"
+    spares: Annotated[int, Meta(ge=0, le=64)] = 2
+    warm_runners: Annotated[int, Meta(ge=0, le=64)] = 1
+    cpu: PositiveAmount | None = None
+    """CPUs that a node offers; None: all that it has."""
+    memory_mb: PositiveMib | None = None
+    max_runs: PositiveCount = 256
+    process_memory_mb: PositiveMib = Mib(81_920)
+    """Host memory that each process of a run may take."""
+    object_store_mb: Annotated[Mib, Meta(ge=75)] = Mib(128)
+    idle_stop_seconds: PositiveSeconds = Seconds(600.0)
     dashboard: bool = False
-    inherit_env: Words = Field(default_factory=list)
+    """True if a local head starts its dashboard."""
+    inherit_env: Annotated[tuple[str, ...], WORDS] = ()
+    """Environment variables of a node that tasks inherit, besides locale and paths."""
 
-    @field_validator("cluster", "node_name")
-    @classmethod
-    def _name_has_no_slash(cls, name: str) -> str:
-        if "/" in name:
-            raise ValueError(
-                f"{name!r} has a slash, which parts the keys of devices (cluster/node/uuid); leave it out"
-            )
-        return name
-
-    @field_validator("address")
-    @classmethod
-    def _address_is_of_a_head(cls, address: str) -> str:
-        if address.startswith("ray://"):
-            raise ValueError(client_server_refused(address))
-        host, _, port = address.rpartition(":")
-        if address and (not host or "/" in host or not port.isdigit()):
-            raise ValueError(f"{address!r} is not the address of a Ray head; write host:6379")
-        return address
-
-    @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> Self:
+    def check_given(self, given: Collection[str]) -> None:
+        """Raise ValueError for a setting that has no effect on this Ray, even if it was given its default."""
         if not self.address:
             for name in ("token_file", "tls", "autoscale"):
                 if getattr(self, name):
@@ -82,11 +97,10 @@ class RaySettings(Section):
                         f"{name} is for a cluster that is joined, and address is empty; a local "
                         "Ray has one node, on 127.0.0.1 alone, and a token of its own"
                     )
-            return self
+            return
         for name, instead in LOCAL_RAY_ONLY.items():
-            if name in self.model_fields_set:
+            if name in given:
                 raise ValueError(
                     f"{name} has no effect on the cluster at {self.address}, which others started: "
                     f"{instead}; leave {name} out"
                 )
-        return self

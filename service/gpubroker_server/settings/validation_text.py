@@ -6,7 +6,7 @@ from pydantic_core import ErrorDetails
 
 
 def text_of(found: ErrorDetails) -> str:
-    """What the value must be, without the value itself."""
+    """Return the sentence about what the value must be, without the value itself."""
     bounds = found.get("ctx", {})
     match found["type"]:
         case "int_type" | "int_parsing" | "int_from_float" | "int_parsing_size":

@@ -1,108 +1,188 @@
 """Metrics of what fleet control finds, as the leader published it last, and for autoscalers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from typing import Final
 
-from gpubroker_server.core.control.disk_guard import DiskLevel
-from gpubroker_server.core.control.findings.gpus import unused_holdings
-from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
+from gpubroker_server.core.control.findings.gpus import held_idle_seconds
+from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen, disk_levels
 from gpubroker_server.core.control.node_watch import Overload
-from gpubroker_server.core.domain.units import DeviceKey, Instant
-from gpubroker_server.core.explain.autoscaling import AutoscalingDemand
-from gpubroker_server.core.world.world import World
-from gpubroker_server.telemetry.nodes import GPU, Read
+from gpubroker_server.telemetry.exposition import LabelNames, Samples
+from gpubroker_server.telemetry.table import GPU, MOST_TENANTS, MetricRow, Scrape
 
 _TARGET = ("scope", "measure")
-MOST_TENANTS = 100
-"""With backpressure of their own."""
 
-GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gpubroker_target_ratio": ("What is measured of a target.", _TARGET),
-    "gpubroker_target_min_ratio": ("The least that it shall be.", _TARGET),
-    "gpubroker_target_max_ratio": ("The most that it shall be.", _TARGET),
-    "gpubroker_target_out_seconds": ("How long it has been outside; 0 while it is inside.", _TARGET),
-    "gpubroker_background_share_ratio": ("Share of GPU memory that background work may take.", ("scope",)),
-    "gpubroker_backpressure_active": ("1 if new work is refused for it, else 0.", ("measure",)),
-    "gpubroker_backpressure_value": ("What is measured of it, in its own unit.", ("measure",)),
-    "gpubroker_gpu_idle_seconds": ("How long the device has been idle; 0 if it is not.", GPU),
-    "gpubroker_gpu_held_idle_seconds": ("How long a holder has kept it idle; 0 if none has.", GPU),
-    "gpubroker_node_idle_seconds": ("How long the node's CPUs have been idle; 0 if not.", ("hostname",)),
-    "gpubroker_node_overloaded": ("1 if the node has too much to do, else 0.", ("hostname", "measure")),
-    "gpubroker_node_disk_level": (
+
+def _seen(
+    name: str,
+    about: str,
+    labels: LabelNames,
+    read: Callable[[FleetSeen, Scrape], Samples],
+    *,
+    is_counter: bool = False,
+) -> MetricRow:
+    """Left out before a leader has looked."""
+
+    def samples(scrape: Scrape) -> Samples | None:
+        return None if scrape.fleet is None else read(scrape.fleet, scrape)
+
+    return MetricRow(name, about, labels, samples, is_counter)
+
+
+def _of_target(name: str, about: str, read: Callable[[TargetSeen, Scrape], float | None]) -> MetricRow:
+    def samples(seen: FleetSeen, scrape: Scrape) -> Samples:
+        values = (((target.scope, target.measure), read(target, scrape)) for target in seen.targets)
+        return [(labels, value) for labels, value in values if value is not None]
+
+    return _seen(name, about, _TARGET, samples)
+
+
+def _out_seconds(target: TargetSeen, scrape: Scrape) -> float:
+    return 0.0 if target.is_in else max(0.0, scrape.now - target.since)
+
+
+def _background_shares(seen: FleetSeen, _scrape: Scrape) -> Samples:
+    return [((target.scope,), target.share) for target in seen.targets if target.share is not None]
+
+
+def _pressures(seen: FleetSeen) -> list[str]:
+    """The measures that are shown; of those of single tenants not all."""
+    known = sorted({pressure.name for pressure in seen.pressures} | seen.pressure_values.keys())
+    of_tenants = [name for name in known if ":" in name]
+    return [name for name in known if ":" not in name] + of_tenants[:MOST_TENANTS]
+
+
+def _active_pressures(seen: FleetSeen, _scrape: Scrape) -> Samples:
+    active = {pressure.name for pressure in seen.pressures}
+    return [((name,), name in active) for name in _pressures(seen)]
+
+
+def _pressure_values(seen: FleetSeen, _scrape: Scrape) -> Samples:
+    values = seen.pressure_values
+    return [((name,), values[name]) for name in _pressures(seen) if name in values]
+
+
+def _idle_seconds(seen: FleetSeen, scrape: Scrape) -> dict[str, float]:
+    """Return the idle seconds by device and by node."""
+    return {idle.name: max(0.0, scrape.now - idle.since) for idle in seen.idle}
+
+
+def _idle_gpus(seen: FleetSeen, scrape: Scrape) -> Samples:
+    idle = _idle_seconds(seen, scrape)
+    return [(labels, idle.get(key, 0.0)) for labels, key in scrape.offered]
+
+
+def _held_idle_gpus(seen: FleetSeen, scrape: Scrape) -> Samples:
+    held = held_idle_seconds(scrape.world, seen, scrape.now)
+    return [(labels, held.get(key, 0.0)) for labels, key in scrape.offered]
+
+
+def _idle_nodes(seen: FleetSeen, scrape: Scrape) -> Samples:
+    idle = _idle_seconds(seen, scrape)
+    return [((name,), idle.get(name, 0.0)) for name in sorted(scrape.world.nodes)]
+
+
+def _overloads(seen: FleetSeen, scrape: Scrape) -> Samples:
+    overloaded, nodes = set(seen.overloaded), sorted(scrape.world.node_samples)
+    watched = [Overload(node, measure) for node in nodes for measure in ("cpu", "host_memory")]
+    return [(one, one in overloaded) for one in watched]
+
+
+def _disk_levels(seen: FleetSeen, scrape: Scrape) -> Samples:
+    levels = disk_levels(seen, scrape.world.node_samples.values())
+    return [(disk, float(level)) for disk, level in sorted(levels.items())]
+
+
+LOOKED: Final = (
+    _of_target("gpubroker_target_ratio", "What is measured of a target.", lambda target, _: target.value),
+    _of_target("gpubroker_target_min_ratio", "The least that it shall be.", lambda target, _: target.least),
+    _of_target("gpubroker_target_max_ratio", "The most that it shall be.", lambda target, _: target.most),
+    _of_target(
+        "gpubroker_target_out_seconds",
+        "How long it has been outside; 0 while it is inside.",
+        _out_seconds,
+    ),
+    _seen(
+        "gpubroker_background_share_ratio",
+        "Share of GPU memory that background work may take.",
+        ("scope",),
+        _background_shares,
+    ),
+    _seen(
+        "gpubroker_backpressure_active",
+        "1 if new work is refused for it, else 0.",
+        ("measure",),
+        _active_pressures,
+    ),
+    _seen(
+        "gpubroker_backpressure_value",
+        "What is measured of it, in its own unit.",
+        ("measure",),
+        _pressure_values,
+    ),
+    _seen(
+        "gpubroker_gpu_idle_seconds",
+        "How long the device has been idle; 0 if it is not.",
+        GPU,
+        _idle_gpus,
+    ),
+    _seen(
+        "gpubroker_gpu_held_idle_seconds",
+        "How long a holder has kept it idle; 0 if none has.",
+        GPU,
+        _held_idle_gpus,
+    ),
+    _seen(
+        "gpubroker_node_idle_seconds",
+        "How long the node's CPUs have been idle; 0 if not.",
+        ("hostname",),
+        _idle_nodes,
+    ),
+    _seen(
+        "gpubroker_node_overloaded",
+        "1 if the node has too much to do, else 0.",
+        ("hostname", "measure"),
+        _overloads,
+    ),
+    _seen(
+        "gpubroker_node_disk_level",
         "Of a watched disk: 0, or 1 from `warn`, 2 from `clean`, 3 from `block` on if that closes the node.",
         ("hostname", "path"),
+        _disk_levels,
     ),
-    "gpubroker_unmet_gpus": ("GPUs that waiting tasks lack.", ("pool",)),
-    "gpubroker_needed_gpus": ("GPUs that are held, and those that waiting tasks lack.", ()),
-    "gpubroker_spare_gpus": ("GPUs of nodes of which nothing is held or waited for.", ()),
-}
-COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gpubroker_items": ("What each component got done in this leader's term.", ("component",)),
-    "gpubroker_fleet_events": ("Events about its health, in this leader's term.", ("kind",)),
-}
+    _seen(
+        "gpubroker_items",
+        "What each component got done in this leader's term.",
+        ("component",),
+        lambda seen, _: [((name,), count) for name, count in seen.done.items()],
+        is_counter=True,
+    ),
+    _seen(
+        "gpubroker_fleet_events",
+        "Events about its health, in this leader's term.",
+        ("kind",),
+        lambda seen, _: [((kind,), count) for kind, count in seen.events.items()],
+        is_counter=True,
+    ),
+)
+"""Metrics whose values are known once a leader has looked."""
 
-
-def fleet_samples(world: World, seen: FleetSeen | None, now: Instant) -> Iterator[Read]:
-    """Nothing before a leader has looked."""
-    if seen is None:
-        return
-    yield from _targets(seen, now)
-    yield from _backpressure(seen)
-    yield from _idle(world, seen, now)
-    yield from _nodes(world, seen)
-    yield "gpubroker_items", [((name,), count) for name, count in seen.done.items()]
-    yield "gpubroker_fleet_events", [((kind,), count) for kind, count in seen.events.items()]
-
-
-def _targets(seen: FleetSeen, now: Instant) -> Iterator[Read]:
-    targets: list[tuple[tuple[str, ...], TargetSeen]] = [((it.scope, it.measure), it) for it in seen.targets]
-    yield "gpubroker_target_ratio", [(at, it.value) for at, it in targets if it.value is not None]
-    yield "gpubroker_target_min_ratio", [(at, it.least) for at, it in targets]
-    yield "gpubroker_target_max_ratio", [(at, it.most) for at, it in targets]
-    out = [(at, 0.0 if it.is_in else max(0.0, now - it.since)) for at, it in targets]
-    yield "gpubroker_target_out_seconds", out
-    shares = [(at[:1], it.share) for at, it in targets if it.share is not None]
-    yield "gpubroker_background_share_ratio", shares
-
-
-def _backpressure(seen: FleetSeen) -> Iterator[Read]:
-    active = {it.name for it in seen.pressures}
-    values = seen.pressure_values
-    known = sorted(active | values.keys())
-    of_tenants = [name for name in known if ":" in name]
-    shown = [name for name in known if ":" not in name] + of_tenants[:MOST_TENANTS]
-    yield "gpubroker_backpressure_active", [((name,), name in active) for name in shown]
-    yield "gpubroker_backpressure_value", [((name,), values[name]) for name in shown if name in values]
-
-
-def _idle(world: World, seen: FleetSeen, now: Instant) -> Iterator[Read]:
-    idle = {it.name: max(0.0, now - it.since) for it in seen.idle}
-    held: dict[DeviceKey, float] = {}
-    for one in unused_holdings(world, seen, now):
-        key = one.ledger.device.key
-        held[key] = max(held.get(key, 0.0), now - one.since)
-    devices = [ledger.device for _, ledger in sorted(world.ledgers.items()) if ledger.device.offers]
-    labels = {it.key: (str(it.index), it.uuid, it.node) for it in devices}
-    yield "gpubroker_gpu_idle_seconds", [(at, idle.get(key, 0.0)) for key, at in labels.items()]
-    yield "gpubroker_gpu_held_idle_seconds", [(at, held.get(key, 0.0)) for key, at in labels.items()]
-    yield "gpubroker_node_idle_seconds", [((name,), idle.get(name, 0.0)) for name in sorted(world.nodes)]
-
-
-def _nodes(world: World, seen: FleetSeen) -> Iterator[Read]:
-    overloaded = set(seen.overloaded)
-    watched = [Overload(node, it) for node in sorted(world.node_samples) for it in ("cpu", "host_memory")]
-    yield "gpubroker_node_overloaded", [(it, it in overloaded) for it in watched]
-    # A disk that does not answer now keeps its level.
-    levels = {(it.node, disk.path): 0.0 for it in world.node_samples.values() for disk in it.disks}
-    for it in seen.low_disks:
-        most = DiskLevel.BLOCK if it.node in seen.full_disks else DiskLevel.CLEAN
-        levels[it.node, it.path] = float(min(it.level, most))
-    yield "gpubroker_node_disk_level", sorted(levels.items())
-
-
-def autoscaling_samples(demand: AutoscalingDemand) -> Iterator[Read]:
-    unmet = dict.fromkeys((group.pool for group in demand.unmet), 0) or {"": 0}
-    for group in demand.unmet:
-        unmet[group.pool] += group.amounts.gpus
-    yield "gpubroker_unmet_gpus", [((pool,), float(gpus)) for pool, gpus in unmet.items()]
-    yield "gpubroker_needed_gpus", [((), float(demand.used.gpus + demand.lacking.gpus))]
-    yield "gpubroker_spare_gpus", [((), float(sum(node.amounts.gpus for node in demand.spare)))]
+FOR_AUTOSCALERS: Final = (
+    MetricRow(
+        "gpubroker_unmet_gpus",
+        "GPUs that waiting tasks lack.",
+        ("pool",),
+        lambda scrape: [((pool,), gpus) for pool, gpus in scrape.autoscaling.unmet_gpus().items()],
+    ),
+    MetricRow(
+        "gpubroker_needed_gpus",
+        "GPUs that are held, and those that waiting tasks lack.",
+        (),
+        lambda scrape: [((), float(scrape.autoscaling.used.gpus + scrape.autoscaling.lacking.gpus))],
+    ),
+    MetricRow(
+        "gpubroker_spare_gpus",
+        "GPUs of nodes of which nothing is held or waited for.",
+        (),
+        lambda scrape: [((), float(sum(node.gpus for node in scrape.autoscaling.spare)))],
+    ),
+)

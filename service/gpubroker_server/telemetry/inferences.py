@@ -1,33 +1,41 @@
 """Metrics of queued inferences, read at scrape. No model is a label: the names come from clients."""
 
-from collections.abc import Iterator, Mapping
+from typing import Final
 
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.core.world.model_index import WAIT_BOUNDS
 from gpubroker_server.core.world.world import World
-from gpubroker_server.telemetry.exposition import Buckets, Metric, histogram
-from gpubroker_server.telemetry.nodes import Read
+from gpubroker_server.telemetry.exposition import Buckets, Metric, Samples, histogram
+from gpubroker_server.telemetry.table import MetricRow, Scrape, a_counter
 
-_WAITING, _RUNNING = "gpubroker_inferences_waiting", "gpubroker_inferences_running"
-_FINISHED = "gpubroker_inferences_finished"
 WAIT_SECONDS = "gpubroker_inference_wait_seconds"
 
-GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    _WAITING: ("Queued inferences that wait for their model.", ()),
-    _RUNNING: ("Queued inferences that were sent to a model.", ()),
-}
-COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    _FINISHED: ("Queued inferences that ended since this process started.", ("state",)),
-}
+
+def _waiting(scrape: Scrape) -> Samples:
+    return [((), sum(len(group) for groups in waiting(scrape.world).values() for group in groups))]
 
 
-def inference_samples(world: World) -> Iterator[Read]:
-    queued = sum(len(group) for groups in waiting(world).values() for group in groups)
-    yield _WAITING, [((), queued)]
-    yield _RUNNING, [((), sum(len(world.models.asking(model)) for model in world.models.asked()))]
-    ended = world.models.answered.ended
-    yield _FINISHED, [((state.value,), ended[state]) for state in sorted(TERMINAL)]
+def _running(scrape: Scrape) -> Samples:
+    models = scrape.world.models
+    return [((), sum(len(models.asking(model)) for model in models.asked()))]
+
+
+def _finished(scrape: Scrape) -> Samples:
+    ended = scrape.world.models.answered.ended
+    return [((state.value,), ended[state]) for state in sorted(TERMINAL)]
+
+
+METRICS: Final = (
+    MetricRow("gpubroker_inferences_waiting", "Queued inferences that wait for their model.", (), _waiting),
+    MetricRow("gpubroker_inferences_running", "Queued inferences that were sent to a model.", (), _running),
+    a_counter(
+        "gpubroker_inferences_finished",
+        "Queued inferences that ended since this process started.",
+        ("state",),
+        _finished,
+    ),
+)
 
 
 def wait_metric(world: World) -> Metric:

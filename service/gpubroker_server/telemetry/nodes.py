@@ -1,89 +1,162 @@
 """Metrics of nodes and of the health of their GPUs, as last measured."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
+from typing import Final
 
 from gpubroker_server.core.domain.device import GpuHealth, NodeSample
-from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.world.world import World
+from gpubroker_server.core.domain.units import MIB_BYTES
+from gpubroker_server.core.lifecycle.silent_nodes import heard_nodes
+from gpubroker_server.telemetry.exposition import Samples
+from gpubroker_server.telemetry.table import GPU, MetricRow, Scrape, gpu_labels
 
-_MIB = 1024 * 1024
 _NODE = ("hostname",)
 _DISK = ("hostname", "path")
-GPU = ("gpu", "UUID", "hostname")
-"""As dcgm-exporter spells them, so that both join on UUID without relabelling."""
-
-GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gpubroker_node_ready": (
-        "1 if the node's agent answers the leader, 0 if it is silent; absent without a known leader.",
-        _NODE,
-    ),
-    "gpubroker_node_gpu_faults": ("GPUs that the node's agent cannot use.", _NODE),
-    "gpubroker_node_cpu_utilization_ratio": ("Share of the machine's CPUs that was busy.", _NODE),
-    "gpubroker_node_memory_capacity_bytes": ("Host memory of the machine.", _NODE),
-    "gpubroker_node_memory_available_bytes": ("Host memory that can be had without swapping.", _NODE),
-    "gpubroker_node_memory_pressure_ratio": ("Share of time in which processes waited for memory.", _NODE),
-    "gpubroker_node_disk_capacity_bytes": ("File system of a watched directory.", _DISK),
-    "gpubroker_node_disk_free_bytes": ("What may still be written there.", _DISK),
-    "gpubroker_node_object_store_capacity_bytes": ("Ray's object store on the node.", _NODE),
-    "gpubroker_node_object_store_spilled_bytes": ("What Ray keeps on disk for lack of room there.", _NODE),
-    "gpubroker_gpu_power_watts": ("Power that the device draws.", GPU),
-    "gpubroker_gpu_temperature_celsius": ("Temperature of the device.", GPU),
-    "gpubroker_gpu_sm_clock_hertz": ("Clock of the streaming multiprocessors.", GPU),
-    "gpubroker_gpu_memory_clock_hertz": ("Clock of the device's memory.", GPU),
-    "gpubroker_gpu_xid": ("Number of the last critical error; absent without one.", GPU),
-}
-COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gpubroker_node_network_received_bytes": ("By all interfaces but loopback, since it booted.", _NODE),
-    "gpubroker_node_network_sent_bytes": ("By all interfaces but loopback, since it booted.", _NODE),
-    "gpubroker_gpu_ecc_errors": ("Uncorrected memory errors since the driver was loaded.", GPU),
-}
-
-Read = tuple[str, Iterable[tuple[tuple[str, ...], float]]]
-"""Name of a metric, and its samples: values of labels, and the value."""
-
-_OF_NODES: Mapping[str, Callable[[NodeSample], float | None]] = {
-    "gpubroker_node_cpu_utilization_ratio": lambda it: it.cpu,
-    "gpubroker_node_memory_capacity_bytes": lambda it: it.memory_total_mb * _MIB,
-    "gpubroker_node_memory_available_bytes": lambda it: it.memory_available_mb * _MIB,
-    "gpubroker_node_memory_pressure_ratio": lambda it: it.memory_pressure,
-    "gpubroker_node_network_received_bytes": lambda it: it.received_bytes,
-    "gpubroker_node_network_sent_bytes": lambda it: it.sent_bytes,
-    "gpubroker_node_object_store_capacity_bytes": lambda it: _bytes(it.store and it.store.total_mb),
-    "gpubroker_node_object_store_spilled_bytes": lambda it: _bytes(it.store and it.store.spilled_mb),
-}
-_OF_GPUS: Mapping[str, Callable[[GpuHealth], float | None]] = {
-    "gpubroker_gpu_power_watts": lambda it: it.power_watts,
-    "gpubroker_gpu_temperature_celsius": lambda it: it.temperature_celsius,
-    "gpubroker_gpu_sm_clock_hertz": lambda it: _hertz(it.sm_clock_mhz),
-    "gpubroker_gpu_memory_clock_hertz": lambda it: _hertz(it.memory_clock_mhz),
-    "gpubroker_gpu_ecc_errors": lambda it: it.ecc_errors,
-    "gpubroker_gpu_xid": lambda it: it.xid,
-}
 
 
-def node_samples(world: World, now: Instant, period_seconds: float) -> Iterator[Read]:
-    """Of the nodes that were measured lately."""
-    fresh = [it for _, it in sorted(world.node_samples.items()) if not it.is_stale(now, period_seconds)]
-    for name, read in _OF_NODES.items():
-        values = (((it.node,), read(it)) for it in fresh)
-        yield name, [(labels, value) for labels, value in values if value is not None]
-    disks = [((it.node, disk.path), disk) for it in fresh for disk in it.disks]
-    yield "gpubroker_node_disk_capacity_bytes", [(labels, disk.total_bytes) for labels, disk in disks]
-    yield "gpubroker_node_disk_free_bytes", [(labels, disk.free_bytes) for labels, disk in disks]
-    gpus = []
-    for it in fresh:
-        for key in world.by_node.get(it.node, ()):
-            device = world.ledgers[key].device
-            if (health := it.gpus.get(device.uuid)) is not None:
-                gpus.append(((str(device.index), device.uuid, device.node), health))
-    for name, of in _OF_GPUS.items():
-        found = ((labels, of(health)) for labels, health in gpus)
-        yield name, [(labels, value) for labels, value in found if value is not None]
+def _ready(scrape: Scrape) -> Samples | None:
+    """The leader alone hears the nodes: without one nothing is claimed about them."""
+    leader = scrape.leader
+    if leader is None:
+        return None
+    paused = () if leader.paused is None else leader.paused.nodes
+    return [((name,), heard) for name, heard in heard_nodes(scrape.world, {*leader.silent, *paused}).items()]
+
+
+def _gpu_faults(scrape: Scrape) -> Samples | None:
+    if scrape.leader is None:
+        return None
+    agents = scrape.leader.executor.get("agents", {})
+    return [((node,), len(agent.get("gpu_faults", ()))) for node, agent in agents.items()]
+
+
+def _of_node(
+    name: str, about: str, read: Callable[[NodeSample], float | None], *, is_counter: bool = False
+) -> MetricRow:
+    def samples(scrape: Scrape) -> Samples:
+        values = (((sample.node,), read(sample)) for sample in scrape.fresh_nodes)
+        return [(labels, value) for labels, value in values if value is not None]
+
+    return MetricRow(name, about, _NODE, samples, is_counter)
+
+
+def _of_gpu(
+    name: str, about: str, read: Callable[[GpuHealth], float | None], *, is_counter: bool = False
+) -> MetricRow:
+    def samples(scrape: Scrape) -> Samples:
+        values = (
+            (gpu_labels(device), read(health))
+            for sample in scrape.fresh_nodes
+            for key in scrape.world.by_node.get(sample.node, ())
+            if (health := sample.gpus.get((device := scrape.world.ledgers[key].device).uuid)) is not None
+        )
+        return [(labels, value) for labels, value in values if value is not None]
+
+    return MetricRow(name, about, GPU, samples, is_counter)
+
+
+def _of_disks(scrape: Scrape, name: str) -> Samples:
+    return [
+        ((sample.node, disk.path), getattr(disk, name))
+        for sample in scrape.fresh_nodes
+        for disk in sample.disks
+    ]
 
 
 def _bytes(mb: int | None) -> int | None:
-    return None if mb is None else mb * _MIB
+    return None if mb is None else mb * MIB_BYTES
 
 
 def _hertz(mhz: int | None) -> int | None:
     return None if mhz is None else mhz * 1_000_000
+
+
+METRICS: Final = (
+    MetricRow(
+        "gpubroker_node_ready",
+        "1 if the node's agent answers the leader, 0 if it is silent; absent without a known leader.",
+        _NODE,
+        _ready,
+    ),
+    MetricRow("gpubroker_node_gpu_faults", "GPUs that the node's agent cannot use.", _NODE, _gpu_faults),
+    _of_node(
+        "gpubroker_node_cpu_utilization_ratio",
+        "Share of the machine's CPUs that was busy.",
+        lambda sample: sample.cpu,
+    ),
+    _of_node(
+        "gpubroker_node_memory_capacity_bytes",
+        "Host memory of the machine.",
+        lambda sample: sample.memory_total_mb * MIB_BYTES,
+    ),
+    _of_node(
+        "gpubroker_node_memory_available_bytes",
+        "Host memory that can be had without swapping.",
+        lambda sample: sample.memory_available_mb * MIB_BYTES,
+    ),
+    _of_node(
+        "gpubroker_node_memory_pressure_ratio",
+        "Share of time in which processes waited for memory.",
+        lambda sample: sample.memory_pressure,
+    ),
+    _of_node(
+        "gpubroker_node_network_received_bytes",
+        "By all interfaces but loopback, since it booted.",
+        lambda sample: sample.received_bytes,
+        is_counter=True,
+    ),
+    _of_node(
+        "gpubroker_node_network_sent_bytes",
+        "By all interfaces but loopback, since it booted.",
+        lambda sample: sample.sent_bytes,
+        is_counter=True,
+    ),
+    _of_node(
+        "gpubroker_node_object_store_capacity_bytes",
+        "Ray's object store on the node.",
+        lambda sample: _bytes(sample.store and sample.store.total_mb),
+    ),
+    _of_node(
+        "gpubroker_node_object_store_spilled_bytes",
+        "What Ray keeps on disk for lack of room there.",
+        lambda sample: _bytes(sample.store and sample.store.spilled_mb),
+    ),
+    MetricRow(
+        "gpubroker_node_disk_capacity_bytes",
+        "File system of a watched directory.",
+        _DISK,
+        lambda scrape: _of_disks(scrape, "total_bytes"),
+    ),
+    MetricRow(
+        "gpubroker_node_disk_free_bytes",
+        "What may still be written there.",
+        _DISK,
+        lambda scrape: _of_disks(scrape, "free_bytes"),
+    ),
+    _of_gpu("gpubroker_gpu_power_watts", "Power that the device draws.", lambda health: health.power_watts),
+    _of_gpu(
+        "gpubroker_gpu_temperature_celsius",
+        "Temperature of the device.",
+        lambda health: health.temperature_celsius,
+    ),
+    _of_gpu(
+        "gpubroker_gpu_sm_clock_hertz",
+        "Clock of the streaming multiprocessors.",
+        lambda health: _hertz(health.sm_clock_mhz),
+    ),
+    _of_gpu(
+        "gpubroker_gpu_memory_clock_hertz",
+        "Clock of the device's memory.",
+        lambda health: _hertz(health.memory_clock_mhz),
+    ),
+    _of_gpu(
+        "gpubroker_gpu_ecc_errors",
+        "Uncorrected memory errors since the driver was loaded.",
+        lambda health: health.ecc_errors,
+        is_counter=True,
+    ),
+    _of_gpu(
+        "gpubroker_gpu_xid",
+        "Number of the last critical error; absent without one.",
+        lambda health: health.xid,
+    ),
+)

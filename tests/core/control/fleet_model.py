@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.domain.units import Seconds
+from msgspec import Struct
 
 STEP_SECONDS = Seconds(2.0)
 
@@ -14,8 +14,7 @@ Load = Callable[[float], float]
 """Second -> the share of the fleet that higher bands use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
+class Course(Struct, frozen=True):
     """What higher bands do, and from when on the controller is judged."""
 
     higher: Load
@@ -33,8 +32,7 @@ LOADS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(Struct, frozen=True):
     at: float
     utilization: float
     share: float

@@ -1,13 +1,12 @@
 """The controller of background work: it settles inside the target, does not swing, and starts without a
 bump."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.domain.units import Seconds
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.core.control.fleet_model import LOADS, overshoot, settled_after, simulate, swings
 

@@ -6,19 +6,22 @@ from typing import Any
 import pytest
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
 from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.findings.gpus import held_idle_seconds
 from gpubroker_server.core.control.findings.parts import ServerWay
 from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.control.memory_failures import MemoryFailures
 from gpubroker_server.core.control.waiting_calls import WaitingCalls
+from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import DiskSample, NodeSample, StoreSample, UnreachedNode
+from gpubroker_server.core.domain.holders import External, Gang, Member, Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
-from gpubroker_server.core.domain.task import ExternalTerms, Member, TaskState
+from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -86,18 +89,18 @@ def test_what_leaves_or_comes_and_a_servers_own_memory_and_idle_work_do_not_coun
     base = a_lease(server.task, "gpu0", GIB)
     fill = holding(a_task("fill", priority=5), "gpu0", mb=GIB)
     world = a_world(coming, leaving, server, fill)
-    world.add_lease(type(base)(HolderKind.SERVER, *[getattr(base, f) for f in base.__match_args__[1:]]))
+    world.add_lease(replace(base, holder_kind=HolderKind.SERVER))
     assert findings(world, fleet=idle(key("gpu0"))) == []
 
 
 def test_a_model_that_nobody_asks_can_be_unloaded() -> None:
-    model = a_task("m", name="llama", model=ModelTerms("here", "llama"))
+    model = a_task("m", name="llama", holder=Model("here", "llama"))
     [found] = findings(a_world(holding(model, "gpu0", mb=GIB)), fleet=idle(key("gpu0")))
     assert (found.kind, found.remedy) == ("gpu-held-unasked", "gpubroker unload llama")
 
 
 def test_a_lease_of_another_program_is_released_by_its_holder() -> None:
-    held = a_task("l", external=ExternalTerms(Seconds(60.0)))
+    held = a_task("l", holder=External(Seconds(60.0)))
     [found] = findings(a_world(holding(held, "gpu0", mb=GIB)), fleet=idle(key("gpu0")))
     assert (found.kind, found.remedy) == ("gpu-held-unasked", "gpubroker lease release l")
 
@@ -176,14 +179,15 @@ def a_slow_start(name: str, seconds: float | None, ago: float = 10.0, **fields: 
     if seconds is None:
         return holding(a_task(name), state=TaskState.ADMITTED, admitted_at=Instant(LATER - ago), **fields)
     started_at = LATER - ago
-    times = {"ordered_at": Instant(started_at - seconds), "started_at": Instant(started_at)}
+    times: dict[str, Any] = {"ordered_at": Instant(started_at - seconds), "started_at": Instant(started_at)}
     return holding(a_task(name), **times, **fields)
 
 
 def test_processes_that_take_long_to_start_are_counted_by_node() -> None:
     slow = a_slow_start("slow", 45.0), a_slow_start("still", None, ago=90.0)
     fine = a_slow_start("quick", 2.0), a_slow_start("new", None), a_slow_start("past", 60.0, ago=4000.0)
-    gang = a_slow_start("gang", 60.0, members=(Member(0, NodeName("n1")),))
+    members, demand = (Member(0, NodeName("n1")),), Demand(bundles=(Demand(),))
+    gang = a_slow_start("gang", 60.0, demand=demand, holder=Gang(members))
     [found] = findings(a_world(*slow, *fine, gang))
     assert (found.kind, found.subject) == ("slow-starts", "n1")
     assert found.evidence == {"runs": 2, "longest_seconds": 90.0}
@@ -210,11 +214,12 @@ def test_busy_cpus_or_a_busy_network_beside_waiting_gpus_are_the_bottleneck(
 ) -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("t"), "gpu0", mb=GIB))
     world.measure([a_sample("gpu0", LATER, utilization=used)])
-    node_shows(world, **{busy: 0.99})
+    shown: dict[str, Any] = {busy: 0.99}
+    node_shows(world, **shown)
     found = findings(world)
     assert kinds(found) == [(f"{busy}-bottleneck", "n1")] * count
     assert [one.evidence for one in found] == [{busy: 0.99, "gpu_utilization": used}] * count
-    node_shows(world, at=LATER - 100.0, **{busy: 0.99})
+    node_shows(world, at=LATER - 100.0, **shown)
     assert findings(world) == []
 
 
@@ -307,3 +312,12 @@ def test_a_part_that_does_not_answer_is_critical(known: dict[str, Any], kind: st
 def test_a_server_that_answers_over_its_other_port_is_no_loss_of_work() -> None:
     [found] = findings(a_world(), servers_down=[ServerWay("t", "grpc", "refused", False)])
     assert found.severity is Severity.WARNING
+
+
+def test_a_gpu_is_held_idle_for_as_long_as_its_first_holder_has_kept_it_so() -> None:
+    world = a_world(
+        holding(a_task("a", admitted_at=NOW), "gpu0", mb=GIB),
+        holding(a_task("b", admitted_at=Instant(NOW + 5.0)), "gpu0", mb=GIB),
+    )
+    assert held_idle_seconds(world, idle(key("gpu0")), LATER) == {key("gpu0"): LATER - NOW}
+    assert held_idle_seconds(world, FleetSeen(), LATER) == {}

@@ -1,12 +1,12 @@
 """Which files go first when a disk fills up, and which never do."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.control.disk_guard import (
     CLASSES,
+    WEEK_SECONDS,
     Cleaning,
     DiskGuard,
     DiskLevel,
@@ -24,6 +24,7 @@ from gpubroker_server.core.domain.device import DiskSample, FileClass, FoundFile
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import a_node, a_world
 
@@ -47,7 +48,7 @@ def chosen(
     files: Iterable[FileSeen], live: Iterable[str] = (), needed: int = ALL, left: str = ""
 ) -> Cleaning:
     """`left`: the path of a file that is open when it is looked at."""
-    return choose(files, live, needed, NOW, RULES, lambda one: "open" if one.path == left else "")
+    return choose(files, live, needed, NOW, WEEK_SECONDS, lambda one: "open" if one.path == left else "")
 
 
 def why_kept(*files: FileSeen) -> dict[str, int]:
@@ -93,8 +94,8 @@ def test_the_next_one_goes_in_place_of_a_file_that_is_open() -> None:
 
 
 def test_what_is_needed_brings_the_disk_down_to_the_first_threshold() -> None:
-    assert needed_bytes(1000, 300, RULES) == 100
-    assert needed_bytes(1000, 500, RULES) == 0
+    assert needed_bytes(1000, 300, 0.6) == 100
+    assert needed_bytes(1000, 500, 0.6) == 0
 
 
 def test_what_stays() -> None:
@@ -140,7 +141,7 @@ def test_whatever_there_is_nothing_goes_that_must_stay(
 ) -> None:
     cleaning = chosen(files, live, needed)
     for one in cleaning.files:
-        assert NOW - one.modified_at >= RULES.old_seconds
+        assert NOW - one.modified_at >= WEEK_SECONDS
         assert one.whole_path not in live
         assert one.file_class is not FileClass.REDUNDANT or one.is_synced
         assert one.file_class is not FileClass.EMPTY_DATABASE or (one.is_empty and not one.has_journal)
@@ -202,15 +203,14 @@ def test_a_mark_or_what_a_crash_left_is_no_newest_checkpoint() -> None:
 
 
 def test_a_node_has_rules_of_its_own_before_those_of_its_labels() -> None:
-    one, two, rest = DiskRules(0.1), DiskRules(0.2), DiskRules(0.3)
-    guard = DiskGuard(
-        rest, labelled=(("role=coordinator", one), ("disk=small", two)), nodes=((NodeName("n1"), two),)
-    )
+    one, two = DiskRules(0.1), DiskRules(0.2)
+    overrides = {"label:role=coordinator": one, "label:disk=small": two, "node:n1": two}
+    guard = DiskGuard(warn=0.3, overrides=overrides)
     labels = (("disk", "small"), ("role", "coordinator"))
     assert guard.rules_of(replace(a_node("n1"), labels=labels)) == two
     assert guard.rules_of(replace(a_node("n2"), labels=labels)) == one
     assert guard.rules_of(replace(a_node("n3"), labels=labels[:1])) == two
-    assert guard.rules_of(a_node("n4")) == rest
+    assert guard.rules_of(a_node("n4")) == guard
 
 
 def test_a_disk_leaves_a_level_when_it_is_one_percent_below_it() -> None:
@@ -234,7 +234,7 @@ def test_only_nodes_that_answer_and_were_measured_are_cleaned_and_none_without_r
         world.node_samples[NodeName(name)] = a_sample_of(name, used, NOW + at)
     assert nodes_to_clean(world, DiskGuard(roots=(root,)), NOW) == ["n1"]
     assert nodes_to_clean(world, DiskGuard(), NOW) == []
-    elsewhere = DiskGuard(roots=(root._replace(path="/b"),))
+    elsewhere = DiskGuard(roots=(replace(root, path="/b"),))
     assert nodes_to_clean(world, elsewhere, NOW) == []  # its disk is not full
 
 

@@ -1,11 +1,16 @@
 """Fleet control step by step: background work follows its targets, and the log hears what changes."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from gpubroker_server.core.control.alarm import Threshold
-from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel
-from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
+from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding
+from gpubroker_server.core.control.fleet import (
+    FleetControl,
+    FleetRules,
+    FleetSeen,
+    background_room,
+    disk_levels,
+)
 from gpubroker_server.core.control.idle import Idle, IdleRules
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
 from gpubroker_server.core.domain.decisions import Notice, StreamState
@@ -14,6 +19,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, Holding, a_device, a_node, a_sample, a_task, a_world, holding, key
 
@@ -60,7 +66,7 @@ def test_work_streams_count_as_signals_say_and_all_processes_are_told() -> None:
 def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_above() -> None:
     background = holding(a_task("b", priority=20), "gpu0", mb=40 * GIB)
     world = a_fleet(background, holding(a_task("high", priority=50), "gpu0", mb=20 * GIB))
-    control = a_control(FleetRules((UTILIZATION,), controls=True))
+    control = a_control(FleetRules((UTILIZATION,), controller=True))
     control.step(world, {}, shows(world, NOW, n1=0.2, n2=0.2))
     assert control.seen.background_mb == {"all": 0}  # as much as it has: nothing jumps
     for n in range(1, 60):
@@ -77,7 +83,7 @@ def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_
 
 def test_a_model_that_makes_room_for_all_takes_nothing_from_background_work() -> None:
     model = holding(a_task("model", priority=-1), "gpu0", mb=40 * GIB)
-    world, control = a_fleet(model), a_control(FleetRules((UTILIZATION,), controls=True))
+    world, control = a_fleet(model), a_control(FleetRules((UTILIZATION,), controller=True))
     control.step(world, {}, shows(world, NOW, n1=0.2, n2=0.2))
     assert control.seen.targets[0].share == 0.0
     room = BackgroundRoom({"all": 100}, {N1: ("all",)})
@@ -86,7 +92,7 @@ def test_a_model_that_makes_room_for_all_takes_nothing_from_background_work() ->
 
 
 def test_what_is_not_measured_leaves_the_share_as_it_is_and_begins_none() -> None:
-    world, control = a_fleet(), a_control(FleetRules((UTILIZATION,), controls=True))
+    world, control = a_fleet(), a_control(FleetRules((UTILIZATION,), controller=True))
     control.step(world, {}, shows(world, NOW, n1=None, n2=None))
     assert control.seen.background_mb == {}
     control.step(world, {}, shows(world, NOW + 2, n1=0.5, n2=0.5))
@@ -99,12 +105,12 @@ def test_what_is_not_measured_leaves_the_share_as_it_is_and_begins_none() -> Non
 def test_nothing_is_held_back_unless_the_controller_is_on_and_by_memory_never() -> None:
     world = a_fleet()
     memory = FleetTarget(Measure.GPU_MEMORY, 0.0, 0.8)
-    for rules in (FleetRules((UTILIZATION,)), FleetRules((memory,), controls=True), FleetRules()):
+    for rules in (FleetRules((UTILIZATION,)), FleetRules((memory,), controller=True), FleetRules()):
         control = a_control(rules)
         control.step(world, {}, shows(world, NOW, n1=1.0, n2=1.0))
         assert control.seen.background_mb == {}
-    nowhere = UTILIZATION._replace(scope=FleetScope("pool", "gone"))
-    control = a_control(FleetRules((nowhere,), controls=True))
+    nowhere = replace(UTILIZATION, scope=FleetScope("pool", "gone"))
+    control = a_control(FleetRules((nowhere,), controller=True))
     control.step(world, {}, Instant(NOW))
     assert control.seen.background_mb == {}
 
@@ -117,7 +123,7 @@ def test_each_node_is_closed_by_the_scopes_that_it_is_in() -> None:
 
 def test_instances_stand_for_the_gpu_that_they_are_part_of() -> None:
     world = a_world(a_node(), a_device("whole", split=True), a_device("part", parent="whole"))
-    control = a_control(FleetRules((UTILIZATION,), controls=True))
+    control = a_control(FleetRules((UTILIZATION,), controller=True))
     world.measure([a_sample("part", utilization=0.9)])
     control.step(world, {}, Instant(NOW))
     assert control.seen.targets[0].value == 0.9
@@ -197,7 +203,7 @@ def test_the_next_leader_goes_on_with_what_the_last_one_published_and_tells_it_n
         (FleetTarget(Measure.DISK, 0.0, 0.8), FleetTarget(Measure.HOST_MEMORY, 0.0, 0.8)),
         constraint_seconds=Seconds(0.0),
         thresholds={"queue_length": Threshold(10.0, 5.0, Seconds(10.0))},
-        overload={"cpu": Threshold(0.9, 0.8)},
+        overload_thresholds={"cpu": Threshold(0.9, 0.8)},
         disk=DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),)),
         idle=IdleRules(0.05, Seconds(0.0)),
     )
@@ -288,7 +294,7 @@ def test_a_node_that_is_not_measured_keeps_its_level_until_it_is_gone() -> None:
 
 def test_a_node_that_has_not_answered_for_long_is_neither_idle_nor_full_nor_overloaded() -> None:
     rules = FleetRules(
-        overload={"cpu": Threshold(0.9, 0.8)},
+        overload_thresholds={"cpu": Threshold(0.9, 0.8)},
         disk=DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),)),
         idle=IdleRules(0.05, Seconds(0.0)),
         idle_check_seconds=Seconds(0.0),
@@ -305,3 +311,22 @@ def test_a_node_that_has_not_answered_for_long_is_neither_idle_nor_full_nor_over
             control.step(world, {}, Instant(NOW + after))
             seen = control.seen
             assert {bool(seen.idle), bool(seen.full_disks), bool(seen.overloaded)} == {found}, after
+
+
+def test_a_disk_blocks_only_where_its_node_is_closed_and_keeps_its_level_while_it_does_not_answer() -> None:
+    low = tuple(
+        DiskStanding(NodeName(node), path, 0.9, level, 0.7)
+        for node, path, level in (
+            ("n1", "/a", DiskLevel.BLOCK), ("n2", "/a", DiskLevel.BLOCK), ("n2", "/slow", DiskLevel.WARN),
+        )
+    )  # fmt: skip
+    seen = FleetSeen(low_disks=low, full_disks={NodeName("n1"): "/a"})
+    disks = DiskSample("/a", 10, 1), DiskSample("/b", 10, 9)
+    samples = [NodeSample(NodeName(name), NOW, 0.1, Mib(1), Mib(1), disks=disks) for name in ("n1", "n2")]
+    assert disk_levels(seen, samples) == {
+        ("n1", "/a"): DiskLevel.BLOCK,
+        ("n1", "/b"): DiskLevel.ROOMY,
+        ("n2", "/a"): DiskLevel.CLEAN,
+        ("n2", "/b"): DiskLevel.ROOMY,
+        ("n2", "/slow"): DiskLevel.WARN,
+    }

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules
@@ -25,6 +24,7 @@ from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_sample, a_task, a_world, holding, key
 
@@ -129,7 +129,7 @@ def test_seats_are_for_the_templates_that_fit_there() -> None:
 
 def test_it_knows_its_tasks_and_numbers_the_next_one() -> None:
     first, other = a_task("t1", name="idle/a", priority=0), a_task("t2", name="b", priority=0)
-    lease = a_task("t3", name="idle/a", external=None, answered_by="m")
+    lease = a_task("t3", name="idle/a", answered_by="m")
     world = a_world(a_node(), a_device("gpu0"), first, other)
     control = IdleFill(2.0)
     control.templates = [a_template("a")]
@@ -207,8 +207,8 @@ def test_nothing_is_submitted_where_nothing_may_start() -> None:
     assert Course().look(free, 100, use=0.0).missing == 0
     free.control(BackgroundRoom(), {N1: "/scratch is full"})
     assert Course().look(free, 100, use=0.0).missing == 0
-    for closed in ({"cordoned": True}, {"ready": False}):
-        node = a_world(a_node(**closed), a_device("gpu0"))
+    for closed in (a_node(cordoned=True), a_node(ready=False)):
+        node = a_world(closed, a_device("gpu0"))
         assert Course().look(node, 100, use=0.0).missing == 0
     assert Course().look(a_gpu_with(), 100, use=0.0, used_mb=80 * GIB).missing == 0  # others use it
 

@@ -1,7 +1,7 @@
 """Nodes in the log: those that join, leave, or have had too much to do for a while."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Any
 
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.node_watch import ANSWER_SECONDS, NodeWatch, Overload
@@ -9,6 +9,7 @@ from gpubroker_server.core.domain.decisions import Notice
 from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_device, a_node, a_world
 
@@ -68,7 +69,7 @@ def busy(world: World, at: float, cpu: float, used_mb: int = 10) -> Instant:
 def test_a_node_is_overloaded_once_it_has_been_so_for_a_while_until_it_is_well_below() -> None:
     world, watch = a_world(a_node("n1")), a_watch(cpu=Threshold(0.9, 0.7, Seconds(60.0)))
     list(watch.follow(world, NOW))
-    heard = []
+    heard: list[Any] = []
     for n in range(40):
         heard += watch.follow(world, busy(world, NOW + 2 * n, 0.95))
     [overload] = heard

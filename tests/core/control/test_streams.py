@@ -1,15 +1,15 @@
 """Work streams: factors from what clients tell, and draws in which none starves."""
 
-from dataclasses import replace
-
 import pytest
-from gpubroker_server.core.control.streams import Factors, drawn, draws, factors_of, steady_weights
+from gpubroker.wire.streams import Factors
+from gpubroker_server.core.control.streams import drawn, draws, factors_of, steady_weights
 from gpubroker_server.core.domain.decisions import StreamState
 from gpubroker_server.core.domain.policy import Policy, StreamRules, band_of
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.background import BackgroundRoom
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_task, a_world, submit
 

@@ -1,7 +1,5 @@
 """Targets: what each part of the fleet shows, and since when that is inside."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.control.targets import (
     FleetScope,
@@ -15,13 +13,14 @@ from gpubroker_server.core.domain.device import DiskSample, NodeSample
 from gpubroker_server.core.domain.policy import Policy, Pool
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_node, a_sample, a_world
 
 POLICY = Policy(
     pools=(
         Pool("big", kinds=("H100",)),
-        Pool("east", nodes=(("zone", ("east", "north")),)),
+        Pool("east", nodes={"zone": ("east", "north")}),
     )
 )
 EVERYWHERE = FleetScope()
@@ -126,3 +125,26 @@ def test_the_set_point_is_the_middle() -> None:
 
 def test_scopes_have_names_for_people() -> None:
     assert [str(EVERYWHERE), str(FleetScope("label", "zone=east"))] == ["all", "label:zone=east"]
+
+
+@pytest.mark.parametrize("text", ["all", "pool:lab", "label:zone=a", "node:n1"])
+def test_a_scope_is_read_as_it_is_shown(text: str) -> None:
+    assert str(FleetScope.of(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rack", "'rack' is no part of the fleet; write all, pool:NAME, label:KEY=VALUE or node:NAME"),
+        ("node:", "'node:' is no part of the fleet"),
+        ("label:zone", "'label:zone' has no value; write label:KEY=VALUE"),
+    ],
+)
+def test_a_scope_that_is_no_part_of_the_fleet_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FleetScope.of(text)
+
+
+def test_a_target_whose_least_is_not_below_its_most_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_percent 90 is not below max_percent 80"):
+        FleetTarget(Measure.DISK, 0.9, 0.8)

@@ -1,7 +1,5 @@
 """How long a leader may count on its term, and when a candidate may take the next one."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.leader_term import (
     NEVER,
@@ -15,6 +13,7 @@ from gpubroker_server.core.domain.leader_term import (
     refused_term,
 )
 from gpubroker_server.core.domain.units import Instant, Lineage, MonotonicSeconds, Seconds, Term
+from msgspec.structs import replace
 
 from tests.builders import NOW
 

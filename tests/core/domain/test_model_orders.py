@@ -1,10 +1,9 @@
 """Which orders to model servers may be carried out beside one another."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.model_orders import CheckOrder, LoadOrder, UnloadOrder, is_in_the_way
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, Seconds, TaskId
+from msgspec.structs import replace
 
 GPU0, GPU1 = ((DeviceKey("n1/gpu0"), Mib(10)),), ((DeviceKey("n1/gpu1"), Mib(10)),)
 LOAD = LoadOrder(TaskId("t1"), Fence(1), "main", "llm", GPU0, sized=True)

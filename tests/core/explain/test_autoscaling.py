@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from gpubroker.wire.fleet import Capacity, UnmetGroup
 from gpubroker_server.core.domain.decisions import Decision, QueuePause
 from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TenantPolicy
@@ -10,14 +11,14 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.autoscaling import (
     MOST_BUNDLES,
+    NOTHING,
     AutoscalingDemand,
-    CapacityAmounts,
     DemandScope,
-    UnmetGroup,
     autoscaling_demand,
     room_for_all,
 )
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_pledge, a_task, a_world, commit, holding
 from tests.core.elastic import BIG, elastic, on_one_node
@@ -48,16 +49,14 @@ def only_group(found: AutoscalingDemand) -> UnmetGroup:
 def test_nothing_waits() -> None:
     found = demand_of(a_full_world())
     assert (found.unmet, found.tasks, found.limited_tasks, found.spare) == ((), 0, 0, ())
-    assert found.used == CapacityAmounts(1, 80 * GIB, 2.0, 0)
+    assert found.used == Capacity(1, 80 * GIB, 2.0, 0)
     assert found.bundles == {(1.0, 2.0, 0): 1}
 
 
 def test_parts_of_gpus_fill_whole_ones_and_the_longest_wait_counts() -> None:
     tasks = [waiting(f"t{n}", 10.0 * n, gpus=1, gpu_mb=40 * GIB, cpu=1.0, memory_mb=GIB) for n in range(3)]
     found = demand_of(a_full_world(*tasks))
-    assert only_group(found) == UnmetGroup(
-        "", (), 3, Seconds(20.0), CapacityAmounts(2, 120 * GIB, 3.0, 3 * GIB)
-    )
+    assert only_group(found) == UnmetGroup(2, 120 * GIB, 3.0, 3 * GIB, 3, 20.0, "", ())
     assert found.bundles == {(1.0, 2.0, 0): 1, (0.5, 1.0, GIB): 3}
 
 
@@ -76,7 +75,7 @@ def test_tasks_of_pools_and_kinds_are_told_apart_and_asked_for_alone() -> None:
     )
     policy = Policy(pools=(Pool("lab", kinds=("H100",)),))
     found = demand_of(world, policy)
-    assert [(group.pool, group.kinds, group.amounts.gpus) for group in found.unmet] == [
+    assert [(group.pool, group.kinds, group.gpus) for group in found.unmet] == [
         ("", (), 1), ("lab", ("H100",), 2),
     ]  # fmt: skip
     assert found.lacking.cpu == pytest.approx(4.0 + 2 * a_demand().cpu)
@@ -87,7 +86,7 @@ def test_tasks_of_pools_and_kinds_are_told_apart_and_asked_for_alone() -> None:
 
 def test_a_gang_counts_by_rank_and_kind() -> None:
     found = demand_of(a_full_world(waiting("gang", bundles=bundles(3, gpu_mb=60 * GIB))))
-    assert (only_group(found).tasks, only_group(found).amounts.gpus) == (1, 3)
+    assert (only_group(found).tasks, only_group(found).gpus) == (1, 3)
 
 
 def test_tasks_for_which_memory_is_being_freed_lack_nothing() -> None:
@@ -110,12 +109,12 @@ def test_what_a_limit_or_a_quota_keeps_back_no_node_would_help() -> None:
     assert (only_group(found).tasks, found.limited_tasks) == (1, 2)
     none = Policy(tenants=(TenantPolicy("small", guaranteed_mb=Mib(GIB)),))
     assert demand_of(a_full_world(*others), none) == demand_of(a_full_world(), none).__class__(
-        (), 0, 3, CapacityAmounts(1, 80 * GIB, 2.0, 0), (), {(1.0, 2.0, 0): 1}
+        (), 0, 3, Capacity(1, 80 * GIB, 2.0, 0), (), {(1.0, 2.0, 0): 1}
     )
 
 
 def test_an_autoscaler_is_asked_for_a_bundle_of_each_run_and_each_waiting_task() -> None:
-    part = {"gpus": 1, "gpu_mb": 40 * GIB, "cpu": 1.0, "memory_mb": GIB}
+    part: dict[str, Any] = {"gpus": 1, "gpu_mb": 40 * GIB, "cpu": 1.0, "memory_mb": GIB}
     tasks = [waiting("a", **part), waiting("b", **part), waiting("none", cpu=0.0)]
     tasks.append(waiting("parts", gpus=3, gpu_mb=30 * GIB, cpu=0.0))
     assert room_for_all(demand_of(a_full_world(*tasks))) == [
@@ -140,17 +139,18 @@ def test_inferences_need_no_node() -> None:
 
 def test_a_demand_of_no_known_device_counts_as_stated() -> None:
     world = a_world(a_node(), waiting("big", gpus=2, gpu_mb=100 * GIB))
-    assert only_group(demand_of(world)).amounts[:2] == (2, 200 * GIB)
+    group = only_group(demand_of(world))
+    assert (group.gpus, group.gpu_mb) == (2, 200 * GIB)
 
 
 def test_nodes_that_nobody_uses_or_waits_for_can_be_given_back() -> None:
     free = a_node("n2", cpu=4.0), a_device("gpu1", "n2", kind="L4", mb=24 * GIB)
     found = demand_of(a_full_world(*free))
     [spare] = found.spare
-    assert (spare.name, spare.kinds, spare.amounts[:3]) == ("n2", ("L4",), (1, 24 * GIB, 4.0))
+    assert (spare.name, spare.kinds, spare.gpus, spare.gpu_mb, spare.cpu) == ("n2", ("L4",), 1, 24 * GIB, 4.0)
     assert demand_of(a_full_world(*free), kind="H100").spare == ()
-    assert demand_of(a_full_world(*free), kind="L4").used == CapacityAmounts(), "the run is on another kind"
-    assert demand_of(a_full_world(*free), kind="H100").used == CapacityAmounts(1, 80 * GIB, 2.0, 0)
+    assert demand_of(a_full_world(*free), kind="L4").used == NOTHING, "the run is on another kind"
+    assert demand_of(a_full_world(*free), kind="H100").used == Capacity(1, 80 * GIB, 2.0, 0)
 
     gang = waiting("gang", bundles=bundles(2, gpu_mb=20 * GIB))
     assert demand_of(a_full_world(*free, gang)).spare == (), "a rank of it could go there"
@@ -160,18 +160,18 @@ def test_nodes_that_nobody_uses_or_waits_for_can_be_given_back() -> None:
 
 
 def test_nodes_of_other_pools_are_not_asked_about() -> None:
-    policy = Policy(pools=(Pool("lab", kinds=("L4",)), Pool("zone", nodes=(("node", ("n1",)),)), Pool("all")))
+    policy = Policy(pools=(Pool("lab", kinds=("L4",)), Pool("zone", nodes={"node": ("n1",)}), Pool("all")))
     free = a_node("n2", cpu=4.0), a_device("gpu1", "n2", kind="L4", mb=24 * GIB)
     world = a_full_world(*free)
     assert [spare.name for spare in demand_of(world, policy, pool="lab").spare] == ["n2"]
-    assert demand_of(world, policy, pool="lab").used == CapacityAmounts()
+    assert demand_of(world, policy, pool="lab").used == NOTHING
     assert demand_of(world, policy, pool="zone").spare == ()
     assert demand_of(world, policy, pool="zone").used.gpus == 1
     assert demand_of(world, policy, pool="all") == demand_of(world, policy)
 
 
 def test_a_label_without_a_limit_limits_nothing() -> None:
-    wants = {"gpu_mb": 70 * GIB, "slots": (("label:team=a", 1.0),)}
+    wants: dict[str, Any] = {"gpu_mb": 70 * GIB, "slots": (("label:team=a", 1.0),)}
     found = demand_of(a_full_world(waiting("one", **wants), waiting("two", **wants)))
     assert (found.tasks, found.limited_tasks) == (2, 0)
 
@@ -181,12 +181,11 @@ def test_ranks_that_a_running_elastic_gang_lacks_count_as_far_as_its_quota_allow
         return demand_of(gang.world, policy, **scope)
 
     gang = on_one_node(elastic(5))
-    room = CapacityAmounts(3, 3 * BIG, 3.0, 0)
-    assert only_group(lacking()) == UnmetGroup("", (), 1, Seconds(0.0), room)
+    assert only_group(lacking()) == UnmetGroup(3, 3 * BIG, 3.0, 0, 1, 0.0, "", ())
     assert lacking().bundles[1.0, 1.0, 0] == 5
     assert lacking(waited_seconds=Seconds(1.0)).tasks == lacking(pool="lab").tasks == 0
     two = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(4 * BIG)),))
-    assert (only_group(lacking(two)).amounts.gpus, lacking(two).limited_tasks) == (2, 0)
+    assert (only_group(lacking(two)).gpus, lacking(two).limited_tasks) == (2, 0)
     none = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(2 * BIG)),))
     assert (lacking(none).unmet, lacking(none).limited_tasks) == ((), 1)
     gang.world.add_node(a_node("n2"))
@@ -194,3 +193,20 @@ def test_ranks_that_a_running_elastic_gang_lacks_count_as_far_as_its_quota_allow
     assert lacking().spare == ()
     commit(gang.world, Decision("queue", "pause", paused=(QueuePause("tenant:default", gang.now, "ops"),)))
     assert (lacking().unmet, [node.name for node in lacking().spare]) == ((), ["n2"])
+
+
+def test_a_node_with_gpus_is_spare_while_a_task_without_any_waits_that_is_too_large_for_it() -> None:
+    found = demand_of(a_world(a_node(cpu=8.0), a_device(), waiting("large", cpu=9.0)))
+    assert [node.name for node in found.spare] == ["n1"]
+    assert (found.tasks, found.unmet[0].cpu) == (1, 9.0)
+    assert demand_of(a_world(a_node(cpu=8.0), a_device(), waiting("small", cpu=8.0))).spare == ()
+
+
+def test_lacking_gpus_are_summed_by_pool() -> None:
+    demand = demand_of(a_full_world())
+    assert demand.unmet_gpus() == {"": 0.0}
+    unmet = tuple(
+        UnmetGroup(gpus, 0, 0.0, 0, tasks=1, waiting_seconds=0.0, pool=pool, kinds=kinds)
+        for pool, kinds, gpus in (("lab", ("H100",), 2), ("lab", (), 1), ("", (), 4))
+    )
+    assert replace(demand, unmet=unmet).unmet_gpus() == {"lab": 3.0, "": 4.0}

@@ -3,12 +3,15 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Dependency, StopReason, TaskState
-from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.domain.submission import WorkerSet
+from gpubroker_server.core.domain.task import Dependency, Move, StopReason, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.explain.explain import Explanation, explain
 from gpubroker_server.core.explain.survey import Verdict
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -18,6 +21,7 @@ from gpubroker_server.core.world.world import World
 from tests.builders import (
     GIB,
     NOW,
+    a_demand,
     a_device,
     a_lease,
     a_node,
@@ -41,7 +45,7 @@ def reasons(explanation: Explanation) -> list[Reason]:
     return [blocker.reason for blocker in explanation.blockers]
 
 
-def test_a_task_that_waits_for_memory_reads_its_need_and_the_largest_free_block():
+def test_a_task_that_waits_for_memory_reads_its_need_and_the_largest_free_block() -> None:
     runs = holding(a_task("a", gpu_mb=70 * GIB), "gpu0"), holding(a_task("b", gpu_mb=76 * GIB), "gpu1")
     world = a_world(a_device(), a_device("gpu1"), *runs, a_task("new", gpu_mb=18 * GIB))
     explanation = explained(world)
@@ -50,7 +54,7 @@ def test_a_task_that_waits_for_memory_reads_its_need_and_the_largest_free_block(
     assert (explanation.position, explanation.queue_length) == (1, 1)
 
 
-def test_free_memory_in_pieces_is_fragmented():
+def test_free_memory_in_pieces_is_fragmented() -> None:
     world = a_world(
         a_device(),
         a_device("gpu1"),
@@ -64,7 +68,7 @@ def test_free_memory_in_pieces_is_fragmented():
     assert (explained(world).reason, explained(world).message) == (Reason.FRAGMENTED, message)
 
 
-def test_a_task_for_whole_gpus_in_pieces_reads_the_best_node():
+def test_a_task_for_whole_gpus_in_pieces_reads_the_best_node() -> None:
     world = a_world(
         a_device("gpu0", "n1"),
         a_device("gpu1", "n1"),
@@ -80,7 +84,7 @@ def test_a_task_for_whole_gpus_in_pieces_reads_the_best_node():
     )
 
 
-def test_a_task_for_several_gpus_reads_how_near_the_best_node_comes():
+def test_a_task_for_several_gpus_reads_how_near_the_best_node_comes() -> None:
     taken = holding(a_task("a", gpu_mb=75 * GIB), "gpu0")
     world = a_world(a_device(), a_device("gpu1"), taken, a_task("new", gpus=2, gpu_mb=44 * GIB))
     assert explained(world).reason is Reason.WAITING_FOR_MEMORY
@@ -93,14 +97,14 @@ def test_a_task_for_several_gpus_reads_how_near_the_best_node_comes():
     assert explained(full).message == "needs 2 whole GPUs of one node; no node has one empty"
 
 
-def test_a_blocker_names_the_device_whose_memory_is_being_released():
+def test_a_blocker_names_the_device_whose_memory_is_being_released() -> None:
     over = a_task("over", gpu_mb=60 * GIB, fence=1)
     releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
     world = a_world(a_device(), releasing, a_task("new", gpu_mb=30 * GIB))
     assert "which is being released on n1/gpu0" in explained(world).message
 
 
-def test_a_blocker_names_the_preemptor_that_has_the_pledge_and_its_priority():
+def test_a_blocker_names_the_preemptor_that_has_the_pledge_and_its_priority() -> None:
     preemptor = a_task("first", priority=80, gpu_mb=60 * GIB)
     world = a_world(
         a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB), a_task("new", gpu_mb=30 * GIB)
@@ -110,10 +114,10 @@ def test_a_blocker_names_the_preemptor_that_has_the_pledge_and_its_priority():
     assert explained(world).devices[0].message == "the free memory is pledged to first"
 
 
-def test_tasks_of_other_tenants_are_not_named():
-    theirs = {"tenant": "theirs", "gpu_mb": 40 * GIB}
+def test_tasks_of_other_tenants_are_not_named() -> None:
+    theirs: dict[str, Any] = {"tenant": "theirs", "gpu_mb": 40 * GIB}
     waiting, mine = a_task("secret", priority=80, **theirs), a_task("new", priority=80, gpu_mb=60 * GIB)
-    leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.PREEMPT}
+    leaving: dict[str, Any] = {"state": TaskState.STOPPING, "stop_reason": StopReason.PREEMPT}
     kept = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB), mine)
     assert (
         explained(kept).message
@@ -128,7 +132,7 @@ def test_tasks_of_other_tenants_are_not_named():
     assert "to make room for a task that has ended;" in explained(a_world(stopping)).message
 
 
-def test_a_preemptor_reads_its_victims_and_their_deadline():
+def test_a_preemptor_reads_its_victims_and_their_deadline() -> None:
     world = a_world(
         *(holding(a_task(f"low{n}", priority=10, gpu_mb=20 * GIB), "gpu0") for n in range(4)),
         a_device(),
@@ -144,7 +148,7 @@ def test_a_preemptor_reads_its_victims_and_their_deadline():
     assert "(due 5 s ago)" in explained(world, now=NOW + 35.0).message
 
 
-def test_a_preemptor_reads_its_other_blockers():
+def test_a_preemptor_reads_its_other_blockers() -> None:
     waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
     world = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB))
     assert reasons(explained(world, now=NOW + 60.0)) == [
@@ -153,7 +157,7 @@ def test_a_preemptor_reads_its_other_blockers():
     ]
 
 
-def test_a_preemptor_whose_victims_have_ended_waits_for_their_memory():
+def test_a_preemptor_whose_victims_have_ended_waits_for_their_memory() -> None:
     waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
     over = a_task("over", gpu_mb=60 * GIB, fence=1, freeing_for="new", state=TaskState.SUCCEEDED)
     releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
@@ -161,7 +165,7 @@ def test_a_preemptor_whose_victims_have_ended_waits_for_their_memory():
     assert "waits for their memory to be released" in explained(world).message
 
 
-def test_blockers_come_most_structural_first():
+def test_blockers_come_most_structural_first() -> None:
     world = a_world(
         a_node(max_runs=1),
         a_device(),
@@ -191,7 +195,7 @@ def test_blockers_come_most_structural_first():
     assert explanation.position is None
 
 
-def test_a_blocker_says_what_a_full_node_has_left():
+def test_a_blocker_says_what_a_full_node_has_left() -> None:
     run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
     world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=5), run, a_task("new", cpu=2.0))
     assert explained(world).message == (
@@ -199,7 +203,7 @@ def test_a_blocker_says_what_a_full_node_has_left():
     )
 
 
-def test_a_full_node_names_only_what_is_short():
+def test_a_full_node_names_only_what_is_short() -> None:
     run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
     wanted = a_task("new", cpu=1.0, memory_mb=16 * GIB)
     world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=1), run, wanted)
@@ -208,7 +212,7 @@ def test_a_full_node_names_only_what_is_short():
     )
 
 
-def test_a_task_with_room_waits_for_the_next_cycle_behind_the_tasks_ahead():
+def test_a_task_with_room_waits_for_the_next_cycle_behind_the_tasks_ahead() -> None:
     tasks = [a_task("urgent", priority=95), a_task("older", submitted_at=NOW - 1.0), a_task("new")]
     world = a_world(a_device(), *tasks, a_task("later", priority=10))
     assert explained(world, "urgent").message == "there is room for it now; the next cycle plans it"
@@ -216,12 +220,12 @@ def test_a_task_with_room_waits_for_the_next_cycle_behind_the_tasks_ahead():
     assert explained(world).message.endswith("after the 2 tasks ahead of it")
 
 
-def test_a_delayed_task_whose_time_has_come_waits_for_the_next_cycle():
+def test_a_delayed_task_whose_time_has_come_waits_for_the_next_cycle() -> None:
     world = a_world(a_node(), a_task("new", not_before=Instant(NOW - 1.0)))
     assert (explained(world).reason, explained(world).position) == (Reason.PENDING_EVALUATION, None)
 
 
-def test_positions_are_places_in_the_order_in_which_tasks_are_planned():
+def test_positions_are_places_in_the_order_in_which_tasks_are_planned() -> None:
     tasks = [
         a_task(f"t{n:02}", priority=40 + 7 * (n % 4), submitted_at=NOW - 37.0 * (n % 5), cpu=float(n % 2))
         for n in range(40)
@@ -232,7 +236,7 @@ def test_positions_are_places_in_the_order_in_which_tasks_are_planned():
     assert [explained(world, name).position for name in planned] == list(range(1, 41))
 
 
-def test_a_task_that_can_never_run_reads_what_the_largest_device_offers():
+def test_a_task_that_can_never_run_reads_what_the_largest_device_offers() -> None:
     world = a_world(a_device(), a_task("new", gpu_mb=90 * GIB, priority=10))
     assert reasons(explained(world)) == [Reason.EXCEEDS_CAPACITY]
     assert "90.0 GiB on one GPU exceed the largest" in explained(world).message
@@ -246,7 +250,7 @@ def some_verdicts(world: World) -> dict[str, tuple[Verdict, str]]:
     }
 
 
-def test_every_device_is_judged_with_its_holders_and_why_not():
+def test_every_device_is_judged_with_its_holders_and_why_not() -> None:
     waiting = a_task("first", priority=80, gpu_mb=60 * GIB)
     low = holding(a_task("low", priority=10, gpu_mb=60 * GIB), "n1/gpu1")
     world = a_world(
@@ -265,7 +269,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         a_pledge(waiting, "n1/gpu3", 80 * GIB),
         a_task("new", gpu_mb=30 * GIB),
     )
-    stale = world.ledgers["test/n1/gpu4"]
+    stale = world.ledgers[DeviceKey("test/n1/gpu4")]
     stale.measure(a_sample("n1/gpu4", NOW - 60.0))
     assert some_verdicts(world) == {
         "n1/gpu0": (Verdict.FITS, "fits: 80.0 GiB are free"),
@@ -289,7 +293,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
     assert (crowded.finding.need_mb, crowded.finding.free_mb) == (30 * GIB, 9 * GIB)
 
 
-def test_a_whole_device_in_use_without_a_lease_says_by_what_and_what_to_do():
+def test_a_whole_device_in_use_without_a_lease_says_by_what_and_what_to_do() -> None:
     world = a_world(a_device(), a_sample("gpu0", used_mb=1536, foreign_mb=512), a_task("new", gpus=1))
     others = "0.5 GiB are used by processes outside gpubroker and 1.0 GiB are used by unknown processes"
     assert explained(world).devices[0].message == f"not empty: 78.5 GiB of 80.0 GiB are free, {others}"
@@ -300,13 +304,13 @@ def test_a_whole_device_in_use_without_a_lease_says_by_what_and_what_to_do():
     )
 
 
-def test_a_whole_device_with_a_lease_on_it_does_not_mention_other_processes():
+def test_a_whole_device_with_a_lease_on_it_does_not_mention_other_processes() -> None:
     run = holding(a_task("run", gpu_mb=8 * GIB), "gpu0")
     world = a_world(a_device(), run, a_sample("gpu0", foreign_mb=512), a_task("new", gpus=1))
     assert explained(world).message == "needs a whole GPU; the largest free block is 71.5 GiB (n1/gpu0)"
 
 
-def test_a_task_without_gpus_has_no_device_verdicts():
+def test_a_task_without_gpus_has_no_device_verdicts() -> None:
     assert explained(a_world(a_device(), a_task("new", cpu=1.0))).devices == ()
 
 
@@ -332,7 +336,9 @@ def test_a_task_without_gpus_has_no_device_verdicts():
         (TaskState.SUCCEEDED, {}, "succeeded"),
     ],
 )
-def test_a_task_that_does_not_wait_says_what_it_does(state: TaskState, fields: dict[str, Any], message: str):
+def test_a_task_that_does_not_wait_says_what_it_does(
+    state: TaskState, fields: dict[str, Any], message: str
+) -> None:
     run = holding(a_task("new", gpu_mb=1), "gpu0", state=state, **fields)
     world = a_world(run, a_task("high", priority=80))
     explanation = explained(world)
@@ -340,25 +346,25 @@ def test_a_task_that_does_not_wait_says_what_it_does(state: TaskState, fields: d
     assert (explanation.blockers, explanation.devices, explanation.position) == ((), (), None)
 
 
-def test_an_unknown_task_raises_key_error():
+def test_an_unknown_task_raises_key_error() -> None:
     with pytest.raises(KeyError):
         explained(World())
 
 
-def test_the_published_reasons_are_a_total_order_with_one_shared_place():
+def test_the_published_reasons_are_a_total_order_with_one_shared_place() -> None:
     tiers = [reason.tier for reason in Reason]
     assert tiers == sorted(tiers)
     assert set(tiers) == set(range(1, 16))
     assert Reason.NOT_BEFORE.tier == Reason.DEPENDENCY_PENDING.tier
 
 
-def test_explaining_changes_nothing():
+def test_explaining_changes_nothing() -> None:
     world = a_world(a_device(), a_task("new", gpu_mb=1), a_task("late", not_before=Instant(NOW - 1.0)))
     assert explained(world) == explained(world)
     assert TaskId("late") not in world.queue
 
 
-def test_a_blocker_says_what_a_node_has_left_of_its_custom_resource():
+def test_a_blocker_says_what_a_node_has_left_of_its_custom_resource() -> None:
     policy = Policy(custom_limits=(CustomLimit("fpga", 2.0, per_node=True),))
     run = holding(a_task("run", cpu=1.0, custom={"fpga": 1.0}), node="n1")
     world = a_world(a_node("n1", custom=(("fpga", 2.0),)), run)
@@ -368,7 +374,7 @@ def test_a_blocker_says_what_a_node_has_left_of_its_custom_resource():
     assert found.message == "needs 2 of 'fpga', of which 1 are left (on n1, the node with the most CPU left)"
 
 
-def test_a_task_lowered_below_the_threshold_of_a_resource_says_so():
+def test_a_task_lowered_below_the_threshold_of_a_resource_says_so() -> None:
     policy = Policy(custom_limits=(CustomLimit("seat", 2.0, priority_threshold=70),))
     world = a_world(a_node("n1"))
     submit(world, a_task("new", priority=50, cpu=1.0, custom={"seat": 1.0}))
@@ -377,12 +383,36 @@ def test_a_task_lowered_below_the_threshold_of_a_resource_says_so():
     assert "priority 70 and above" in found.message
 
 
-def test_a_gpu_that_does_not_match_the_demand_says_so():
+def test_a_gpu_that_does_not_match_the_demand_says_so() -> None:
     task = a_task("new", gpus=1, where=PlacementConstraints(kinds=("A100",)))
     world = a_world(a_device("gpu0", kind="H100"), a_device("gpu1", kind="A100"), task)
     found = explain(world, task.id, POLICY, NOW)
     assert [verdict.finding.verdict for verdict in found.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
     assert found.devices[0].message == "does not match the demand (kinds A100)"
+
+
+def test_what_no_node_could_take_waits_for_one_that_the_named_autoscaler_may_add() -> None:
+    policy = Policy(autoscaler="keda")
+    for demand in ({"gpus": 9}, {"bundles": (a_demand(gpus=9),)}):
+        world = a_world(a_device(), a_task("new", **demand))
+        found = explain(world, TaskId("new"), policy, NOW)
+        assert found.reason is Reason.EXCEEDS_CAPACITY
+        assert found.message.startswith("it waits for a node that autoscaler keda may add: ")
+        assert "keda" not in explain(world, TaskId("new"), Policy(), NOW).message
+
+
+def test_a_task_that_runs_after_an_array_or_a_set_says_what_is_left_of_them() -> None:
+    workers = [a_task(name, holder=WorkerSeat(TaskId("w0"))) for name in ("w0", "w1")]
+    places = (TaskId("s0"),)
+    after = (Dependency(TaskId("s0")), Dependency(TaskId("w0")))
+    world = a_world(a_device(), *workers, a_task("s0"))
+    world.worker_sets.restore([WorkerSet(places[0], "default", "", places, 1, 1, 1, 1, NOW)])
+    submit(world, a_task("new", after=after, awaits=True))
+    said = "runs after s0 (a worker set), w0 (an array, of which {} left)"
+    assert explain(world, TaskId("new"), POLICY, NOW).message == said.format("2 workers are")
+    row = world.tasks[TaskId("w0")]
+    commit(world, Decision(row.id, "test", tasks=(write_move(row, Move.CANCELLED, finished_at=NOW),)))
+    assert explain(world, TaskId("new"), POLICY, NOW).message == said.format("1 worker is")
 
 
 def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
@@ -394,6 +424,6 @@ def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
     assert found.reason is Reason.DEPENDENCY_PENDING
     assert found.message == "runs after a (pending), b (running), c (pending) and 1 more"
     assert found.position is None
-    world.awaited.learn(["d"], {TaskId("d"): TaskEnd(TaskState.SUCCEEDED)})
+    world.awaited.learn([TaskId("d")], {TaskId("d"): TaskEnd(TaskState.SUCCEEDED)})
     assert "c (pending)" in explain(world, TaskId("new"), POLICY, NOW).message
     assert "more" not in explain(world, TaskId("new"), POLICY, NOW).message

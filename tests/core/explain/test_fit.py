@@ -3,21 +3,19 @@
 from typing import Any
 
 import pytest
+from gpubroker.wire.plans import Missing, MissingGpus, Totals
+from gpubroker.wire.policy import GpuKind, TaskMaximum
 from gpubroker_server.core.domain.demand import PlacementConstraints
-from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.lease import LeaseState
-from gpubroker_server.core.domain.policy import CustomLimit, Policy, TaskMaximum, TenantPolicy
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Instant, Mib, Seconds
+from gpubroker_server.core.domain.task import TaskState, members_of
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.explain.fit import (
     Component,
     Displaced,
     FleetPlan,
-    GpuShortage,
     Machine,
-    Shortage,
-    Totals,
     fleet_of,
 )
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -29,6 +27,7 @@ from tests.builders import (
     NOW,
     a_demand,
     a_device,
+    a_node,
     a_pledge,
     a_sample,
     a_task,
@@ -53,21 +52,21 @@ def a_component(name: str, count: int = 1, priority: int = 50, **demand: Any) ->
 
 
 def a_machine(name: str = "m1", cpu: float = 16.0, gpus: int = 1) -> Machine:
-    return Machine(name, cpu, Mib(64 * GIB), (("H100", Mib(80 * GIB)),) * gpus)
+    return Machine(a_node(name, cpu=cpu, memory_mb=Mib(64 * GIB)), (("H100", Mib(80 * GIB)),) * gpus)
 
 
 def a_fleet(*machines: Machine) -> World:
     return fleet_of(machines, (), NOW)
 
 
-def test_a_plan_has_the_places_and_the_number_of_unplaced_tasks():
+def test_a_plan_has_the_places_and_the_number_of_unplaced_tasks() -> None:
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("small", 3, gpu_mb=50 * GIB))
     assert (plan.fits, unplaced(plan)) == (False, {"small": 1})
     assert [placed.places[0].node for placed in plan.placed] == ["m1", "m1"]
     assert len({placed.places[0].devices for placed in plan.placed}) == 2
 
 
-def test_what_is_hardest_to_place_is_placed_first():
+def test_what_is_hardest_to_place_is_placed_first() -> None:
     world = a_fleet(a_machine(gpus=2))
     plan = planned(world, a_component("small", 1, gpu_mb=GIB), a_component("whole", 2, gpus=1))
     assert unplaced(plan) == {"small": 1}
@@ -75,51 +74,52 @@ def test_what_is_hardest_to_place_is_placed_first():
     assert plan.fits
 
 
-def test_components_of_higher_priority_are_placed_first_so_that_none_displaces_another():
+def test_components_of_higher_priority_are_placed_first_so_that_none_displaces_another() -> None:
     low, high = a_component("low", 2, 20, gpu_mb=GIB), a_component("high", 1, 80, gpus=1)
     plan = planned(a_fleet(a_machine()), low, high)
     assert ([p.component for p in plan.placed], unplaced(plan), plan.displaced) == (["high"], {"low": 2}, ())
 
 
-def test_what_finds_no_room_displaces_runs_of_lower_priority_and_is_put_where_they_were():
+def test_what_finds_no_room_displaces_runs_of_lower_priority_and_is_put_where_they_were() -> None:
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0")
     world = a_world(a_device(), run)
     plan = planned(world, a_component("new", 2, gpu_mb=40 * GIB))
     assert plan.fits
     assert [placed.displaced for placed in plan.placed] == [1, 0]
     assert plan.displaced == (Displaced(run.task, None),)
+    assert plan.message == "it fits if 1 run leaves"
     assert unplaced(planned(world, a_component("new", 1, 10, gpu_mb=GIB))) == {"new": 1}
 
 
-def test_planning_a_fleet_changes_nothing():
+def test_planning_a_fleet_changes_nothing() -> None:
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0")
     world = a_world(a_device(), run)
     planned(world, a_component("new", gpu_mb=40 * GIB))
-    assert (world.tasks["run"], Draft(world).ledger(a_device().key).unallocated_mb()) == (run.task, 0)
+    assert (world.tasks[TaskId("run")], Draft(world).ledger(a_device().key).unallocated_mb()) == (run.task, 0)
 
 
-def test_a_component_without_gpus_displaces_no_run():
+def test_a_component_without_gpus_displaces_no_run() -> None:
     run = holding(a_task("run", priority=10, cpu=64.0), node="n1")
     assert unplaced(planned(a_world(a_device(), run), a_component("new", cpu=1.0))) == {"new": 1}
 
 
-def test_roles_that_take_turns_are_counted_together_and_apart():
+def test_roles_that_take_turns_are_counted_together_and_apart() -> None:
     roles = (a_demand(gpus=1, cpu=2.0), a_demand(gpu_mb=20 * GIB, cpu=1.0, memory_mb=GIB))
     worker = Component("worker", 2, a_demand(gpus=1, cpu=2.0, memory_mb=GIB), 50, roles)
     plan = planned(a_fleet(a_machine(gpus=2)), worker)
-    assert plan.fits
+    assert (plan.fits, plan.message) == (True, "it fits")
     assert plan.totals == Totals(gpus=2, whole_gpus=2, gpu_mb=0, cpu=4.0, memory_mb=2 * GIB)
-    assert plan.totals_apart == Totals(4, 2, 40 * GIB, 6.0, 2 * GIB)
+    assert plan.totals_apart == Totals(gpus=4, whole_gpus=2, gpu_mb=40 * GIB, cpu=6.0, memory_mb=2 * GIB)
 
 
-def test_a_fraction_is_one_of_the_largest_gpu_that_it_may_use():
+def test_a_fraction_is_one_of_the_largest_gpu_that_it_may_use() -> None:
     half = a_component("half", 4, gpu_fraction=0.5)
     device_mb = next(iter(a_fleet(a_machine()).ledgers.values())).device.allocatable_mb
     assert planned(a_fleet(a_machine(gpus=2)), half).totals.gpu_mb == 4 * (device_mb // 2)
     assert planned(a_fleet(a_machine(gpus=0)), half).totals.gpu_mb == 0
 
 
-def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known():
+def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known() -> None:
     known = GpuKind("H100", 9, Mib(GIB))
     world = fleet_of([a_machine()], [known], NOW)
     [ledger] = world.ledgers.values()
@@ -128,62 +128,67 @@ def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known()
     assert planned(world, a_component("rest", gpu_mb=79 * GIB)).fits
 
 
-def test_a_plan_names_the_missing_amounts_and_the_reason_of_the_first_unplaced_task():
-    machine = Machine("m1", 8.0, Mib(64 * GIB), (("H100", Mib(80 * GIB)), ("A100", Mib(40 * GIB))))
+def test_a_plan_names_the_missing_amounts_and_the_reason_of_the_first_unplaced_task() -> None:
+    gpus = (("H100", Mib(80 * GIB)), ("A100", Mib(40 * GIB)))
+    machine = Machine(a_node("m1", cpu=8.0, memory_mb=Mib(64 * GIB)), gpus)
     trainer = a_component(
         "trainer", 3, gpus=1, cpu=3.0, memory_mb=30 * GIB, where=PlacementConstraints(kinds=("H100",))
     )
     plan = planned(a_fleet(machine), trainer)
-    assert plan.missing == Shortage((GpuShortage(("H100",), 2, 0),), 1.0, 26 * GIB)
+    assert plan.missing == Missing((MissingGpus(("H100",), 2, 0),), 1.0, 26 * GIB)
+    missing = "at least 2 whole H100 GPUs, 1 CPU, 26.0 GiB of host memory"
+    assert plan.message == f"it does not fit: there is no place for 2 of trainer; missing: {missing}"
     [why] = plan.unplaced
     assert (why.count, why.reason) == (2, Reason.WAITING_FOR_MEMORY)
     assert why.message == "needs a whole GPU; the largest free block is 0.0 GiB (m1/gpu0)"
 
 
-def test_parts_of_gpus_are_missing_in_mib_with_what_a_process_costs():
+def test_parts_of_gpus_are_missing_in_mib_with_what_a_process_costs() -> None:
     world = fleet_of([a_machine(gpus=2)], [GpuKind("H100", 9, Mib(GIB))], NOW)
     plan = planned(world, a_component("part", 6, gpu_mb=39 * GIB))
-    assert (unplaced(plan), plan.missing) == ({"part": 2}, Shortage((GpuShortage((), 0, 80 * GIB),), 0.0, 0))
+    assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((MissingGpus((), 0, 80 * GIB),), 0.0, 0))
+    assert plan.message.endswith("missing: at least 80.0 GiB of GPU memory")
 
 
-def test_what_is_there_in_sum_but_not_in_one_piece_is_no_missing_amount():
+def test_what_is_there_in_sum_but_not_in_one_piece_is_no_missing_amount() -> None:
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=50 * GIB))
-    assert (unplaced(plan), plan.missing) == ({"part": 1}, Shortage((), 0.0, 0))
+    assert (unplaced(plan), plan.missing) == ({"part": 1}, Missing((), 0.0, 0))
     assert plan.unplaced[0].reason is Reason.FRAGMENTED
+    assert plan.message == f"it does not fit: there is no place for 1 of part; {plan.unplaced[0].message}"
 
 
-def test_where_only_a_quota_is_in_the_way_nothing_is_missing_and_the_reason_says_so():
+def test_where_only_a_quota_is_in_the_way_nothing_is_missing_and_the_reason_says_so() -> None:
     policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(50 * GIB)),))
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=40 * GIB), policy=policy)
-    assert (unplaced(plan), plan.missing) == ({"part": 2}, Shortage((), 0.0, 0))
+    assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((), 0.0, 0))
     assert plan.unplaced[0].reason is Reason.QUOTA_EXHAUSTED
 
 
-def test_demands_with_the_fewest_usable_gpus_take_what_is_left_of_them_first():
-    machine = Machine("m1", 0.0, Mib(0), (("H100", Mib(80 * GIB)),) * 2)
+def test_demands_with_the_fewest_usable_gpus_take_what_is_left_of_them_first() -> None:
+    machine = Machine(a_node("m1", cpu=0.0, memory_mb=Mib(0)), (("H100", Mib(80 * GIB)),) * 2)
     picky = a_component("picky", gpus=1, cpu=1.0, where=PlacementConstraints(kinds=("H100",)))
     rare = a_component("rare", gpus=1, cpu=1.0, where=PlacementConstraints(kinds=("B200",)))
     plan = planned(a_fleet(machine), a_component("any", gpus=1, cpu=1.0), picky, rare)
-    assert plan.missing == Shortage((GpuShortage(("B200",), 1, 0),), 3.0, 0)
+    assert plan.missing == Missing((MissingGpus(("B200",), 1, 0),), 3.0, 0)
 
 
-def test_all_ranks_of_a_gang_are_placed_or_none():
+def test_all_ranks_of_a_gang_are_placed_or_none() -> None:
     gang = a_component("gang", 2, bundles=bundles(2, gpus=1, cpu=1.0), strategy="strict_spread")
     plan = planned(a_fleet(a_machine("m1", gpus=2), a_machine("m2", gpus=1)), gang)
     assert [[place.node for place in one.places] for one in plan.placed] == [["m1", "m2"]]
     assert (unplaced(plan), plan.totals.gpus, plan.totals.cpu) == ({"gang": 1}, 4, 4.0)
-    assert plan.missing == Shortage((GpuShortage((), 1, 0),), 0.0, 0)
+    assert plan.missing == Missing((MissingGpus((), 1, 0),), 0.0, 0)
     assert plan.unplaced[0].message.startswith("there is room for 1 of the 2 ranks that must start together")
 
 
-def test_a_gang_of_many_gpus_is_placed_before_single_ones():
+def test_a_gang_of_many_gpus_is_placed_before_single_ones() -> None:
     gang = a_component("gang", bundles=bundles(2, gpus=1), strategy="strict_pack")
     one = a_component("a", 1, gpus=1)
     fleet = a_fleet(a_machine("m1", gpus=2), a_machine("m2", gpus=1))
     assert planned(fleet, one, gang).fits
 
 
-def test_a_gang_displaces_runs_on_all_its_nodes():
+def test_a_gang_displaces_runs_on_all_its_nodes() -> None:
     devices = a_device("gpu0", "n1"), a_device("gpu0", "n2")
     low = [
         holding(a_task(f"low{n}", priority=10, gpu_mb=80 * GIB), device.key, node=f"n{n}")
@@ -193,6 +198,7 @@ def test_a_gang_displaces_runs_on_all_its_nodes():
     plan = planned(world, a_component("gang", bundles=bundles(2, gpus=1), strategy="spread"))
     assert plan.fits
     assert [one.run.id for one in plan.displaced] == ["low1", "low2"]
+    assert plan.message == "it fits if 2 runs leave"
     assert plan.placed[0].displaced == 2
 
 
@@ -204,7 +210,7 @@ def elastic_fleet() -> Agents:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_gang_gives_up_the_ranks_that_the_planner_would_ask_and_no_more(count: int):
+def test_a_gang_gives_up_the_ranks_that_the_planner_would_ask_and_no_more(count: int) -> None:
     gang = elastic_fleet()
     policy = Policy(min_run_seconds=Seconds(3600.0))
     new = a_component("new", count, 80, gpu_mb=60 * GIB)
@@ -213,19 +219,21 @@ def test_a_gang_gives_up_the_ranks_that_the_planner_would_ask_and_no_more(count:
         submit(gang.world, a_task(f"u{number}", priority=80, gpu_mb=60 * GIB, gpus=1))
     decided = plan_cycle(gang.world, policy, gang.now).decisions
     commit(gang.world, decided)
-    leavers = tuple(one.rank for one in gang.task.members if not one.takes_part)
+    leavers = tuple(one.rank for one in members_of(gang.task) if not one.takes_part)
     assert [(one.run.id, one.ranks) for one in plan.displaced] == [("gang", leavers)]
     assert len(plan.placed) == len(leavers) == min(2, count)
+    if plan.fits:
+        assert plan.message == f"it fits if 1 gang gives up {count} rank{'s' * (count > 1)}"
 
 
-def test_a_gang_that_may_be_stopped_is_displaced_as_a_whole_when_its_surplus_is_not_enough():
+def test_a_gang_that_may_be_stopped_is_displaced_as_a_whole_when_its_surplus_is_not_enough() -> None:
     gang = elastic_fleet()
     plan = planned(gang.world, a_component("new", 3, 80, gpu_mb=60 * GIB), now=gang.now)
     assert plan.fits
     assert [(one.run.id, one.ranks) for one in plan.displaced] == [("gang", None)]
 
 
-def test_runs_under_notice_count_as_gone_and_what_they_free_for_others_is_kept_for_those():
+def test_runs_under_notice_count_as_gone_and_what_they_free_for_others_is_kept_for_those() -> None:
     leaver = holding(
         a_task("leaver", priority=10, gpu_mb=80 * GIB),
         "gpu0",
@@ -240,21 +248,21 @@ def test_runs_under_notice_count_as_gone_and_what_they_free_for_others_is_kept_f
     assert unplaced(planned(pledged, new)) == {"new": 1}
 
 
-def test_ranks_that_are_leaving_count_as_gone():
+def test_ranks_that_are_leaving_count_as_gone() -> None:
     gang = shrunk()
     gang.world.measure([a_sample(device, gang.now) for device in gang.world.ledgers])
     plan = planned(gang.world, a_component("small", 1, 10, gpu_mb=20 * GIB), now=gang.now)
     assert plan.fits
 
 
-def test_what_a_run_that_is_over_still_holds_counts_as_free():
+def test_what_a_run_that_is_over_still_holds_counts_as_free() -> None:
     over = holding(
         a_task("over", gpu_mb=80 * GIB), "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING
     )
     assert planned(a_world(a_device(), over), a_component("new", gpu_mb=40 * GIB)).fits
 
 
-def test_what_a_submit_refuses_finds_no_place_however_much_is_free():
+def test_what_a_submit_refuses_finds_no_place_however_much_is_free() -> None:
     policy = Policy(
         maximum=TaskMaximum(gpus=1), custom_limits=(CustomLimit("seat", 4.0, priority_threshold=70),)
     )

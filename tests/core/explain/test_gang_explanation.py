@@ -3,14 +3,15 @@
 from typing import Any
 
 import pytest
+from gpubroker.wire.policy import TaskMaximum
+from gpubroker_server.core.admission.pools import apply_pool
 from gpubroker_server.core.domain.decisions import Decision, QueuePause
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
-from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason, Refusal
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
-from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import Explanation, explain
-from gpubroker_server.core.explain.pools import apply_pool
+from gpubroker_server.core.explain.possible import check_demand
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
 
@@ -29,6 +30,7 @@ from tests.builders import (
 )
 from tests.core.elastic import on_one_node, plan
 from tests.core.gangs import Agents, a_cluster, a_gang, admit_all, bundles
+from tests.core.plans import whole
 
 BIG = 60 * GIB
 
@@ -101,12 +103,14 @@ def test_while_no_node_is_known_every_number_of_ranks_passes() -> None:
 def test_a_pool_holds_for_every_rank_and_counts_their_sum() -> None:
     lab = Pool("lab", kinds=("H100",), gpus=4)
     policy = Policy(pools=(lab,), custom_limits=(CustomLimit("pool:lab:gpus", 4.0),))
-    demand = apply_pool(Demand(bundles=(*bundles(2, gpus=1), *bundles(1, cpu=1.0))), "lab", "t", {}, policy)
+    demand = apply_pool(
+        Demand(bundles=(*bundles(2, gpus=1), *bundles(1, cpu=1.0))), "lab", "t", {}, policy, whole
+    )
     assert isinstance(demand, Demand)
     assert demand.slots == (("pool:lab:gpus", 2.0),)
     assert [bundle.where.kinds for bundle in demand.bundles] == [("H100",), ("H100",), ()]
     strange = bundles(1, gpus=1, where=PlacementConstraints(kinds=("A100",)))
-    wrong = apply_pool(Demand(bundles=strange), "lab", "t", {}, policy)
+    wrong = apply_pool(Demand(bundles=strange), "lab", "t", {}, policy, whole)
     assert isinstance(wrong, Refusal)
     assert wrong.field == "bundles"
 
@@ -186,7 +190,7 @@ def test_a_gang_waits_for_the_quota_of_all_the_ranks_it_needs() -> None:
     found = explained(a_cluster(run, a_gang("gang", *bundles(3, gpu_mb=BIG), min_ranks=3)), policy)
     assert found.reason is Reason.QUOTA_EXHAUSTED
     assert found.quota is not None
-    assert (found.quota.counts_mb, found.quota.allowance.left_mb) == (180 * GIB, 160 * GIB)
+    assert (found.quota.counts_mb, found.quota.left_mb) == (180 * GIB, 160 * GIB)
     assert "counts 180.0 GiB" in found.message
     assert [one.place is not None for one in found.ranks] == [True] * 3
 

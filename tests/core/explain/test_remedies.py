@@ -1,26 +1,28 @@
 """Remedies: each starts the task when it is applied."""
 
-from dataclasses import replace
 from typing import Any
 
+from gpubroker_server.core.admission.pools import apply_pool
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool
 from gpubroker_server.core.domain.task import Dependency, Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.diagnosis import diagnose
-from gpubroker_server.core.explain.pools import apply_pool
 from gpubroker_server.core.explain.remedy_planner import Remedy
 from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, let_go, submit
 from tests.core.expected import starting_in
+from tests.core.plans import whole
 from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories, twin
 
 
@@ -72,7 +74,7 @@ def applied(world: World, remedy: Remedy) -> World:
 
 @given(clusters(), stories)
 @settings(max_examples=60, deadline=None)
-def test_every_remedy_starts_the_task_when_it_is_applied(world: World, story: list[Chapter]):
+def test_every_remedy_starts_the_task_when_it_is_applied(world: World, story: list[Chapter]) -> None:
     tale = Story(world)
     for chapter in story:
         for _ in tale.happens(chapter):
@@ -89,7 +91,7 @@ def changes(world: World, **options: Any) -> list[dict[str, Any]]:
     return [dict(remedy.change) for remedy in advice(world, **options).remedies]
 
 
-def test_a_task_that_has_room_needs_no_remedy():
+def test_a_task_that_has_room_needs_no_remedy() -> None:
     found = advice(a_world(a_task("new", gpu_mb=10 * GIB)))
     assert found.way.places is not None
     assert (found.remedies, found.start) == (
@@ -98,7 +100,7 @@ def test_a_task_that_has_room_needs_no_remedy():
     )
 
 
-def test_remedies_of_less_memory_and_more_priority_name_the_place_and_the_victims():
+def test_remedies_of_less_memory_and_more_priority_name_the_place_and_the_victims() -> None:
     world = a_world(
         holding(a_task("low", priority=60, gpu_mb=60 * GIB), "gpu0"), a_task("new", gpu_mb=40 * GIB)
     )
@@ -112,7 +114,7 @@ def test_remedies_of_less_memory_and_more_priority_name_the_place_and_the_victim
     assert set(remedies_of(world, highest=60)) == {"gpu_mb"}
 
 
-def test_a_higher_priority_as_a_remedy_is_high_enough_for_runs_with_turn_protection():
+def test_a_higher_priority_as_a_remedy_is_high_enough_for_runs_with_turn_protection() -> None:
     since = Instant(NOW - 30.0)
     run = a_task("run", priority=50, gpus=1, submitted_at=Instant(NOW - 400.0))
     just_begun = holding(run, "gpu0", mb=80 * GIB, admitted_at=since, started_at=since)
@@ -120,7 +122,7 @@ def test_a_higher_priority_as_a_remedy_is_high_enough_for_runs_with_turn_protect
     assert remedies_of(world)["priority"].change == {"priority": 57}
 
 
-def test_what_comes_on_top_of_a_size_is_not_offered_as_part_of_it():
+def test_what_comes_on_top_of_a_size_is_not_offered_as_part_of_it() -> None:
     device = a_device(context_mb=1 * GIB)
     world = a_world(
         device, holding(a_task("a", priority=95, gpu_mb=60 * GIB), "gpu0"), a_task("new", gpu_mb=40 * GIB)
@@ -128,14 +130,14 @@ def test_what_comes_on_top_of_a_size_is_not_offered_as_part_of_it():
     assert remedies_of(world)["gpu_mb"].change == {"gpu_mb": 19 * GIB}
 
 
-def test_less_than_a_tenth_of_the_demand_is_no_remedy():
+def test_less_than_a_tenth_of_the_demand_is_no_remedy() -> None:
     world = a_world(
         holding(a_task("a", priority=100, gpu_mb=78 * GIB), "gpu0"), a_task("new", gpu_mb=40 * GIB)
     )
     assert changes(world) == []
 
 
-def test_a_size_is_a_remedy_for_a_whole_or_a_shared_gpu():
+def test_a_size_is_a_remedy_for_a_whole_or_a_shared_gpu() -> None:
     busy = holding(a_task("a", priority=100, gpu_mb=30 * GIB), "gpu0")
     whole = a_world(busy, a_task("new", gpus=1, exclusive=True))
     assert changes(whole) == [{"gpu_mb": 50 * GIB, "exclusive": False}]
@@ -143,7 +145,7 @@ def test_a_size_is_a_remedy_for_a_whole_or_a_shared_gpu():
     assert changes(share) == [{"gpu_mb": 50 * GIB, "gpu_fraction": None}]
 
 
-def test_fewer_gpus_are_as_many_as_one_node_has():
+def test_fewer_gpus_are_as_many_as_one_node_has() -> None:
     devices = [a_device(f"gpu{n}") for n in range(5)]
     busy = [holding(a_task(f"a{n}", priority=100, gpu_mb=80 * GIB), f"gpu{n}") for n in range(2)]
     assert {"gpus": 3} in changes(a_world(*devices, *busy, a_task("new", gpus=5)))
@@ -151,7 +153,7 @@ def test_fewer_gpus_are_as_many_as_one_node_has():
     assert changes(a_world(*devices, *all_busy, a_task("new", gpus=5))) == []
 
 
-def test_wider_kinds_and_wider_nodes_are_separate_remedies():
+def test_wider_kinds_and_wider_nodes_are_separate_remedies() -> None:
     busy = holding(a_task("a", priority=100, gpu_mb=80 * GIB), "n1/gpu0")
     parts = (a_device("gpu0", "n1"), a_device("gpu0", "n2", kind="A100"), busy)
     where = PlacementConstraints(kinds=("H100",), min_power=0, min_device_mb=Mib(1))
@@ -167,17 +169,17 @@ def test_wider_kinds_and_wider_nodes_are_separate_remedies():
     ]
 
 
-LAB = Pool("lab", kinds=("H100",), nodes=(("node", ("n1",)),), gpus=1)
+LAB = Pool("lab", kinds=("H100",), nodes={"node": ("n1",)}, gpus=1)
 POOLED = Policy(pools=(LAB,), custom_limits=(CustomLimit("pool:lab:gpus", 1.0),))
 
 
 def pooled(**fields: Any) -> Task:
-    demand = apply_pool(a_task("x", **fields).demand, "lab", "default", {}, POOLED)
+    demand = apply_pool(a_task("x", **fields).demand, "lab", "default", {}, POOLED, whole)
     assert isinstance(demand, Demand)
     return a_task("new", demand=demand)
 
 
-def test_a_task_may_do_without_its_pool_and_what_the_pool_added():
+def test_a_task_may_do_without_its_pool_and_what_the_pool_added() -> None:
     other = a_task("a", priority=100, gpu_mb=80 * GIB, slots=(("pool:lab:gpus", 1.0),))
     parts = (a_device("gpu0", "n1"), a_device("gpu0", "n2", kind="A100"), holding(other, "n1/gpu0"))
     world = a_world(*parts, pooled(gpu_mb=40 * GIB))
@@ -186,7 +188,7 @@ def test_a_task_may_do_without_its_pool_and_what_the_pool_added():
     assert changes(world, policy=gone) == []
 
 
-def test_what_the_pool_would_refuse_is_no_remedy():
+def test_what_the_pool_would_refuse_is_no_remedy() -> None:
     whole = Pool("lab", gpus=4, fractions=False)
     policy = Policy(pools=(whole,), custom_limits=(CustomLimit("pool:lab:gpus", 4.0),))
     task = a_task("new", gpus=1, pool="lab", slots=(("pool:lab:gpus", 1.0), ("tenant:default", 1.0)))
@@ -194,7 +196,7 @@ def test_what_the_pool_would_refuse_is_no_remedy():
     assert changes(world, policy=policy) == []
 
 
-def test_less_of_the_node_is_what_is_left_where_its_devices_have_room():
+def test_less_of_the_node_is_what_is_left_where_its_devices_have_room() -> None:
     busy = holding(a_task("a", cpu=60.0, memory_mb=200 * GIB), node="n1")
     world = a_world(busy, a_task("new", gpu_mb=8 * GIB, cpu=8.0, memory_mb=64 * GIB))
     assert changes(world, highest=50) == [{"cpu": 4.0, "memory_mb": 56 * GIB}]
@@ -205,13 +207,13 @@ def test_less_of_the_node_is_what_is_left_where_its_devices_have_room():
     assert changes(full, highest=89) == []
 
 
-def test_the_remedy_is_what_the_node_with_the_most_cpu_has_left():
+def test_the_remedy_is_what_the_node_with_the_most_cpu_has_left() -> None:
     parts = [holding(a_task(f"a{n}", cpu=cpu), node=f"n{n}") for n, cpu in ((1, 60.0), (2, 50.0), (3, 62.0))]
     world = a_world(*(a_node(f"n{n}") for n in (1, 2, 3)), *parts, a_task("new", cpu=20.0))
     assert changes(world, highest=89) == [{"cpu": 14.0}]
 
 
-def test_releasing_a_held_task_is_a_remedy():
+def test_releasing_a_held_task_is_a_remedy() -> None:
     world = a_world(a_task("new", gpu_mb=8 * GIB, held=True))
     found = advice(world)
     assert [(dict(r.change), r.message) for r in found.remedies] == [
@@ -224,14 +226,14 @@ def test_releasing_a_held_task_is_a_remedy():
     assert changes(full) == []
 
 
-def test_dropping_not_before_is_a_remedy():
+def test_dropping_not_before_is_a_remedy() -> None:
     late = Instant(NOW + 60.0)
     found = advice(a_world(a_task("new", gpu_mb=8 * GIB, not_before=late)))
     assert [dict(r.change) for r in found.remedies] == [{"not_before": None}]
     assert found.start == starting_in(60.0)
 
 
-def test_a_task_that_runs_after_others_is_not_helped_by_room():
+def test_a_task_that_runs_after_others_is_not_helped_by_room() -> None:
     after = (Dependency(TaskId("first")),)
     world = a_world(
         a_task("first", gpus=1), a_task("new", gpu_mb=8 * GIB, held=True, after=after, awaits=True)
@@ -239,7 +241,7 @@ def test_a_task_that_runs_after_others_is_not_helped_by_room():
     assert (changes(world), advice(world).start) == ([], None)
 
 
-def test_the_end_that_helps_is_the_first_one_that_no_task_ahead_takes():
+def test_the_end_that_helps_is_the_first_one_that_no_task_ahead_takes() -> None:
     sized = {"priority": 100, "expected_seconds": 150.0}
     parts = (
         a_device("gpu0"),
@@ -258,7 +260,7 @@ def test_the_end_that_helps_is_the_first_one_that_no_task_ahead_takes():
     assert remedies_of(ahead)["after"].after is not None
 
 
-def test_a_task_ahead_that_is_too_large_for_what_comes_back_does_not_take_it():
+def test_a_task_ahead_that_is_too_large_for_what_comes_back_does_not_take_it() -> None:
     early = holding(a_task("early", gpu_mb=30 * GIB, priority=100, expected_seconds=150.0), "gpu0")
     parts = early, holding(a_task("rest", gpu_mb=50 * GIB, priority=100), "gpu0")
     large = a_world(*parts, a_task("first", gpu_mb=40 * GIB, priority=60), a_task("new", gpu_mb=25 * GIB))
@@ -267,7 +269,7 @@ def test_a_task_ahead_that_is_too_large_for_what_comes_back_does_not_take_it():
     assert "after" not in remedies_of(small, policy=Policy())
 
 
-def test_a_task_ahead_takes_what_comes_back_of_a_shared_limit():
+def test_a_task_ahead_takes_what_comes_back_of_a_shared_limit() -> None:
     licence = {"custom": {"licence": 3.0}}
     run = holding(a_task("run", gpu_mb=8 * GIB, expected_seconds=150.0, priority=100, **licence), "gpu0")
     rival = a_task("rival", gpu_mb=8 * GIB, priority=60, custom={"licence": 1.0})
@@ -277,7 +279,7 @@ def test_a_task_ahead_takes_what_comes_back_of_a_shared_limit():
     assert changes(contested) == []
 
 
-def test_only_four_helpful_ends_are_checked_for_tasks_ahead():
+def test_only_four_helpful_ends_are_checked_for_tasks_ahead() -> None:
     runs = [
         holding(a_task(f"a{n}", gpu_mb=10 * GIB, priority=100, expected_seconds=150.0 + n), "gpu0")
         for n in range(8)
@@ -286,7 +288,7 @@ def test_only_four_helpful_ends_are_checked_for_tasks_ahead():
     assert changes(a_world(*runs, rival, a_task("new", gpu_mb=10 * GIB))) == []
 
 
-def test_a_priority_that_a_resource_asks_for_is_part_of_the_remedy():
+def test_a_priority_that_a_resource_asks_for_is_part_of_the_remedy() -> None:
     policy = Policy(custom_limits=(CustomLimit("seat", 2.0, priority_threshold=70),))
     world = a_world(a_task("new", gpu_mb=8 * GIB, custom={"seat": 1.0}))
     assert changes(world, policy=policy) == [{"priority": 70}]
@@ -295,17 +297,18 @@ def test_a_priority_that_a_resource_asks_for_is_part_of_the_remedy():
     assert changes(world, policy=policy) == [{"priority": 70}], "61 is too little"
 
 
-def test_no_priority_helps_where_room_is_coming():
-    leaving = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 10.0)}
+def test_no_priority_helps_where_room_is_coming() -> None:
+    leaving: dict[str, Any] = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 10.0)}
     world = a_world(holding(a_task("a", gpu_mb=60 * GIB), "gpu0", **leaving), a_task("new", gpu_mb=40 * GIB))
     found = advice(world)
+    assert isinstance(found.way, Wait)
     assert found.way.coming_on == ("n1",)
     assert [next(iter(r.change), "after") for r in found.remedies] == ["after", "gpu_mb"]
     assert found.remedies[0].message == "when a ends (expected within 10 s), it starts on n1/gpu0"
     assert found.start == starting_in(10.0)
 
 
-def test_where_only_host_memory_is_short_less_of_it_is_the_remedy():
+def test_where_only_host_memory_is_short_less_of_it_is_the_remedy() -> None:
     busy = holding(a_task("a", memory_mb=200 * GIB), node="n1")
     world = a_world(busy, a_task("new", gpu_mb=8 * GIB, cpu=8.0, memory_mb=64 * GIB))
     assert changes(world, highest=50) == [{"memory_mb": 56 * GIB}]

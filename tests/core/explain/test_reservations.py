@@ -1,6 +1,5 @@
 """Room that forecasts reserve: how a task behind it is explained, and what helps."""
 
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.domain.demand import Demand
@@ -17,6 +16,7 @@ from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_task, a_world, holding, submit
 from tests.core.expected import starting_in
@@ -44,7 +44,7 @@ def advice(world: World, task: str = "new", policy: Policy = POLICY) -> Advice:
     )
 
 
-def test_reserved_room_is_no_place_and_the_blocker_names_the_task_it_is_for():
+def test_reserved_room_is_no_place_and_the_blocker_names_the_task_it_is_for() -> None:
     world = a_queue(a_task("new", gpu_mb=10 * GIB))
     assert advice(world).way.places is None
     found = explain(world, TaskId("new"), POLICY, NOW, forecasts_of(world))
@@ -56,21 +56,21 @@ def test_reserved_room_is_no_place_and_the_blocker_names_the_task_it_is_for():
     assert explain(world, TaskId("new"), POLICY, NOW).reason is Reason.PENDING_EVALUATION
 
 
-def test_a_reservation_of_another_tenant_is_not_named():
+def test_a_reservation_of_another_tenant_is_not_named() -> None:
     world = a_queue(a_task("new", gpu_mb=10 * GIB), tenant="rivals")
     found = explain(world, TaskId("new"), POLICY, NOW, forecasts_of(world))
     assert "reserved for a task of another tenant" in found.message
     assert "wide" not in found.message
 
 
-def test_a_run_time_that_ends_before_the_reservation_is_a_remedy():
+def test_a_run_time_that_ends_before_the_reservation_is_a_remedy() -> None:
     world = a_queue(a_task("new", gpu_mb=10 * GIB))
     first = advice(world).remedies[0]
     assert (first.change, first.task.expected_seconds) == ({"expected_seconds": 600.0}, 600.0)
     assert first.message == "with expected_seconds at most 600, it starts now on n1/gpu1"
 
 
-def test_a_short_task_beyond_the_backfill_depth_is_promised_no_place_on_a_reserved_node():
+def test_a_short_task_beyond_the_backfill_depth_is_promised_no_place_on_a_reserved_node() -> None:
     """The planner tries no more tasks there in this cycle than the depth."""
     ahead = [a_task(f"ahead{n}", gpu_mb=10 * GIB, submitted_at=NOW - 5 + n) for n in range(2)]
     world = a_queue(*ahead, a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(60.0)))
@@ -84,24 +84,24 @@ def test_a_short_task_beyond_the_backfill_depth_is_promised_no_place_on_a_reserv
     assert [one.change for one in advice(unknown, policy=shallow).remedies] == [{"priority": 51}]
 
 
-def test_a_run_time_that_would_not_do_is_not_advised():
+def test_a_run_time_that_would_not_do_is_not_advised() -> None:
     stopping = a_queue(a_task("new", gpu_mb=10 * GIB))
     forecasts = [replace(one, start_at=NOW) for one in forecasts_of(stopping)]
     seen = diagnose(survey_nodes(Draft(stopping), stopping.tasks[TaskId("new")], POLICY, NOW, forecasts))
     assert not any("expected_seconds" in remedy.change for remedy in advise(seen).remedies)
 
 
-def test_a_shorter_run_time_is_no_remedy_for_a_task_without_room():
+def test_a_shorter_run_time_is_no_remedy_for_a_task_without_room() -> None:
     world = a_queue(a_task("new", gpus=2, gpu_mb=10 * GIB, priority=50))
     assert not any("expected_seconds" in remedy.change for remedy in advice(world).remedies)
 
 
-def test_a_task_that_ends_before_the_forecast_begins_may_use_its_place():
+def test_a_task_that_ends_before_the_forecast_begins_may_use_its_place() -> None:
     world = a_queue(a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(300.0)))
     assert advice(world).way.places is not None
 
 
-def test_a_place_without_a_reservation_is_taken_before_one_that_a_task_behind_waits_for():
+def test_a_place_without_a_reservation_is_taken_before_one_that_a_task_behind_waits_for() -> None:
     def placed_on(world: World) -> list[str]:
         kept = forecasts_of(world)
         submit(world, a_task("new", gpu_mb=10 * GIB, priority=60))
@@ -112,7 +112,7 @@ def test_a_place_without_a_reservation_is_taken_before_one_that_a_task_behind_wa
     assert placed_on(a_queue(a_device("gpu0", "n2"))) == ["n2"]
 
 
-def test_a_task_behind_a_reservation_preempts_on_a_node_without_one():
+def test_a_task_behind_a_reservation_preempts_on_a_node_without_one() -> None:
     low = holding(a_task("low", gpu_mb=80 * GIB, priority=20), "n2/gpu0")
     world = a_queue(a_device("gpu0", "n2"), low, a_task("new", gpu_mb=10 * GIB))
     found = advice(world).way
@@ -121,14 +121,14 @@ def test_a_task_behind_a_reservation_preempts_on_a_node_without_one():
     assert found.eviction.node == "n2"
 
 
-def test_no_run_is_preempted_on_the_node_of_a_forecast():
+def test_no_run_is_preempted_on_the_node_of_a_forecast() -> None:
     low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
     world = a_queue(low, a_task("new", gpu_mb=20 * GIB))
     assert [place.node for forecast in forecasts_of(world) for place in forecast.places] == ["n1"]
     assert advice(world).way.eviction is None
 
 
-def test_a_gang_respects_reservations_and_finds_other_nodes():
+def test_a_gang_respects_reservations_and_finds_other_nodes() -> None:
     world = a_queue(a_gang("new", *bundles(1, gpus=1, gpu_mb=10 * GIB)))
     assert advice(world).way.places is None
     found = explain(world, TaskId("new"), POLICY, NOW, forecasts_of(world))
@@ -138,19 +138,19 @@ def test_a_gang_respects_reservations_and_finds_other_nodes():
     assert [one.node for one in places] == ["n2"]
 
 
-def test_advice_shows_the_start_of_a_forecast():
+def test_advice_shows_the_start_of_a_forecast() -> None:
     world = a_queue()
     assert advice(world, "wide").start == starting_in(600.0)
 
 
-def test_a_fleet_plan_does_not_use_reserved_room():
+def test_a_fleet_plan_does_not_use_reserved_room() -> None:
     world = a_queue()
     component = Component("service", 1, Demand(cpu=1.0, gpus=1, gpu_mb=Mib(10 * GIB)), 50)
     assert planned(world, component).fits
     assert not planned(world, component, forecasts=forecasts_of(world)).fits
 
 
-def test_a_gang_preempts_no_run_on_the_node_of_a_forecast():
+def test_a_gang_preempts_no_run_on_the_node_of_a_forecast() -> None:
     low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
     world = a_queue(low, a_gang("new", *bundles(1, gpus=1, gpu_mb=20 * GIB)))
     row = world.tasks[TaskId("new")]
@@ -158,7 +158,7 @@ def test_a_gang_preempts_no_run_on_the_node_of_a_forecast():
     assert isinstance(advice(world).way, Wait)
 
 
-def test_a_forecast_that_keeps_nothing_from_a_task_is_no_blocker():
+def test_a_forecast_that_keeps_nothing_from_a_task_is_no_blocker() -> None:
     world = a_queue(a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(60.0)))
     found = explain(world, TaskId("new"), POLICY, NOW, forecasts_of(world))
     assert found.reason is Reason.PENDING_EVALUATION

@@ -1,7 +1,7 @@
 """Items of an array: shared by its workers, done once each, whatever becomes of workers and leaders."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from gpubroker_server.core.domain.orders import (
@@ -19,6 +19,8 @@ from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.array_items import MOST_WANTED, PAGE_BYTES, ArrayWork, ranges_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from tests.builders import NOW
 from tests.core.arrays import POLICY, WORKERS, Stage, numbers_in, reported, result, terms
@@ -165,10 +167,8 @@ def test_a_new_leader_learns_what_each_worker_holds() -> None:
 
 
 def test_terms_come_back_from_json() -> None:
-    from dataclasses import asdict
-
     given = terms(numbers=((0, 3), (5, 9)), chunk=2)
-    assert array_terms_from(json.loads(json.dumps(asdict(given)))) == given
+    assert array_terms_from(json.loads(json.dumps(to_builtins(given)))) == given
     assert given.total == 7
 
 

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.submission import (
     ARRAY_IMPORT_FAILED,
 )
-from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.task import RetryOn, StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.array_items import ArrayWork
 
@@ -133,6 +133,38 @@ def test_an_item_that_cannot_be_interrupted_is_tried_as_often_as_it_may_be() -> 
     assert [(line["number"], line["tries"], line["error"]["kind"]) for line in stage.lines()] == [
         (0, 2, "timeout")
     ]
+
+
+@pytest.mark.parametrize(
+    ("retry_on", "kind", "again"),
+    [
+        ((RetryOn.FAILURE,), "timeout", False),
+        ((RetryOn.FAILURE,), "exception", True),
+        ((RetryOn.TIMEOUT,), "timeout", True),
+        ((RetryOn.TIMEOUT,), "exception", False),
+    ],
+)
+def test_an_item_that_ended_its_run_is_tried_again_only_as_its_array_says(
+    retry_on: tuple[RetryOn, ...], kind: str, again: bool
+) -> None:
+    stage = Stage(ArrayWork(terms(1, item_retries=1, retry_on=retry_on), (), 0))
+    stage.tell(reported("w0", 1))
+    stage.tell(reported("w0", 0, ItemResult(0, 3.0, 1, None, Failure(kind, "why")), number=2))
+    assert [line["tries"] for line in stage.lines()] == ([] if again else [1])
+
+
+@pytest.mark.parametrize(("retry_on", "crashes"), [((RetryOn.TIMEOUT,), 2), (tuple(RetryOn), 4)])
+def test_a_crash_of_an_item_uses_a_retry_only_if_failures_do(
+    retry_on: tuple[RetryOn, ...], crashes: int
+) -> None:
+    """After the first crash, which proves nothing."""
+    stage = Stage(ArrayWork(terms(1, item_retries=2, retry_on=retry_on), (), 0))
+    for fence in range(1, 10):
+        stage.tell(reported("w0", 1, fence=Fence(fence)))
+        if stage.lines():
+            break
+        stage.restart("w0", crashed=True)
+    assert fence == crashes + 1
 
 
 def test_an_item_that_crashes_its_process_is_found_and_fails_alone() -> None:

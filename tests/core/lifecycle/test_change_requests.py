@@ -8,11 +8,11 @@ from gpubroker_server.core.domain.lease import PledgeEnd
 from gpubroker_server.core.domain.orders import StackOrder, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Dependency, StopReason, Task, TaskState
-from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS, carry_out
 from gpubroker_server.core.world.world import World
 
-from tests.builders import GIB, NOW, a_lease, a_pledge, a_task, a_world, commit, holding
+from tests.builders import GIB, NOW, a_lease, a_pledge, a_task, a_world, commit, holding, orders_of_kind
 
 LATER = Instant(NOW + 5.0)
 
@@ -66,7 +66,9 @@ def test_a_claimed_task_gets_notice_and_its_own_grace(state: TaskState) -> None:
     task = the(world)
     assert (task.state, task.stop_reason) == (TaskState.STOPPING, StopReason.CANCEL)
     assert task.stop_deadline_at == LATER + 12.0
-    assert decision.orders == (StopOrder(task.id, task.fence, "n1", "n1-1", StopReason.CANCEL, 12.0),)
+    assert decision.orders == (
+        StopOrder(task.id, task.fence, NodeName("n1"), "n1-1", StopReason.CANCEL, Seconds(12.0)),
+    )
     assert decision.leases == ()
 
 
@@ -74,7 +76,7 @@ def test_the_grace_of_a_cancel_wins_over_the_tasks_own() -> None:
     world = a_world(holding(a_task(), node="n1"), a_task("other"))
     decision = ask(world, "cancel", grace_seconds=0)
     assert the(world).stop_deadline_at == LATER
-    assert [order.grace_seconds for order in decision.orders] == [0]
+    assert [order.grace_seconds for order in orders_of_kind(decision, StopOrder)] == [0]
 
 
 def test_a_preempted_run_that_is_cancelled_will_not_come_back_and_still_frees_for_its_preemptor() -> None:
@@ -90,7 +92,7 @@ def test_a_second_cancel_may_shorten_the_grace() -> None:
     world = stopping(StopReason.CANCEL)
     decision = ask(world, "cancel", grace_seconds=1)
     assert the(world).stop_deadline_at == LATER + 1
-    assert [(type(order), order.grace_seconds) for order in decision.orders] == [(StopOrder, 1)]
+    assert [order.grace_seconds for order in orders_of_kind(decision, StopOrder)] == [1]
 
 
 def test_a_second_cancel_may_not_lengthen_the_grace() -> None:

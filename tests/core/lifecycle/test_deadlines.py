@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd
+from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.deadlines import (
     GAP_SECONDS,
     KILL_AGAIN_SECONDS,
@@ -33,6 +33,7 @@ from tests.builders import (
     commit,
     holding,
     key,
+    orders_of_kind,
     submit,
 )
 
@@ -56,7 +57,9 @@ def test_a_run_past_its_limit_gets_notice_and_the_verdict_is_written_with_it() -
     task = decision.tasks[0].task
     assert (task.state, task.stop_reason) == (TaskState.STOPPING, StopReason.TIMEOUT)
     assert task.stop_deadline_at == NOW + 7.0
-    assert decision.orders == (StopOrder(task.id, task.fence, "n1", "n1-1", StopReason.TIMEOUT, 7.0),)
+    assert decision.orders == (
+        StopOrder(task.id, task.fence, NodeName("n1"), "n1-1", StopReason.TIMEOUT, Seconds(7.0)),
+    )
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
     assert (decision.outcome.failure.kind, decision.outcome.fence) == ("timeout", task.fence)
@@ -73,7 +76,7 @@ def test_a_run_past_its_tasks_deadline_gets_notice_and_ends_expired(state: TaskS
     commit(world, decision)
     task = world.tasks[TaskId("task")]
     assert (task.state, task.stop_deadline_at) == (TaskState.STOPPING, NOW + 7.0)
-    (ended,) = apply_reports(world, [Gone(task.id, task.fence, NOW, "process_absent")], NOW, POLICY)
+    (ended,) = apply_reports(world, [Gone(task.id, task.fence, NOW, Proof.PROCESS_ABSENT)], NOW, POLICY)
     assert ended.tasks[0].task.state is TaskState.EXPIRED
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
@@ -85,7 +88,7 @@ def test_a_result_that_arrives_after_the_deadline_and_before_the_confirmation_is
     world = a_world(stopping(reason=StopReason.DEADLINE))
     done = Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
     (decision,) = apply_reports(
-        world, [done, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY
+        world, [done, Gone(TaskId("run"), Fence(1), NOW, Proof.PROCESS_ABSENT)], NOW, POLICY
     )
     assert decision.tasks[0].task.state is TaskState.SUCCEEDED
 
@@ -94,7 +97,7 @@ def test_a_run_that_fails_after_its_deadline_is_not_tried_again() -> None:
     world = a_world(stopping(reason=StopReason.DEADLINE, max_retries=5, deadline_at=NOW))
     failed = Ended(TaskId("run"), Fence(1), NOW, Ending.FAILED)
     (decision,) = apply_reports(
-        world, [failed, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY
+        world, [failed, Gone(TaskId("run"), Fence(1), NOW, Proof.PROCESS_ABSENT)], NOW, POLICY
     )
     assert decision.tasks[0].task.state is TaskState.EXPIRED
     assert decision.outcome is not None
@@ -170,6 +173,7 @@ def test_a_run_that_has_not_started_uses_up_none_of_its_limit() -> None:
 
 def test_a_run_without_a_reported_start_ends_at_its_limit_after_the_latest_start() -> None:
     hung = holding(a_task(timeout_seconds=1.0), node="n1", state=TaskState.ADMITTED)
+    assert hung.task.admitted_at is not None
     latest_start_at = hung.task.admitted_at + POLICY.gang_start_seconds
     world = a_world(a_node(), hung)
     assert due(world, Instant(latest_start_at + 0.9), POLICY, watched(latest_start_at + 0.9)) == []
@@ -181,7 +185,7 @@ def test_a_run_without_a_reported_start_ends_at_its_limit_after_the_latest_start
 def test_a_run_that_overstays_its_grace_is_killed_without_touching_a_row() -> None:
     (decision,) = due(a_world(stopping()), NOW, POLICY, watched(NOW))
     assert decision.is_empty()
-    assert [order.grace_seconds for order in decision.orders] == [0.0]
+    assert [order.grace_seconds for order in orders_of_kind(decision, StopOrder)] == [0.0]
 
 
 def test_a_kill_is_sent_again_every_few_seconds_however_often_the_leader_looks() -> None:
@@ -320,14 +324,14 @@ def test_memory_of_a_run_that_ended_and_is_not_confirmed_gone_is_quarantined(
 def test_memory_in_quarantine_comes_back_with_the_proof_that_its_process_is_gone() -> None:
     world = after_its_end()
     look(world, NOW + POLICY.kill_patience_seconds)
-    gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 60.0), "process_absent")
+    gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 60.0), Proof.PROCESS_ABSENT)
     commit(world, apply_reports(world, [gone], gone.at, POLICY))
     assert (lease_states(world), world.tasks) == ([], {})
 
 
 def test_a_run_confirmed_gone_in_time_is_not_quarantined() -> None:
     world = after_its_end(Ending.FAILED, max_retries=1)
-    gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 1.0), "process_absent")
+    gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 1.0), Proof.PROCESS_ABSENT)
     commit(world, apply_reports(world, [gone], gone.at, POLICY))
     assert look(world, NOW + 3600.0) == []
 

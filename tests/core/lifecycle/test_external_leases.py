@@ -1,12 +1,12 @@
 """External holders: admitted as tasks are, asked to leave, and never killed."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
-from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.holders import External
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
@@ -17,14 +17,15 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import ExternalTerms, StopReason, Task, TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.task import StopReason, Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due, extend_window
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -54,7 +55,7 @@ def at(seconds: float) -> Instant:
 def an_asking(id: str = LEASE, *, pid: int | None = None, **fields: Any) -> Task:
     """Who asks for 50 of 80 GiB, for a minute at a time."""
     facts = {"gpu_mb": 50 * GIB, "deadline_at": at(TTL), "grace_seconds": Seconds(10.0), **fields}
-    return a_task(id, external=ExternalTerms(Seconds(TTL), pid), **facts)
+    return a_task(id, holder=External(Seconds(TTL), pid), **facts)
 
 
 def plan(world: World, seconds: float = 0.0) -> list[Decision]:
@@ -95,7 +96,8 @@ def announce(world: World, *runs: tuple[TaskId, Fence, int], **node: Any) -> lis
     there = tuple(ReportedDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices)
     decisions = reconcile(world, replace(seen, devices=there), at(1.0), POLICY, RULES)
     commit(world, decisions)
-    return [order for decision in decisions for order in decision.orders]
+    orders: list[Any] = [order for decision in decisions for order in decision.orders]
+    return orders
 
 
 def held(*, pid: int | None = None, **fields: Any) -> World:
@@ -132,7 +134,7 @@ def test_the_agent_gets_an_order_to_watch_the_holders_process() -> None:
     [decision] = plan(world)
     [device] = world.ledgers
     assert decision.orders == (
-        WatchOrder(LEASE, Fence(1), NodeName("n1"), "n1-1", PID, ((device, 50 * GIB),)),
+        WatchOrder(LEASE, Fence(1), NodeName("n1"), "n1-1", PID, ((device, Mib(50 * GIB)),)),
     )
 
 
@@ -250,7 +252,7 @@ def test_a_cancel_asks_the_holder_to_leave() -> None:
 
 def test_a_lease_ends_with_the_holders_process() -> None:
     world = held(pid=PID)
-    [decision] = hear(world, Gone(LEASE, Fence(1), at(3), "process_absent"), seconds=3.0)
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(3), Proof.PROCESS_ABSENT), seconds=3.0)
     assert decision.tasks[0].task.state is TaskState.FAILED
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
@@ -262,7 +264,7 @@ def test_a_lease_ends_with_the_holders_process() -> None:
 def test_a_holder_whose_process_ends_after_notice_has_succeeded() -> None:
     world = held(pid=PID)
     ask(world, "cancel")
-    [decision] = hear(world, Gone(LEASE, Fence(1), at(3), "process_absent"), seconds=3.0)
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(3), Proof.PROCESS_ABSENT), seconds=3.0)
     assert decision.tasks[0].task.state is TaskState.SUCCEEDED
 
 
@@ -271,14 +273,14 @@ def test_the_end_of_the_holders_process_ends_its_quarantine() -> None:
     pass_time(world, TTL)
     pass_time(world, 100.0)
     assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.QUARANTINED)]
-    [decision] = hear(world, Gone(LEASE, Fence(1), at(101), "process_absent"), seconds=101.0)
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(101), Proof.PROCESS_ABSENT), seconds=101.0)
     assert decision.tasks == ()
     assert [type(order) for order in decision.orders] == [ForgetOrder]
     assert (world.leases, world.tasks) == ({}, {})
 
 
-@pytest.mark.parametrize("proof", ["never_started", "agent_restarted"])
-def test_what_an_agent_does_not_know_is_no_proof(proof: str) -> None:
+@pytest.mark.parametrize("proof", [Proof.NEVER_STARTED, Proof.AGENT_RESTARTED])
+def test_what_an_agent_does_not_know_is_no_proof(proof: Proof) -> None:
     world = held(pid=PID)
     assert hear(world, Gone(LEASE, Fence(1), at(3), proof)) == []
     assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.HELD)]
@@ -358,7 +360,7 @@ def test_use_by_the_holders_process_does_not_count_as_foreign() -> None:
 
 def test_an_external_lease_may_name_its_device() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
-    demand = Demand(gpus=1, gpu_mb=50 * GIB, where=PlacementConstraints(devices=("gpu1",)))
+    demand = Demand(gpus=1, gpu_mb=Mib(50 * GIB), where=PlacementConstraints(devices=("gpu1",)))
     submit(world, an_asking("one", demand=demand), an_asking("two", demand=demand))
     plan(world)
     assert [lease.device for claim in world.leases.values() for lease in claim.values()] == ["test/n1/gpu1"]
@@ -366,7 +368,7 @@ def test_an_external_lease_may_name_its_device() -> None:
 
 def test_a_named_process_that_belongs_to_another_holder_ends_the_lease() -> None:
     world = held(pid=PID)
-    [decision] = hear(world, Gone(LEASE, Fence(1), at(1.0), "not_your_process"))
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(1.0), Proof.NOT_YOUR_PROCESS))
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
     assert decision.outcome.failure.kind == "not_your_process"

@@ -134,7 +134,8 @@ def seen(gang: Agents, node: str, *ranks: int, **facts: Any) -> list[Order]:
     answer = NodeReport(a_node(node, **facts), devices, known, gang.now)
     decisions = reconcile(gang.world, answer, gang.now, gang.policy, InventoryRules("test"))
     commit(gang.world, decisions)
-    return [order for decision in decisions for order in decision.orders]
+    orders: list[Any] = [order for decision in decisions for order in decision.orders]
+    return orders
 
 
 def test_a_new_leader_repeats_the_go_orders_of_a_running_gang() -> None:
@@ -171,6 +172,20 @@ def test_an_agent_that_restarted_without_a_rank_costs_no_retry() -> None:
     gang = running()
     seen(gang, "n2", incarnation="n2-2")
     assert gang.task.stop_reason is StopReason.RANK_LOST
+
+
+def test_a_restarted_agent_without_a_rank_stops_the_ranks_on_other_nodes() -> None:
+    gang = running()
+    orders = seen(gang, "n2", incarnation="n2-2")
+    assert stopped(orders) == [0, 1]
+
+
+def test_an_agent_without_one_rank_is_told_to_stop_the_rank_that_it_has() -> None:
+    gang = running()
+    orders = seen(gang, "n1", 0, incarnation="n1-2")
+    assert stopped(orders) == [0, 2]
+    assert not [order for order in orders if isinstance(order, GoOrder)]
+    assert {order.incarnation for order in orders if order.node == "n1"} == {"n1-2"}
 
 
 def test_a_notice_is_repeated_to_the_ranks_that_are_still_there() -> None:

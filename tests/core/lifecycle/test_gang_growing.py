@@ -1,22 +1,34 @@
 """A running elastic gang gets ranks when there is room that no waiting task can use."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, QueuePause, Request
+from gpubroker_server.core.domain.holders import Gang, Member, MemberState
 from gpubroker_server.core.domain.lease import LeaseState, Proof
-from gpubroker_server.core.domain.orders import Ending, GoOrder, StopOrder, WorldOrder
+from gpubroker_server.core.domain.orders import Ending, GoOrder, StartOrder, StopOrder, WorldOrder
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.ranks import MOST_FAILED_JOINS, MOST_RANKS, vacant_bundles, world_number
-from gpubroker_server.core.domain.task import Member, MemberState, TaskState
+from gpubroker_server.core.domain.task import TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.world.event_codec import members_fields, members_from
 from gpubroker_server.core.world.events import events_of
+from gpubroker_server.core.world.payload import released_members
+from msgspec import convert
+from msgspec.structs import replace
 
-from tests.builders import GIB, a_device, a_node, a_task, a_world, check_ledger, commit, submit
+from tests.builders import (
+    GIB,
+    a_device,
+    a_node,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    orders_of_kind,
+    submit,
+)
 from tests.core.elastic import (
     BIG,
     LATER,
@@ -66,7 +78,9 @@ def test_ranks_are_added_under_the_same_claim_when_a_node_arrives() -> None:
     gang = on_one_node()
     [decision] = arrives(gang)
     assert decision.why == "grow"
-    starts = [(o.rank, o.fence, o.node, o.barrier, o.world_size) for o in decision.orders]
+    starts = [
+        (o.rank, o.fence, o.node, o.barrier, o.world_size) for o in orders_of_kind(decision, StartOrder)
+    ]
     assert starts == [(2, 1, "n2", True, 4), (3, 1, "n2", True, 4)]
     assert (gang.task.state, states(gang.task)) == (TaskState.RUNNING, [READY, READY, PLACED, PLACED])
     assert leases(gang) == dict.fromkeys((0, 1), LeaseState.HELD) | dict.fromkeys((2, 3), LeaseState.RESERVED)
@@ -77,7 +91,7 @@ def test_ranks_are_added_under_the_same_claim_when_a_node_arrives() -> None:
 def test_ranks_are_added_when_memory_comes_back() -> None:
     other = a_task("other", gpu_mb=BIG, priority=50)
     gang = on_one_node(elastic(2, 1), other)
-    assert [member.node for member in gang.task.members] == ["n1"]
+    assert [member.node for member in members_of(gang.task)] == ["n1"]
     cancel = Request("r", TaskId("other"), "default", "cancel", {}, gang.now)
     commit(gang.world, carry_out(gang.world, cancel, gang.now, Policy()))
     assert plan(gang) == []
@@ -144,14 +158,14 @@ def test_ranks_join_where_the_strategy_allows(strategy: str, size: int) -> None:
     agents = Agents(world)
     agents.run()
     if strategy == "strict_spread":
-        assert [member.node for member in agents.task.members] == ["n1"]
+        assert [member.node for member in members_of(agents.task)] == ["n1"]
         arrives(agents, "n2")
         agents.tell(agents.ready(1))
         arrives(agents, "n3")
         size = 3
     else:
         arrives(agents, "n2")
-    assert len(agents.task.members) == size
+    assert len(members_of(agents.task)) == size
 
 
 def test_each_rank_that_joins_has_a_bundle_that_no_other_has() -> None:
@@ -194,9 +208,8 @@ def test_the_newest_leave_first_and_numbers_of_worlds_rise() -> None:
     plan(gang)
     assert state_of(gang) is TaskState.ADMITTED
     assert [decision.why for decision in arrives(gang, "n3", 1)] == ["grow"]
-    assert [member.bundle for member in gang.task.members] == [None, None, 2, 3, 3]
-    orders = gang.tell(gang.ready(4))
-    assert told(orders) == [(rank, (0, 1, 2, 4), 4) for rank in (0, 1, 2, 4)]
+    assert [member.bundle for member in members_of(gang.task)] == [None, None, 2, 3, 3]
+    assert told(gang.tell(gang.ready(4))) == [(rank, (0, 1, 2, 4), 4) for rank in (0, 1, 2, 4)]
     check_ledger(gang.world)
 
 
@@ -275,7 +288,7 @@ def test_after_so_many_failures_no_rank_is_added() -> None:
         assert states(gang.task)[rank] == PLACED
         gang.tell(gang.ended(rank, Ending.FAILED), gang.gone(rank))
         plan(gang)
-    assert len(gang.task.members) == 2 + MOST_FAILED_JOINS
+    assert len(members_of(gang.task)) == 2 + MOST_FAILED_JOINS
     assert vacant_bundles(gang.task) == ()
     told = explain(gang.world, gang.id, gang.policy, gang.now).message
     assert "2 of its 4 ranks are missing until its next start: 3 that joined failed (at most 3)" in told
@@ -315,10 +328,10 @@ def test_a_rank_that_is_not_ready_in_time_is_sent_away_and_the_others_join() -> 
 def test_a_claim_has_only_so_many_rank_numbers() -> None:
     gang = grown()
     gone = Member(0, NodeName("n2"), MemberState.LEFT, True, "", None, LATER, bundle=3)
-    many = (*gang.task.members[:3], *(replace(gone, rank=rank) for rank in range(3, MOST_RANKS - 1)))
-    assert vacant_bundles(replace(gang.task, members=many)) == (3,)
+    many = (*members_of(gang.task)[:3], *(replace(gone, rank=rank) for rank in range(3, MOST_RANKS - 1)))
+    assert vacant_bundles(replace(gang.task, holder=Gang(many))) == (3,)
     full = (*many, replace(gone, rank=MOST_RANKS - 1))
-    assert vacant_bundles(replace(gang.task, members=full)) == ()
+    assert vacant_bundles(replace(gang.task, holder=Gang(full))) == ()
 
 
 # What comes between
@@ -329,7 +342,7 @@ def test_a_preemptor_takes_the_room_of_ranks_that_are_joining() -> None:
     orders = orders_of(comes(gang), StopOrder)
     assert stopped(orders) == [3]
     assert told(gang.tell(gang.ready(2))) == [(rank, (0, 1, 2), 1) for rank in (0, 1, 2)]
-    assert world_number(gang.task) == 1
+    assert world_number(members_of(gang.task)) == 1
 
 
 def test_a_cancel_stops_ranks_that_are_joining_too() -> None:
@@ -376,15 +389,15 @@ def test_the_gang_comes_back_with_plain_ranks_under_a_new_fence() -> None:
     gang = grown()
     gang.tell(gang.node_lost("n1"))
     gang.tell(gang.ended(2, Ending.STOPPED), gang.ended(3, Ending.STOPPED), gang.gone(2), gang.gone(3))
-    assert (gang.task.state, gang.task.members) == (TaskState.PENDING, ())
+    assert (gang.task.state, members_of(gang.task)) == (TaskState.PENDING, ())
     gang.now = Instant(gang.now + 60.0)
     plan(gang)
-    assert [(member.node, member.bundle) for member in gang.task.members] == [("n2", None)] * 2
+    assert [(member.node, member.bundle) for member in members_of(gang.task)] == [("n2", None)] * 2
 
 
 def test_members_that_came_late_survive_their_rows() -> None:
-    members = (*growing().task.members, *grown().task.members)
-    assert members_from(members_fields(members)) == members
+    members = (*members_of(growing().task), *members_of(grown().task))
+    assert convert(released_members(members), tuple[Member, ...]) == members
 
 
 def test_a_release_that_does_not_know_late_ranks_does_not_read_on() -> None:

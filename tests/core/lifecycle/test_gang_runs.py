@@ -1,10 +1,9 @@
 """The ranks of a gang begin together, stop together, and the gang moves on when none of them is left."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.holders import MemberState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -16,10 +15,11 @@ from gpubroker_server.core.domain.orders import (
     StartOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
-from gpubroker_server.core.domain.units import Fence, Instant
+from gpubroker_server.core.domain.task import StopReason, TaskState, members_of
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.runs import apply_reports
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_task, a_world, commit
 from tests.core.gangs import (
@@ -87,7 +87,7 @@ def test_the_devices_of_a_rank_that_is_done_are_free_for_others() -> None:
     gang = running()
     gang.tell(gang.ended(2), gang.gone(2))
     assert leases(gang) == {0: LeaseState.HELD, 1: LeaseState.HELD}
-    assert gang.world.use["n2"].runs == 0
+    assert gang.world.use[NodeName("n2")].runs == 0
     assert gang.task.state is TaskState.RUNNING
 
 
@@ -115,7 +115,7 @@ def test_with_retries_left_a_failed_gang_is_pending_again_once_all_ranks_are_gon
     assert gang.task.state is TaskState.STOPPING
     gang.tell(gang.gone(2))
     task = gang.task
-    assert (task.state, task.failures, task.members, task.node) == (TaskState.PENDING, 1, (), None)
+    assert (task.state, task.failures, members_of(task), task.node) == (TaskState.PENDING, 1, (), None)
     assert task.not_before == NOW + 1.0
 
 
@@ -123,7 +123,7 @@ def test_a_gang_whose_entrypoint_was_withdrawn_fails_although_retries_are_left()
     gang = admitted(max_retries=3)
     refused = replace(gang.ended(0, Ending.FAILED), failure=Failure("entrypoint_not_allowed", "ask"))
     ranks = [replace(refused, rank=rank) for rank in range(3)]
-    outcome = outcome_of(gang, *(r for n in ranks for r in (n, gang.gone(n.rank, "never_started"))))
+    outcome = outcome_of(gang, *(r for n in ranks for r in (n, gang.gone(n.rank, Proof.NEVER_STARTED))))
     assert outcome.failure == Failure("entrypoint_not_allowed", "rank 0: ask")
     assert gang.id not in gang.world.tasks
     assert gang.world.finished["default", TaskState.FAILED] == 1
@@ -139,7 +139,10 @@ def test_a_rank_that_ends_without_a_report_fails_the_gang() -> None:
 def test_a_rank_that_never_started_uses_up_no_retry() -> None:
     gang = admitted()
     gang.tell(
-        gang.started(0), gang.started(1), gang.ended(2, Ending.NEVER_STARTED), gang.gone(2, "never_started")
+        gang.started(0),
+        gang.started(1),
+        gang.ended(2, Ending.NEVER_STARTED),
+        gang.gone(2, Proof.NEVER_STARTED),
     )
     assert gang.task.stop_reason is StopReason.RANK_LOST
     gang.tell(gang.gone(0), gang.gone(1))
@@ -149,7 +152,7 @@ def test_a_rank_that_never_started_uses_up_no_retry() -> None:
 
 def test_when_no_rank_ever_started_the_gang_is_pending_at_once() -> None:
     gang = admitted()
-    gang.tell(*(gang.gone(rank, "never_started") for rank in range(3)))
+    gang.tell(*(gang.gone(rank, Proof.NEVER_STARTED) for rank in range(3)))
     assert gang.task.state is TaskState.PENDING
     assert not leases(gang)
 
@@ -257,8 +260,8 @@ def test_a_plain_task_has_no_ranks_to_be_ready() -> None:
     assert apply_reports(world, [Ready(a_task("plain").id, Fence(1), NOW, "a:1")], NOW, Policy()) == []
 
 
-@pytest.mark.parametrize("proof", ["boot_changed", "agent_restarted"])
-def test_a_rank_that_went_down_with_its_agent_costs_no_retry(proof: str) -> None:
+@pytest.mark.parametrize("proof", [Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED])
+def test_a_rank_that_went_down_with_its_agent_costs_no_retry(proof: Proof) -> None:
     gang = running()
     gang.tell(gang.gone(1, proof))
     assert gang.task.stop_reason is StopReason.RANK_LOST

@@ -3,6 +3,7 @@
 import pytest
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.holders import Member, MemberState
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import (
     Ending,
@@ -11,7 +12,7 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Member, MemberState, StopReason, TaskState
+from gpubroker_server.core.domain.task import StopReason, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
@@ -19,7 +20,8 @@ from gpubroker_server.core.lifecycle.deadlines import due
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.world.event_codec import members_fields, members_from
+from gpubroker_server.core.world.payload import released_members
+from msgspec import convert
 
 from tests.builders import (
     GIB,
@@ -71,7 +73,7 @@ def test_a_preempted_gang_comes_back_with_all_ranks_under_a_new_fence() -> None:
     assert gang.task.stop_reason is StopReason.PREEMPT
     late = gang.ended(2, Ending.FAILED)
     gang.tell(*(gang.gone(rank) for rank in range(4)))
-    assert (gang.task.state, gang.task.members, gang.task.preemptions) == (TaskState.PENDING, (), 1)
+    assert (gang.task.state, members_of(gang.task), gang.task.preemptions) == (TaskState.PENDING, (), 1)
     assert not gang.tell(late)
     check_ledger(gang.world)
     plan(gang)
@@ -92,7 +94,7 @@ def test_a_new_leader_repeats_the_stop_order_and_the_world_orders() -> None:
 def test_a_leaving_rank_that_its_agent_does_not_know_has_left() -> None:
     gang = shrunk()
     seen(gang, "n2", 3)
-    assert (gang.task.state, gang.task.members[2].gone) == (TaskState.RUNNING, True)
+    assert (gang.task.state, members_of(gang.task)[2].gone) == (TaskState.RUNNING, True)
     plan(gang)
     assert state_of(gang) is TaskState.ADMITTED
 
@@ -106,7 +108,7 @@ def test_a_repeated_ready_of_a_leaving_rank_changes_nothing() -> None:
 def test_a_node_that_goes_down_with_nothing_but_leaving_ranks_does_not_stop_the_gang() -> None:
     gang = at_work(elastic(3, 2))
     comes(gang, gpus=2)
-    assert [member.node for member in gang.task.members] == ["n1", "n1", "n2"]
+    assert [member.node for member in members_of(gang.task)] == ["n1", "n1", "n2"]
     gang.tell(gang.node_lost("n2"))
     assert (gang.task.state, states(gang.task)) == (TaskState.RUNNING, ["ready", "ready", "left"])
     assert leases(gang)[2] is LeaseState.QUARANTINED
@@ -186,9 +188,9 @@ def test_when_another_victim_is_given_up_the_ranks_memory_stays_pledged() -> Non
     plan(gang)
     gang.now = Instant(LATER + 1.0)
     comes(gang, gpus=2)
-    assert gang.task.members[2].freeing_for == "urgent"
+    assert members_of(gang.task)[2].freeing_for == "urgent"
     wait(gang, 16.0)
-    assert gang.task.members[2].freeing_for == "urgent"
+    assert members_of(gang.task)[2].freeing_for == "urgent"
     assert [*gang.world.pledges] == ["urgent"]
 
 
@@ -197,7 +199,7 @@ def test_a_gang_that_frees_for_two_whose_pledges_are_overdue_is_written_once() -
     gang.policy = Policy(kill_patience_seconds=Seconds(60.0), pledge_patience_seconds=Seconds(10.0))
     comes(gang, "first")
     comes(gang, "second")
-    assert {member.freeing_for for member in gang.task.members} == {None, "first", "second"}
+    assert {member.freeing_for for member in members_of(gang.task)} == {None, "first", "second"}
     assert [decision.why for decision in wait(gang, 40.0)] == ["dissolved", "dissolved"]
     assert gang.world.pledges == {}
 
@@ -218,7 +220,7 @@ def test_notices_of_ranks_survive_their_rows() -> None:
         Member(1, NodeName("n1"), MemberState.LEAVING, False, "", TaskId("urgent"), Instant(5.0)),
         Member(2, NodeName("n2"), MemberState.LEFT, True, "", None, Instant(4.0)),
     )
-    assert members_from(members_fields(members)) == members
+    assert convert(released_members(members), tuple[Member, ...]) == members
 
 
 def test_memory_that_leaving_ranks_hold_counts_as_free_soon() -> None:
@@ -251,10 +253,10 @@ def test_a_rank_that_has_ended_gets_no_repeated_orders() -> None:
     assert {order.rank for order in seen(gang, "n1", 0, 1)} == {0}
 
 
-def test_overuse_by_a_leaving_rank_is_ignored():
+def test_overuse_by_a_leaving_rank_is_ignored() -> None:
     g = shrunk()
-    world, gang = g.world, g.world.tasks["gang"]
-    [leaving, *_] = [member for member in gang.members if not member.takes_part]
+    world, gang = g.world, g.world.tasks[TaskId("gang")]
+    [leaving, *_] = [member for member in members_of(gang) if not member.takes_part]
     [lease] = [lease for lease in world.leases_of(gang) if lease.rank == leaving.rank]
     used = Mib(70 * GIB)
     world.measure([DeviceSample(lease.device, Instant(g.now + 1.0), used, by_holder={lease.mark: used})])
@@ -270,4 +272,4 @@ def test_the_newest_leaves_first_whichever_node_it_is_on(node: str) -> None:
     plan(gang)
     gang.tell(gang.started(2), gang.started(3), gang.ready(2), gang.ready(3))
     comes(gang)
-    assert [member.takes_part for member in gang.task.members] == [True, True, True, False]
+    assert [member.takes_part for member in members_of(gang.task)] == [True, True, True, False]

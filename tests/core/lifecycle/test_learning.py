@@ -1,17 +1,17 @@
 """What the end of a run teaches, and what it does not."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Observation, Sketch, SketchKey, What
+from gpubroker_server.core.domain.holders import WorkerSeat
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, Report, Started
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.task import StopReason, TaskState, members_of
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.learning import learn
@@ -19,6 +19,7 @@ from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -62,40 +63,40 @@ def lessons(decisions: Iterable[Decision]) -> dict[SketchKey, float]:
     return {lesson.topic: lesson.value for decision in decisions for lesson in decision.lessons}
 
 
-def test_a_run_that_succeeded_teaches_its_peak_and_its_time():
+def test_a_run_that_succeeded_teaches_its_peak_and_its_time() -> None:
     world = a_world(a_run())
     for mb in (3 * GIB, 8 * GIB, 5 * GIB):
         measured(world, mb)
     assert lessons(taught(world, ended())) == {SIZE: 8 * GIB, TIME: 100.0}
 
 
-def test_a_run_without_a_device_teaches_its_time():
+def test_a_run_without_a_device_teaches_its_time() -> None:
     world = a_world(a_node(), holding(a_task("run", subject="resnet", cpu=1.0), node="n1"))
     assert lessons(taught(world, ended())) == {replace(TIME, kind=""): 100.0}
 
 
-def test_a_run_that_ended_before_a_sample_teaches_no_size():
+def test_a_run_that_ended_before_a_sample_teaches_no_size() -> None:
     assert lessons(taught(a_world(a_run()), ended())) == {TIME: 100.0}
 
 
 @pytest.mark.parametrize(("used_gib", "teaches"), [(79, {}), (57, {}), (55, {SIZE: 55 * GIB})])
 def test_a_run_that_held_a_whole_device_and_filled_it_teaches_no_size(
     used_gib: int, teaches: dict[SketchKey, float]
-):
+) -> None:
     task = a_task("run", subject="resnet", gpu_mb=None)
     world = a_world(a_device("gpu0", mb=80 * GIB), holding(task, "gpu0", mb=80 * GIB))
     measured(world, used_gib * GIB)
     assert lessons(taught(world, ended())) == {**teaches, TIME: 100.0}
 
 
-def test_of_several_devices_of_a_kind_the_one_that_it_used_most_counts():
+def test_of_several_devices_of_a_kind_the_one_that_it_used_most_counts() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), a_run("run", "gpu0", "gpu1"))
     measured(world, 2 * GIB)
     measured(world, 6 * GIB, device="gpu1")
     assert lessons(taught(world, ended()))[SIZE] == 6 * GIB
 
 
-def test_each_kind_of_device_has_a_size_of_its_own():
+def test_each_kind_of_device_has_a_size_of_its_own() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1", kind="L4"), a_run("run", "gpu0", "gpu1"))
     measured(world, 2 * GIB)
     measured(world, 1 * GIB, device="gpu1")
@@ -105,60 +106,60 @@ def test_each_kind_of_device_has_a_size_of_its_own():
     assert sizes == {"H100": 2 * GIB, "L4": 1 * GIB}
 
 
-def test_a_run_that_resumed_earlier_work_does_not_teach_its_time():
+def test_a_run_that_resumed_earlier_work_does_not_teach_its_time() -> None:
     world = a_world(a_run(checkpoint_at=Instant(NOW - 200.0)))
     measured(world, GIB)
     assert lessons(taught(world, ended())) == {SIZE: GIB}
 
 
-def test_a_worker_of_an_array_teaches_its_peak_and_no_time():
+def test_a_worker_of_an_array_teaches_its_peak_and_no_time() -> None:
     """It works as long as there are items, or not at all."""
     run = a_run()
-    worker = replace(run, task=changed(run.task, array=run.task.id))
+    worker = replace(run, task=replace(run.task, holder=WorkerSeat(run.task.id)))
     world = a_world(a_device("gpu0"), worker)
     measured(world, 4 * GIB)
     assert lessons(taught(world, ended())) == {SIZE: 4 * GIB}
 
 
-def test_a_checkpoint_of_its_own_changes_nothing():
+def test_a_checkpoint_of_its_own_changes_nothing() -> None:
     assert TIME in lessons(taught(a_world(a_run(checkpoint_at=Instant(NOW - 50.0))), ended()))
 
 
 @pytest.mark.parametrize("peak_mb", [4 * GIB, 10 * GIB])
-def test_a_run_that_failed_within_its_lease_teaches_nothing(peak_mb: int):
+def test_a_run_that_failed_within_its_lease_teaches_nothing(peak_mb: int) -> None:
     world = a_world(a_run())
     measured(world, peak_mb)
     assert lessons(taught(world, ended(ending=Ending.FAILED))) == {}
 
 
-def test_a_run_that_failed_above_its_lease_teaches_what_it_took():
+def test_a_run_that_failed_above_its_lease_teaches_what_it_took() -> None:
     world = a_world(a_run())
     measured(world, 14 * GIB)
     assert lessons(taught(world, ended(ending=Ending.FAILED))) == {SIZE: 14 * GIB}
 
 
-def test_a_run_that_was_stopped_above_its_lease_teaches_what_it_took():
+def test_a_run_that_was_stopped_above_its_lease_teaches_what_it_took() -> None:
     deadline_at = Instant(NOW + 30.0)
-    stopping = {"stop_reason": StopReason.PREEMPT, "stop_deadline_at": deadline_at}
+    stopping: dict[str, Any] = {"stop_reason": StopReason.PREEMPT, "stop_deadline_at": deadline_at}
     world = a_world(a_run(state=TaskState.STOPPING, **stopping))
     measured(world, 14 * GIB)
-    gone = Gone(TaskId("run"), Fence(1), NOW, "process_absent")
+    gone = Gone(TaskId("run"), Fence(1), NOW, Proof.PROCESS_ABSENT)
     assert lessons(taught(world, gone)) == {SIZE: 14 * GIB}
 
 
-def test_a_run_that_goes_on_teaches_nothing():
+def test_a_run_that_goes_on_teaches_nothing() -> None:
     world = a_world(a_run(state=TaskState.ADMITTED))
     measured(world, 14 * GIB)
     assert lessons(taught(world, Started(TaskId("run"), Fence(1), NOW, pid=1))) == {}
 
 
-def test_nothing_is_learned_without_a_subject():
+def test_nothing_is_learned_without_a_subject() -> None:
     world = a_world(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
     measured(world, GIB)
     assert lessons(taught(world, ended())) == {}
 
 
-def test_the_end_of_a_task_that_waits_again_teaches_nothing_twice():
+def test_the_end_of_a_task_that_waits_again_teaches_nothing_twice() -> None:
     claimed = replace(a_task("run", subject="resnet", gpu_mb=10 * GIB), fence=Fence(1))
     world = a_world(claimed, a_lease(claimed, "gpu0", 10 * GIB))
     measured(world, 14 * GIB)
@@ -166,12 +167,12 @@ def test_the_end_of_a_task_that_waits_again_teaches_nothing_twice():
     assert lessons(learn(world, [cancelled], NOW)) == {}
 
 
-def test_a_run_without_a_reported_start_does_not_teach_its_time():
+def test_a_run_without_a_reported_start_does_not_teach_its_time() -> None:
     world = a_world(a_run(state=TaskState.ADMITTED))
     assert lessons(taught(world, ended())) == {}
 
 
-def test_two_ends_in_one_batch_both_count():
+def test_two_ends_in_one_batch_both_count() -> None:
     world = a_world(a_run("one"), a_run("two"))
     decisions = taught(world, ended("one"), ended("two"))
     written = [lesson.sketch.n for d in decisions for lesson in d.lessons if lesson.topic == TIME]
@@ -180,7 +181,7 @@ def test_two_ends_in_one_batch_both_count():
     assert world.learned.sketches[TIME].n == 2
 
 
-def test_the_log_holds_values_and_the_world_makes_the_sketch_that_the_row_holds():
+def test_the_log_holds_values_and_the_world_makes_the_sketch_that_the_row_holds() -> None:
     world = a_world(a_run())
     measured(world, 8 * GIB)
     decisions = taught(world, ended())
@@ -191,7 +192,7 @@ def test_the_log_holds_values_and_the_world_makes_the_sketch_that_the_row_holds(
     assert median == pytest.approx(8 * GIB, rel=RELATIVE_ERROR)
 
 
-def test_with_too_many_topics_the_least_recently_updated_is_dropped():
+def test_with_too_many_topics_the_least_recently_updated_is_dropped() -> None:
     world = a_world()
     for name in ("first", "second", "third"):
         topic = replace(TIME, subject=name)
@@ -210,10 +211,10 @@ def test_with_too_many_topics_the_least_recently_updated_is_dropped():
     assert [topic.subject for topic in world.learned.sketches] == ["third", "first", "resnet"]
 
 
-def test_a_peak_is_forgotten_with_its_lease():
+def test_a_peak_is_forgotten_with_its_lease() -> None:
     world = a_world(a_run())
     measured(world, 8 * GIB)
-    commit(world, taught(world, ended(), Gone(TaskId("run"), Fence(1), NOW, "process_absent")))
+    commit(world, taught(world, ended(), Gone(TaskId("run"), Fence(1), NOW, Proof.PROCESS_ABSENT)))
     measured(world, 8 * GIB)
     assert world.learned.peaks == {}
     assert world.ledgers[key("gpu0")].holdings == {}
@@ -238,7 +239,7 @@ def learned(gang: Agents, *reports: Report) -> list[tuple[str, float]]:
     return [(lesson.topic.what, lesson.value) for each in decisions for lesson in each.lessons]
 
 
-def test_each_rank_teaches_its_own_peak_when_it_ends_and_the_gang_how_long_it_took():
+def test_each_rank_teaches_its_own_peak_when_it_ends_and_the_gang_how_long_it_took() -> None:
     gang = ranks_at_work(6 * GIB, 2 * GIB, 3 * GIB)
     assert learned(gang, gang.ended(1), gang.gone(1)) == [("gpu_mb", 2 * GIB)]
     assert learned(gang, gang.gone(1)) == []
@@ -250,7 +251,7 @@ def test_each_rank_teaches_its_own_peak_when_it_ends_and_the_gang_how_long_it_to
     ]
 
 
-def test_of_a_gang_that_failed_only_ranks_that_were_done_and_those_above_their_lease_teach():
+def test_of_a_gang_that_failed_only_ranks_that_were_done_and_those_above_their_lease_teach() -> None:
     gang = ranks_at_work(2 * GIB, 14 * GIB, 3 * GIB, 4 * GIB, max_retries=1)
     assert learned(gang, gang.ended(0)) == [("gpu_mb", 2 * GIB)]
     assert learned(gang, gang.ended(1, Ending.FAILED)) == [("gpu_mb", 14 * GIB)]
@@ -260,13 +261,13 @@ def test_of_a_gang_that_failed_only_ranks_that_were_done_and_those_above_their_l
     assert gang.task.state is TaskState.PENDING
 
 
-def test_a_gang_that_is_lost_at_once_teaches_peaks_above_its_leases():
+def test_a_gang_that_is_lost_at_once_teaches_peaks_above_its_leases() -> None:
     gang = ranks_at_work(2 * GIB, 14 * GIB)
     assert learned(gang, gang.node_lost("n1")) == [("gpu_mb", 14 * GIB)]
-    assert gang.task.members == ()
+    assert members_of(gang.task) == ()
 
 
-def test_a_rank_that_leaves_a_running_gang_has_not_succeeded():
+def test_a_rank_that_leaves_a_running_gang_has_not_succeeded() -> None:
     gang = ranks_at_work(2 * GIB, 3 * GIB, min_ranks=1)
     write, _ = stop_ranks(gang.world, gang.task, [1], TaskId("other"), gang.now)
     commit(gang.world, Decision("run", "preempt", tasks=(write,)))
@@ -279,7 +280,7 @@ ENDS = st.sampled_from([Ending.SUCCEEDED, Ending.FAILED, Ending.STOPPED, Ending.
 
 @given(st.lists(st.lists(st.tuples(ENDS, st.integers(0, 20)), min_size=1, max_size=4), max_size=6))
 @settings(max_examples=50)
-def test_rows_and_log_agree_however_ends_come_together(batches: list[list[tuple[Ending, int]]]):
+def test_rows_and_log_agree_however_ends_come_together(batches: list[list[tuple[Ending, int]]]) -> None:
     world = a_world()
     rows: dict[SketchKey, Sketch] = {}
     for number, batch in enumerate(batches):
@@ -297,7 +298,9 @@ def test_rows_and_log_agree_however_ends_come_together(batches: list[list[tuple[
         for name in names:
             commit(
                 world,
-                apply_reports(world, [Gone(TaskId(name), Fence(1), NOW, "process_absent")], NOW, Policy()),
+                apply_reports(
+                    world, [Gone(TaskId(name), Fence(1), NOW, Proof.PROCESS_ABSENT)], NOW, Policy()
+                ),
             )
     assert rows == world.learned.sketches
     assert world.learned.peaks == {}

@@ -1,17 +1,17 @@
 """Models loaded by hand: they get leases where they are, if these fit."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof
 from gpubroker_server.core.domain.model_orders import ModelState
-from gpubroker_server.core.domain.models import ModelTerms
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import due
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -46,8 +46,7 @@ READY = {"llm": ModelState.READY}
 def by_hand(name: str = "llm", **fields: Any) -> Task:
     """As the gateway enters it."""
     model = a_model(name, priority=0, held=True, **fields)
-    assert model.model is not None
-    return replace(model, model=replace(model.model, asked_priority=0))
+    return replace(model, holder=replace(model_of(model), asked_priority=0))
 
 
 def used(world: World, gib: int, device: str = "gpu0", seconds: float = 1.0) -> None:
@@ -147,7 +146,7 @@ def test_a_model_without_a_gpu_is_where_its_server_is() -> None:
 
 def test_a_servers_base_cost_is_held_until_its_operator_removes_it() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
-    base = replace(by_hand("base", gpus=2, gpu_mb=2 * GIB), model=ModelTerms("main", ""))
+    base = replace(by_hand("base", gpus=2, gpu_mb=2 * GIB), holder=Model("main", ""))
     submit(world, replace(base, expires_at=None))
     index(world, {}, 1.0)
     assert leases(world) == [(HolderKind.SERVER, LeaseState.HELD)] * 2
@@ -172,7 +171,7 @@ def test_memory_left_by_a_models_earlier_holder_passes_to_the_next_and_counts_on
     pass_time(world, 23.0)
     assert leases(world) == [(HolderKind.MODEL, LeaseState.QUARANTINED)]
     again = by_hand("again", gpu_mb=20 * GIB)
-    submit(world, replace(again, model=replace(again.model, model="llm")))
+    submit(world, replace(again, holder=replace(model_of(again), model="llm")))
     index(world, READY, seconds)
     assert the(world, "again").state is TaskState.RUNNING
     assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]

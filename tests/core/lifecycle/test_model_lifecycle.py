@@ -1,19 +1,19 @@
 """Models on a server as holders of memory: wanted, loaded, unloaded, and what the index says."""
 
-from dataclasses import replace
-
 import pytest
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.model_orders import LoadOrder, ModelState, UnloadOrder
-from gpubroker_server.core.domain.models import ModelKey, ModelTerms
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.ranks import ranks_of
-from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.task import StopReason, TaskState, model_of
 from gpubroker_server.core.domain.units import Fence, Mib, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.quarantine import is_watched, quarantined
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -62,8 +62,7 @@ def test_a_model_is_running_when_the_index_says_so() -> None:
     index(world, {"llm": ModelState.READY}, 7.0)
     task = the(world)
     assert (task.state, task.started_at) == (TaskState.RUNNING, at(7.0))
-    assert task.model is not None
-    assert task.model.load_seconds == 7.0
+    assert model_of(task).load_seconds == 7.0
     assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
     assert index(world, {"llm": ModelState.READY}, 8.0) == []
 
@@ -73,7 +72,7 @@ def test_a_load_that_took_no_time_keeps_the_expected_load_time() -> None:
     submit(world, a_model(terms={"load_seconds": Seconds(4.0)}))
     plan(world)
     index(world, {"llm": ModelState.READY})
-    assert the(world).model == replace(a_model().model or ModelTerms("", ""), load_seconds=Seconds(4.0))
+    assert the(world).holder == replace(model_of(a_model()), load_seconds=Seconds(4.0))
 
 
 def test_a_load_order_lost_with_its_leader_is_repeated() -> None:
@@ -100,8 +99,7 @@ def test_requests_keep_a_model_wanted_and_raise_its_priority() -> None:
     ask(world, "want", 100.0, priority=80, uses=3)
     task = the(world)
     assert (task.priority, task.expires_at) == (80, at(100 + WANTED))
-    assert task.model is not None
-    assert task.model.usage.at == at(100.0)
+    assert model_of(task).usage.at == at(100.0)
     ask(world, "want", 110.0, priority=20)
     assert the(world).priority == 80, "somebody of 80 wants it still"
 
@@ -236,7 +234,7 @@ def test_the_next_holder_of_a_model_is_another_task_and_both_copies_count() -> N
     world = loaded(a_model(gpu_mb=30 * GIB))
     ask(world, "cancel", 2.0)
     pass_time(world, 23.0)
-    submit(world, replace(a_model("again", gpu_mb=30 * GIB), model=ModelTerms("main", "llm")))
+    submit(world, replace(a_model("again", gpu_mb=30 * GIB), holder=Model("main", "llm")))
     plan(world, 24.0)
     held = world.models.of(ModelKey("main", "llm"))
     assert held is not None

@@ -1,14 +1,13 @@
 """How large a model is, by what its device has more in use when it is there."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import What
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.learning import (
@@ -21,6 +20,7 @@ from gpubroker_server.core.lifecycle.learning import (
 )
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -352,7 +352,7 @@ def test_leases_are_compared_with_measured_sizes(took: int, ratio: float, enough
 def test_of_one_model_that_two_servers_loaded_at_once_both_loads_are_learned_from() -> None:
     scene = Scene(a_device("gpu0"), a_device("gpu1"))
     scene.look(1.1)
-    submit(scene.world, replace(a_model("twin"), model=ModelTerms("other", "llm")))
+    submit(scene.world, replace(a_model("twin"), holder=Model("other", "llm")))
     plan(scene.world, 1.2)
     scene.look(1.5)
     index(scene.world, {"llm": ModelState.READY}, 5.0)

@@ -1,11 +1,10 @@
 """Which models are preempted for which tasks: pinned, used, idle and new ones."""
 
-from dataclasses import replace
-
 import pytest
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.model_orders import CheckOrder, ModelState
-from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
+from gpubroker_server.core.domain.models import ModelUsage
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds
@@ -13,6 +12,7 @@ from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning.nodes.victims import lost_gpu_seconds
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -130,7 +130,7 @@ def test_a_model_survives_the_loss_of_its_node() -> None:
 
 
 def test_a_servers_base_cost_is_held_as_long_as_it_answers() -> None:
-    base = replace(a_model("base", gpu_mb=2 * GIB), model=ModelTerms("main", ""))
+    base = replace(a_model("base", gpu_mb=2 * GIB), holder=Model("main", ""))
     world = a_world()
     submit(world, base)
     plan(world)
@@ -158,10 +158,10 @@ def test_an_index_changes_models_of_its_own_server_only() -> None:
 
 def test_a_doubted_model_gets_a_check_order() -> None:
     world = loaded()
-    before = the(world).model
+    before = the(world).holder
     decision = ask(world, "want", 2.0, priority=50, uses=0, doubted=True)
     assert decision.orders == (CheckOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),)),)
-    assert the(world).model == before, "to doubt it is not to use it"
+    assert the(world).holder == before, "to doubt it is not to use it"
 
 
 def test_a_model_that_has_left_gets_no_check_order() -> None:

@@ -1,19 +1,20 @@
 """Models that do not fit together take turns: which of them makes room for an equal, and when."""
 
 from collections.abc import Set
-from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.model_orders import ModelState
-from gpubroker_server.core.domain.models import ModelTerms, turn_seconds
+from gpubroker_server.core.domain.models import turn_seconds
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
 from gpubroker_server.core.lifecycle.model_turns import is_contended, turns
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_device, a_task, a_world, commit, submit
 from tests.core.served import LLM, POLICY, WANTED, a_model, an_inference, ask, at, index, loaded, plan, the
@@ -105,7 +106,7 @@ def test_a_pinned_model_never_yields() -> None:
     ask(world, "pin", 2.0, pinned=True)
     submit(world, a_model("other", priority=100, terms={"asked_priority": 100}))
     assert tell(world, IDLE, 100.0) == []
-    base = replace(a_model("base"), model=ModelTerms("main", ""))
+    base = replace(a_model("base"), holder=Model("main", ""))
     world = a_world()
     submit(world, base)
     plan(world)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -141,7 +141,7 @@ def test_a_run_that_was_given_up_with_its_node_frees_its_memory_when_it_is_prove
     tell(world, lost(), Ended(RUN, Fence(1), NOW, Ending.SUCCEEDED, result=b"late"))
     assert world.tasks[RUN].state is TaskState.PENDING
     assert lease_states(world) == [LeaseState.QUARANTINED]
-    tell(world, Gone(RUN, Fence(1), NOW, "process_absent"))
+    tell(world, Gone(RUN, Fence(1), NOW, Proof.PROCESS_ABSENT))
     assert lease_states(world) == []
     assert world.tasks[RUN].state is TaskState.PENDING
 
@@ -168,12 +168,12 @@ def test_a_run_that_was_frozen_with_its_node_ends_nothing_of_the_run_that_took_i
     assert tell(world, Started(*frozen, 7), saved, Ended(*frozen, Ending.SUCCEEDED, result=b"late")) == []
     back = NodeReport(a_node("n1", incarnation="n1-2"), (), ((RUN, Fence(1), 0),), NOW)
     decisions = reconcile(world, back, NOW, Policy(), InventoryRules("test"))
-    orders = [order for decision in decisions for order in decision.orders]
+    orders: list[Any] = [order for decision in decisions for order in decision.orders]
     assert {(type(order), order.fence) for order in orders} == {(StopOrder, 1), (ForgetOrder, 1)}
     commit(world, decisions)
     check_ledger(world)
     assert sorted(lease_states(world)) == [LeaseState.HELD, LeaseState.QUARANTINED]
 
-    tell(world, Gone(*frozen, "process_absent"))
+    tell(world, Gone(*frozen, Proof.PROCESS_ABSENT))
     assert lease_states(world) == [LeaseState.HELD]
     assert world.tasks[RUN] == second

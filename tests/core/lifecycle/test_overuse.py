@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
@@ -50,7 +50,7 @@ def over(world: World, policy: Policy = Policy()) -> list[Decision]:  # noqa: B0
     return decisions
 
 
-def test_a_run_above_its_lease_is_marked_once_with_what_it_used():
+def test_a_run_above_its_lease_is_marked_once_with_what_it_used() -> None:
     world = a_world(a_run())
     measured(world, 12)
     [decision] = over(world)
@@ -62,7 +62,7 @@ def test_a_run_above_its_lease_is_marked_once_with_what_it_used():
     assert over(world) == []
 
 
-def test_the_mark_changes_nothing_else_of_the_lease_or_the_ledger():
+def test_the_mark_changes_nothing_else_of_the_lease_or_the_ledger() -> None:
     world = a_world(a_run())
     measured(world, 12)
     before = world.ledgers[key("gpu0")].free_mb()
@@ -74,20 +74,20 @@ def test_the_mark_changes_nothing_else_of_the_lease_or_the_ledger():
 
 
 @pytest.mark.parametrize("gib", [0.0, 10.0, 10.5])
-def test_a_run_within_its_lease_and_the_tolerance_is_left_alone(gib: float):
+def test_a_run_within_its_lease_and_the_tolerance_is_left_alone(gib: float) -> None:
     world = a_world(a_run())
     measured(world, gib)
     assert over(world, STOPS) == []
 
 
-def test_the_tolerance_is_the_operators_choice():
+def test_the_tolerance_is_the_operators_choice() -> None:
     world = a_world(a_run())
     measured(world, 10.2)
     assert over(world, Policy(overuse_tolerance=0.03)) == []
     assert len(over(world, Policy(overuse_tolerance=0.0))) == 1
 
 
-def test_overuse_that_has_ended_before_the_check_is_not_reported():
+def test_overuse_that_has_ended_before_the_check_is_not_reported() -> None:
     world = a_world(a_run())
     measured(world, 12)
     measured(world, 8)
@@ -95,23 +95,26 @@ def test_overuse_that_has_ended_before_the_check_is_not_reported():
 
 
 @pytest.mark.parametrize("state", [TaskState.ADMITTED, TaskState.STOPPING])
-def test_a_run_that_has_not_begun_or_is_under_notice_is_left_alone(state: TaskState):
+def test_a_run_that_has_not_begun_or_is_under_notice_is_left_alone(state: TaskState) -> None:
     fields = {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW + 30)}
     world = a_world(a_run(state=state, **(fields if state is TaskState.STOPPING else {})))
     measured(world, 12)
     assert over(world, STOPS) == []
 
 
-def test_overuse_by_an_ended_claim_is_ignored():
+def test_overuse_by_an_ended_claim_is_ignored() -> None:
     world = a_world(a_run())
     measured(world, 12)
     commit(world, apply_reports(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED)], NOW, STOPS))
     assert over(world, STOPS) == []
-    commit(world, apply_reports(world, [Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, STOPS))
+    commit(
+        world,
+        apply_reports(world, [Gone(TaskId("run"), Fence(1), NOW, Proof.PROCESS_ABSENT)], NOW, STOPS),
+    )
     assert world.learned.above == {}
 
 
-def test_by_policy_the_run_is_stopped_and_fails():
+def test_by_policy_the_run_is_stopped_and_fails() -> None:
     world = a_world(a_run())
     measured(world, 12)
     [decision] = over(world, STOPS)
@@ -123,11 +126,11 @@ def test_by_policy_the_run_is_stopped_and_fails():
     assert decision.outcome.failure.kind == "over_use"
     assert world.tasks[TaskId("run")].state is TaskState.STOPPING
     assert over(world, STOPS) == []
-    gone = apply_reports(world, [Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, STOPS)
+    gone = apply_reports(world, [Gone(TaskId("run"), Fence(1), NOW, Proof.PROCESS_ABSENT)], NOW, STOPS)
     assert gone[0].tasks[0].task.state is TaskState.FAILED
 
 
-def test_a_run_stopped_for_overuse_fails_for_it_whatever_it_reports():
+def test_a_run_stopped_for_overuse_fails_for_it_whatever_it_reports() -> None:
     world = a_world(a_run())
     measured(world, 12)
     over(world, STOPS)
@@ -140,7 +143,7 @@ def test_a_run_stopped_for_overuse_fails_for_it_whatever_it_reports():
     )
 
 
-def test_a_result_that_arrives_before_the_end_is_accepted():
+def test_a_result_that_arrives_before_the_end_is_accepted() -> None:
     world = a_world(a_run())
     measured(world, 12)
     over(world, STOPS)
@@ -148,7 +151,7 @@ def test_a_result_that_arrives_before_the_end_is_accepted():
     assert ended.tasks[0].task.state is TaskState.SUCCEEDED
 
 
-def test_a_run_that_was_only_reported_is_stopped_once_the_policy_says_so():
+def test_a_run_that_was_only_reported_is_stopped_once_the_policy_says_so() -> None:
     world = a_world(a_run())
     measured(world, 12)
     over(world)
@@ -158,7 +161,7 @@ def test_a_run_that_was_only_reported_is_stopped_once_the_policy_says_so():
     assert "12.0 GiB" in str(decision.outcome.failure)
 
 
-def test_the_failure_names_each_device():
+def test_the_failure_names_each_device() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), a_run("gpu0", "gpu1"))
     measured(world, 12)
     measured(world, 13, "gpu1")
@@ -166,7 +169,7 @@ def test_the_failure_names_each_device():
     assert [lease.overused_mb for lease in decision.leases] == [12 * GIB, 13 * GIB]
 
 
-def test_explain_says_what_a_run_used():
+def test_explain_says_what_a_run_used() -> None:
     world = a_world(a_run())
     measured(world, 12)
     over(world)
@@ -175,7 +178,7 @@ def test_explain_says_what_a_run_used():
 
 
 @given(st.lists(st.floats(0, 40), max_size=20), st.floats(0, 2))
-def test_a_lease_is_marked_at_most_once_whatever_is_measured(gibs: list[float], tolerance: float):
+def test_a_lease_is_marked_at_most_once_whatever_is_measured(gibs: list[float], tolerance: float) -> None:
     world = a_world(a_run())
     marks = 0
     for gib in gibs:

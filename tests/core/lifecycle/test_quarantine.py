@@ -1,11 +1,11 @@
 """What is in quarantine, which proof it waits for, and what gives it back."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import External
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine
 from gpubroker_server.core.domain.orders import (
     Ended,
@@ -13,11 +13,12 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     NodeLost,
     NodeReport,
+    Report,
     ReportedDevice,
     Started,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import ExternalTerms, TaskState
+from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.quarantine import quarantined, removed
@@ -25,8 +26,9 @@ from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import Places
-from gpubroker_server.core.world.event_codec import lease_change
+from gpubroker_server.core.world.events import lease_change
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_lease, a_node, a_sample, a_task, a_world, commit, holding
 
@@ -67,7 +69,7 @@ def answer(incarnation: str, **node: Any) -> NodeReport:
 
 def hear(world: World, *decisions: Decision) -> list[str]:
     """The proofs in the log that released leases."""
-    told = [lease_change(lease) for decision in decisions for lease in decision.leases]
+    told: list[tuple[str, Any]] = [lease_change(lease) for decision in decisions for lease in decision.leases]
     commit(world, decisions, LATER)
     return [fields["proof"] for what, fields in told if what == "released" and "proof" in fields]
 
@@ -82,7 +84,7 @@ def is_free(world: World) -> bool:
 
 def test_a_process_that_its_agent_found_gone_ends_its_quarantine() -> None:
     world = a_lost_run()
-    gone = Gone(RUN, Fence(1), LATER, "process_absent")
+    gone = Gone(RUN, Fence(1), LATER, Proof.PROCESS_ABSENT)
     assert hear(world, *apply_reports(world, [gone], LATER, Policy())) == [Proof.PROCESS_ABSENT]
     assert leases(world) == []
 
@@ -224,7 +226,7 @@ def test_a_task_that_has_ended_is_forgotten_once_its_memory_is_stated_to_be_free
 def test_a_proof_that_comes_after_the_statement_changes_nothing() -> None:
     world = a_lost_run()
     commit(world, statement(world), LATER)
-    assert apply_reports(world, [Gone(RUN, Fence(1), LATER, "process_absent")], LATER, Policy()) == []
+    assert apply_reports(world, [Gone(RUN, Fence(1), LATER, Proof.PROCESS_ABSENT)], LATER, Policy()) == []
 
 
 # Messages
@@ -250,9 +252,7 @@ def test_ranks_and_attempts_are_told_apart_and_the_longest_comes_first() -> None
 
 
 def external(pid: int | None) -> World:
-    task = a_task(
-        "run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), external=ExternalTerms(Seconds(60.0), pid)
-    )
+    task = a_task("run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), holder=External(Seconds(60.0), pid))
     held = holding(task, "gpu0", state=TaskState.EXPIRED)
     kept = replace(held.leases[0], holder_kind=HolderKind.EXTERNAL, state=LeaseState.QUARANTINED)
     return a_world(held.task, kept)
@@ -286,5 +286,9 @@ def test_each_quarantine_shows_which_proof_it_waits_for(world: World, first: Pro
 def test_the_release_of_a_run_that_was_never_in_quarantine_names_its_proof_too() -> None:
     world = a_world(holding(a_task("run", gpu_mb=8 * GIB), "gpu0"))
     ended = Ended(RUN, Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
-    reports = [Started(RUN, Fence(1), NOW, 7), ended, Gone(RUN, Fence(1), NOW, "process_absent")]
+    reports: list[Report] = [
+        Started(RUN, Fence(1), NOW, 7),
+        ended,
+        Gone(RUN, Fence(1), NOW, Proof.PROCESS_ABSENT),
+    ]
     assert hear(world, *apply_reports(world, reports, NOW, Policy())) == [Proof.PROCESS_ABSENT]

@@ -1,15 +1,15 @@
 """Which nodes are asked again about what is in quarantine, and when."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import External
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, release
-from gpubroker_server.core.domain.task import ExternalTerms, TaskState
+from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, MonotonicSeconds, NodeName, Seconds
 from gpubroker_server.core.lifecycle.quarantine import PROBE_SECONDS, QuarantineProbe
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, Part, a_device, a_lease, a_task, a_world, commit, holding
 
@@ -90,9 +90,7 @@ def test_no_node_is_asked_about_released_leases() -> None:
 def test_a_node_is_asked_about_external_holders_that_named_a_process(
     pid: int | None, whom: list[str]
 ) -> None:
-    task = a_task(
-        "run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), external=ExternalTerms(Seconds(60.0), pid)
-    )
+    task = a_task("run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), holder=External(Seconds(60.0), pid))
     held = holding(task, "gpu0", state=TaskState.EXPIRED)
     kept = replace(held.leases[0], holder_kind=HolderKind.EXTERNAL, state=LeaseState.QUARANTINED)
     asked = Asked(a_world(held.task, kept))

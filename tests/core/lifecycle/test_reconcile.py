@@ -1,16 +1,16 @@
 """What rows say of a node, held against what its agent says."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from gpubroker.wire.policy import GpuKind
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.device import Device, GpuKind, Node
+from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import ForgetOrder, NodeReport, ReportedDevice, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.reconcile import (
     InventoryRules,
     NodeRules,
@@ -19,6 +19,7 @@ from gpubroker_server.core.lifecycle.reconcile import (
     take_over,
 )
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -99,7 +100,12 @@ def test_an_answer_that_says_nothing_new_writes_nothing() -> None:
 
 
 def test_an_answer_makes_the_node_ready_and_keeps_it_cordoned_and_drained() -> None:
-    closed = {"cordoned": True, "cordon_reason": "a fan", "draining_since": NOW, "drain_deadline_at": NOW + 9}
+    closed: dict[str, Any] = {
+        "cordoned": True,
+        "cordon_reason": "a fan",
+        "draining_since": NOW,
+        "drain_deadline_at": NOW + 9,
+    }
     world = a_world(a_device(), a_node(ready=False, version=4, **closed))
     hear(world)
     assert world.nodes[N1] == a_node(ready=True, version=5, **closed)
@@ -241,7 +247,9 @@ def test_a_run_that_both_sides_know_goes_on(state: TaskState, node: dict[str, An
 def test_a_stopping_run_gets_its_notice_again_from_the_agent_that_is_there_now() -> None:
     world = an_open_world(a_stopping_run(StopReason.CANCEL))
     decisions = hear(world, ("run", 1), incarnation="n1-2")
-    assert orders(decisions) == [StopOrder(TaskId("run"), Fence(1), N1, "n1-2", StopReason.CANCEL, 9.0)]
+    assert orders(decisions) == [
+        StopOrder(TaskId("run"), Fence(1), N1, "n1-2", StopReason.CANCEL, Seconds(9.0))
+    ]
 
 
 def test_a_notice_that_is_repeated_after_its_deadline_is_a_kill() -> None:
@@ -313,7 +321,7 @@ def test_runs_without_an_active_claim_are_killed_and_forgotten() -> None:
         order
         for task, fence in unwanted
         for order in (
-            StopOrder(TaskId(task), Fence(fence), N1, "n1-1", StopReason.CANCEL, 0.0),
+            StopOrder(TaskId(task), Fence(fence), N1, "n1-1", StopReason.CANCEL, Seconds(0.0)),
             ForgetOrder(TaskId(task), Fence(fence), N1, "n1-1"),
         )
     ]

@@ -1,18 +1,18 @@
 """Servers of models that were taken out of the settings, and what they had in memory."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
-from gpubroker_server.core.domain.models import ModelKey, ModelTerms
-from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.models import ModelKey
+from gpubroker_server.core.domain.task import TaskState, model_of
 from gpubroker_server.core.lifecycle.model_adoption import follow_settings, left_processes, server_gone
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.lifecycle.quarantine import quarantined
 from gpubroker_server.core.world.model_index import ModelIndex
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_sample, a_task, a_world, check_ledger, commit, holding, submit
 from tests.core.served import POLICY, a_model, ask, at, index, leases, loaded, plan, the
@@ -62,7 +62,7 @@ def test_a_stopping_model_of_a_removed_server_keeps_its_deadline() -> None:
 
 def test_the_base_cost_of_a_removed_server_is_released() -> None:
     world = a_world()
-    base = replace(a_model("base", gpu_mb=2 * GIB, held=True), model=ModelTerms("main", ""))
+    base = replace(a_model("base", gpu_mb=2 * GIB, held=True), holder=Model("main", ""))
     submit(world, replace(base, expires_at=None))
     index(world, {"any": ModelState.ABSENT}, 1.0)
     assert leases(world) == [(HolderKind.SERVER, LeaseState.HELD)]
@@ -84,7 +84,7 @@ def index_at(
 def loaded_at(address: str = "host:8001", process: str = "boot/ns/7@1") -> World:
     world = loaded(a_model(terms={"address": address}))
     [decision] = index_at(world, address, process, ModelState.READY, 2.0)
-    assert decision.tasks[0].changed == ("model",)
+    assert decision.tasks[0].changed == ("holder",)
     assert index_at(world, address, process, ModelState.READY, 3.0) == [], "that is known"
     return world
 
@@ -96,7 +96,7 @@ def test_a_renamed_server_keeps_its_models(state: TaskState) -> None:
         ask(world, "cancel", 4.0)
     [decision] = removed(world, servers={"other": "other:8001", "renamed": "host:8001"})
     assert decision.leases == ()
-    assert (the(world).state, the(world).model.home) == (state, ("renamed", "llm"))
+    assert (the(world).state, model_of(the(world)).home) == (state, ("renamed", "llm"))
     assert world.models.of(ModelKey("renamed", "llm")) == the(world)
     assert world.models.of(ModelKey("main", "llm")) is None
     assert removed(world, 11.0, servers={"renamed": "host:8001"}) == []
@@ -106,7 +106,7 @@ def test_a_renamed_server_keeps_its_models(state: TaskState) -> None:
 def test_a_holder_that_came_under_the_new_name_takes_over_what_the_old_one_has() -> None:
     world = loaded_at()
     again = a_model("again", terms={"address": "host:8001"}, server="renamed", gpu_mb=50 * GIB)
-    submit(world, replace(again, model=replace(again.model, model="llm")))
+    submit(world, replace(again, holder=replace(model_of(again), model="llm")))
     removed(world, servers={"renamed": "host:8001"})
     assert world.models.of(ModelKey("renamed", "llm")) == the(world, "again")
     index_at(world, "host:8001", "boot/ns/7@1", ModelState.READY, 11.0, name="renamed")
@@ -148,7 +148,7 @@ def test_of_two_holders_of_a_model_the_end_of_one_does_not_hide_the_other() -> N
     """Both came at once, under the old and the new name of their server."""
     models = ModelIndex()
     first = a_model("first")
-    second = replace(a_model("second"), model=first.model)
+    second = replace(a_model("second"), holder=first.holder)
     for task in (first, second, replace(first, priority=60), second, replace(first, state=TaskState.FAILED)):
         models.note(task)
     assert models.of(ModelKey("main", "first")) == second

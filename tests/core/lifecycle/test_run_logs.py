@@ -1,7 +1,8 @@
 """Which logs are asked for, and what is done with what agents tell."""
 
 from gpubroker_server.core.domain.orders import Logged, LogName
-from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.domain.task import members_of
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.run_logs import (
     FOLLOWED_SECONDS,
     FollowedLogs,
@@ -37,8 +38,8 @@ def test_the_logs_of_running_tasks_are_asked_for_while_somebody_reads_them() -> 
     second = LOG._replace(task=TaskId("t2"), stream="stderr")
     assert asked(world) == {}
     assert asked(world, followed(), followed(log=second, gateway="b")) == {
-        LOG: WantedLog("n2", NOW),
-        second: WantedLog("n3", NOW),
+        LOG: WantedLog(NodeName("n2"), NOW),
+        second: WantedLog(NodeName("n3"), NOW),
     }
 
 
@@ -66,12 +67,12 @@ def test_each_rank_of_a_gang_is_asked_where_it_runs() -> None:
     admit_all(world)
     ranks = [LOG._replace(rank=rank) for rank in (0, 1, 2)]
     found = asked(world, *(followed(log=log, gateway=str(log.rank)) for log in ranks))
-    assert [found[log].node for log in ranks[:2]] == [m.node for m in world.tasks[TaskId("t1")].members]
+    assert [found[log].node for log in ranks[:2]] == [m.node for m in members_of(world.tasks[TaskId("t1")])]
     assert ranks[2] not in found
 
 
 def test_what_was_told_before_is_not_kept_again() -> None:
-    known, reader = KnownLog(10, NOW), WantedLog("n1", NOW)
+    known, reader = KnownLog(10, NOW), WantedLog(NodeName("n1"), NOW)
     assert is_kept(told(b"new", 10), known, reader)
     assert is_kept(told(b"later", 12), known, reader)
     assert not is_kept(told(b"old", 9), known, reader)
@@ -84,7 +85,7 @@ def test_an_answer_that_comes_after_the_whole_log_of_an_ended_run_is_not_kept() 
 
 
 def test_an_answer_without_news_is_kept_for_a_reader_who_waits_for_it() -> None:
-    waits = WantedLog("n1", Instant(NOW + 5.0))
+    waits = WantedLog(NodeName("n1"), Instant(NOW + 5.0))
     assert not is_kept(told(at=6.0), KnownLog(), None)
     assert is_kept(told(at=6.0), KnownLog(), waits)
     assert is_kept(told(at=6.0), KnownLog(0, Instant(NOW + 4.0)), waits)
@@ -97,6 +98,6 @@ def test_of_a_long_log_the_first_and_the_last_half_of_the_limit_are_kept() -> No
     assert cut_between(told(b"x" * 40, 960), 100) == (50, 950)
 
 
-def test_a_part_knows_its_log_and_its_end():
+def test_a_part_knows_its_log_and_its_end() -> None:
     part = told(b"four", first_byte=3)
     assert (part.log, part.end_byte) == (LOG, 7)

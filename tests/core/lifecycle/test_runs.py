@@ -1,11 +1,10 @@
 """What the reports of agents do to tasks and leases."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -23,6 +22,7 @@ from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -52,7 +52,7 @@ def ended(ending: Ending, fence: int = 1, at: float = NOW - 1.0, **fields: Any) 
     return Ended(RUN, Fence(fence), Instant(at), ending, **fields)
 
 
-def gone(fence: int = 1, proof: str = "process_absent") -> Gone:
+def gone(fence: int = 1, proof: Proof = Proof.PROCESS_ABSENT) -> Gone:
     return Gone(RUN, Fence(fence), NOW, proof)
 
 
@@ -102,7 +102,7 @@ def test_a_start_says_when_the_agent_had_the_order() -> None:
 def test_a_task_whose_entrypoint_was_withdrawn_fails_although_retries_are_left() -> None:
     world = a_world(a_run(TaskState.ADMITTED, max_retries=3))
     withdrawn = ended(Ending.FAILED, failure=Failure("entrypoint_not_allowed", "ask"))
-    (decision,) = tell(world, withdrawn, gone(proof="never_started"))
+    (decision,) = tell(world, withdrawn, gone(proof=Proof.NEVER_STARTED))
     assert decision.tasks[0].task.state is TaskState.FAILED
     assert decision.tasks[0].task.max_retries == 3
     assert lease_states(world) == []
@@ -175,7 +175,7 @@ def test_an_unexplained_end_is_a_failure(ending: Ending, kind: str) -> None:
 
 def test_an_order_that_was_refused_uses_up_no_retry_and_does_not_spin() -> None:
     world = a_world(a_run(TaskState.ADMITTED))
-    decisions = tell(world, ended(Ending.NEVER_STARTED), gone(proof="never_started"))
+    decisions = tell(world, ended(Ending.NEVER_STARTED), gone(proof=Proof.NEVER_STARTED))
     task = task_of(decisions)
     assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, NOW + 1.0)
     assert lease_states(world) == []
@@ -183,12 +183,12 @@ def test_an_order_that_was_refused_uses_up_no_retry_and_does_not_spin() -> None:
 
 def test_proof_alone_that_a_start_never_happened_is_enough() -> None:
     world = a_world(a_run(TaskState.ADMITTED))
-    task = task_of(tell(world, gone(proof="never_started")))
+    task = task_of(tell(world, gone(proof=Proof.NEVER_STARTED)))
     assert (task.state, task.failures) == (TaskState.PENDING, 0)
 
 
-@pytest.mark.parametrize("proof", ["boot_changed", "agent_restarted"])
-def test_a_run_that_went_down_with_its_node_uses_up_no_retry(proof: str) -> None:
+@pytest.mark.parametrize("proof", [Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED])
+def test_a_run_that_went_down_with_its_node_uses_up_no_retry(proof: Proof) -> None:
     task = task_of(tell(a_world(a_run()), gone(proof=proof)))
     assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, None)
 
@@ -354,4 +354,4 @@ def test_a_refused_order_of_a_stopping_task_only_waits_for_its_proof() -> None:
     world = a_world(stopping)
     (decision,) = tell(world, ended(Ending.NEVER_STARTED))
     assert (decision.tasks, decision.outcome) == ((), None)
-    assert task_of(tell(world, gone(proof="never_started"))).state is TaskState.CANCELLED
+    assert task_of(tell(world, gone(proof=Proof.NEVER_STARTED))).state is TaskState.CANCELLED

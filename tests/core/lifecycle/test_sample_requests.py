@@ -1,11 +1,10 @@
 """Nodes measure their devices at once when memory was released there that must be seen free."""
 
-from dataclasses import replace
-
 from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.units import MonotonicSeconds
 from gpubroker_server.core.lifecycle.quarantine import AGAIN_SECONDS, SampleRequests
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import a_sample
 from tests.core.served import ask, at, index, loaded

@@ -14,6 +14,7 @@ from gpubroker_server.core.lifecycle.silent_nodes import (
     NODE_PATIENCE_SECONDS,
     RECENT_SECONDS,
     HeartbeatMonitor,
+    heard_nodes,
     nodes_without_answer,
 )
 from gpubroker_server.core.world.world import World
@@ -394,3 +395,9 @@ def test_a_node_that_has_missed_two_beats_is_late_until_it_is_heard_of() -> None
     cluster.dead.clear()
     cluster.run(BEAT)
     assert cluster.monitor.late(cluster.world, cluster.at, NOW) == {}
+
+
+def test_only_expected_nodes_count_as_heard_or_not() -> None:
+    drained = a_node("gone", ready=False, draining_since=NOW)
+    world = a_world(a_node("n1"), a_node("n2"), a_node("n3", ready=False), drained)
+    assert heard_nodes(world, {NodeName("n2")}) == {"n1": True, "n2": False, "n3": False}

@@ -1,24 +1,26 @@
 """Worker sets: how many workers are wanted, which come and leave, and what becomes of those that fail."""
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
+from gpubroker.wire.worker_sets import Scaling
 from gpubroker_server.core.domain.decisions import Decision, Notice, Request, TaskWrite, write_move
 from gpubroker_server.core.domain.lease import PledgeEnd
 from gpubroker_server.core.domain.orders import Loaded, StopOrder
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.submission import Scaling, WorkerSet
+from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out, carry_out_all
 from gpubroker_server.core.lifecycle.stopping import after_stop
 from gpubroker_server.core.lifecycle.worker_sets import STABLE_SECONDS, Autoscaler, due, scaled, with_notices
 from gpubroker_server.core.world.events import events_of
+from gpubroker_server.core.world.payload import fields_of
 from gpubroker_server.core.world.worker_sets import WorkerSets
 from gpubroker_server.core.world.world import World
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, Holding, a_device, a_pledge, a_task, a_world, commit, holding
 
@@ -35,7 +37,7 @@ def a_set(*workers: str, count: int, **fields: Any) -> WorkerSet:
 def of(workers: WorkerSet, *contents: Any) -> World:
     """A World with these contents and the set."""
     world = a_world(*contents)
-    ask(world, workers.id, "form", asdict(workers))
+    ask(world, workers.id, "form", to_builtins(workers))
     return world
 
 
@@ -85,9 +87,9 @@ def test_as_many_workers_are_let_go_as_are_wanted_and_no_more() -> None:
 
 def test_a_set_without_its_tasks_is_not_formed_and_one_is_formed_once() -> None:
     workers = a_set("a", count=1)
-    assert ask(a_world(), "a", "form", asdict(workers)).worker_sets == ()
+    assert ask(a_world(), "a", "form", to_builtins(workers)).worker_sets == ()
     world = of(workers, a_task("a"))
-    assert ask(world, "a", "form", asdict(changed(workers, count=0))).worker_sets == ()
+    assert ask(world, "a", "form", to_builtins(replace(workers, count=0))).worker_sets == ()
     assert world.worker_sets == {"a": workers}
 
 
@@ -111,7 +113,7 @@ def test_requests_about_one_set_that_come_together_all_count() -> None:
     for asked in ((scale, signal), (signal, scale)):
         after = ask_together(of(workers, *tasks), *asked)
         assert (after.count, after.signal) == (3, 7.0)
-    after = ask_together(a_world(*tasks), ("form", asdict(workers)), scale, ("cancel", {}))
+    after = ask_together(a_world(*tasks), ("form", to_builtins(workers)), scale, ("cancel", {}))
     assert after.count == 3
 
 
@@ -177,7 +179,7 @@ def test_a_place_that_is_free_is_taken_before_one_that_still_leaves() -> None:
         "a", "gpu0", state=TaskState.STOPPING, stop_reason=StopReason.PREEMPT, stop_deadline_at=NOW
     )
     world = of(a_set("a", "b", count=1), a_device("gpu0"), leaves, a_task("b", held=True))
-    world.tasks[TaskId("a")] = changed(world.tasks[TaskId("a")], held=True)
+    world.tasks[TaskId("a")] = replace(world.tasks[TaskId("a")], held=True)
     step(world)
     assert held(world) == {"a"}
 
@@ -262,7 +264,7 @@ def test_no_worker_leaves_while_one_at_work_has_told_nothing(stale: Fence | None
     if stale is None:
         del loads["b"]
     else:
-        loads["b"] = changed(loads["b"], fence=stale)
+        loads["b"] = replace(loads["b"], fence=stale)
     assert [step(world, loads, at, scaler) for at in (0, 100)] == [[], []]
 
 
@@ -281,7 +283,7 @@ def test_a_signal_that_is_posted_again_writes_nothing() -> None:
 def test_workers_follow_the_cpu_that_they_use() -> None:
     world = two_at_work()
     workers = world.worker_sets[TaskId("a")]
-    world.worker_sets[TaskId("a")] = changed(workers, scaling=Scaling("cpu", 50.0, Seconds(60.0)))
+    world.worker_sets[TaskId("a")] = replace(workers, scaling=Scaling("cpu", 50.0, Seconds(60.0)))
     step(world, busy(world, a=8, b=8))  # 200 per cent in all
     assert world.worker_sets[TaskId("a")].count == 3
 
@@ -317,14 +319,15 @@ def test_the_log_says_that_a_worker_has_joined_or_left_with_the_move_by_which_it
 
 def test_only_the_event_that_forms_a_set_has_its_places_and_others_what_changed() -> None:
     workers = a_set("a", "b", count=1, scaling=Scaling("signal", 10.0, Seconds(60.0)))
-    world, events = a_world(a_task("a")), []
-    for what, fields in (("form", asdict(workers)), ("scale", {"most": 1}), ("signal", {"value": 2})):
+    world = a_world(a_task("a"))
+    events: list[Any] = []
+    for what, fields in (("form", to_builtins(workers)), ("scale", {"most": 1}), ("signal", {"value": 2})):
         events += events_of(ask(world, "a", what, fields))
     ask(world, "a", "cancel", {})
     events += events_of(*step(world))
     told = [(one.kind, one.fields) for one in events if one.kind.startswith("worker_set.")]
     assert told == [
-        ("worker_set.formed", asdict(workers)),
+        ("worker_set.formed", fields_of(workers)),
         ("worker_set.changed", {"most": 1}),
         ("worker_set.changed", {"signal": 2.0}),
         ("worker_set.over", {}),

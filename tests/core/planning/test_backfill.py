@@ -1,21 +1,22 @@
 """Forecasts, and who may start ahead of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
 from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.estimates import SketchKey, What
+from gpubroker_server.core.domain.holders import External
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import ExternalTerms, Placement, Task, TaskState
+from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -78,7 +79,7 @@ def a_wide_task(**fields: Any) -> Task:
     return a_task("wide", **{"gpus": 2, "gpu_mb": 80 * GIB, "submitted_at": NOW - 10, **fields})
 
 
-def test_a_forecast_names_the_first_moment_at_which_all_devices_are_free():
+def test_a_forecast_names_the_first_moment_at_which_all_devices_are_free() -> None:
     running = [a_run("one", "gpu0", left=HOUR), a_run("two", "gpu1", left=2 * HOUR)]
     world = a_world(*gpus(), *running, a_wide_task(expected_seconds=Seconds(600.0)))
     [forecast] = foreseen(world)
@@ -88,7 +89,7 @@ def test_a_forecast_names_the_first_moment_at_which_all_devices_are_free():
     assert (forecast.basis, forecast.n, forecast.reserves_room) == (Basis.STATED, 0, True)
 
 
-def test_a_forecast_from_past_runs_tells_of_how_many():
+def test_a_forecast_from_past_runs_tells_of_how_many() -> None:
     learned = a_sketch([200.0] * 5 + [1000.0] * 4)
     world = a_world(a_device(), holding(a_task("one", gpu_mb=80 * GIB, subject="fit"), "gpu0"))
     world.learned.put(SketchKey("default", "fit", "H100", What.SECONDS), learned)
@@ -99,7 +100,7 @@ def test_a_forecast_from_past_runs_tells_of_how_many():
     assert abs(forecast.p90_at - NOW - 900) < 20
 
 
-def test_a_run_that_outlasts_its_estimate_becomes_a_guess_and_the_forecast_moves_on():
+def test_a_run_that_outlasts_its_estimate_becomes_a_guess_and_the_forecast_moves_on() -> None:
     world = a_world(a_device(), a_run("one", "gpu0", left=30.0), a_task("next", gpu_mb=80 * GIB))
     [before] = foreseen(world)
     world.measure([a_sample("gpu0", NOW + 330)])
@@ -108,43 +109,43 @@ def test_a_run_that_outlasts_its_estimate_becomes_a_guess_and_the_forecast_moves
     assert (later.start_at, later.basis) == (NOW + 330 + 300, Basis.GUESS)
 
 
-def test_a_run_is_gone_by_its_time_limit_at_the_latest():
+def test_a_run_is_gone_by_its_time_limit_at_the_latest() -> None:
     fields = {"timeout_seconds": Seconds(150.0), "grace_seconds": Seconds(5.0)}
     world = a_world(a_device(), a_run("one", "gpu0", **fields), a_task("next", gpu_mb=80 * GIB))
     assert foreseen(world)[0].start_at == NOW + 55
     deadline = {"deadline_at": Instant(NOW + 20), "grace_seconds": Seconds(5.0)}
     world = a_world(a_device(), a_run("one", "gpu0", **deadline), a_task("next", gpu_mb=80 * GIB))
     assert foreseen(world)[0].start_at == NOW + 25
-    server = a_run("one", "gpu0", external=ExternalTerms(Seconds(60.0)), **deadline)
+    server = a_run("one", "gpu0", holder=External(Seconds(60.0)), **deadline)
     world = a_world(a_device(), server, a_task("next", gpu_mb=80 * GIB))
     [forecast] = foreseen(world)
     assert (forecast.start_at, forecast.basis) == (NOW + 100, Basis.GUESS), "a lease is renewed"
 
 
-def test_a_task_that_waits_for_memory_that_is_never_released_has_no_forecast():
+def test_a_task_that_waits_for_memory_that_is_never_released_has_no_forecast() -> None:
     stuck = holding(a_task("one", gpu_mb=80 * GIB), "gpu0", lease_state=LeaseState.QUARANTINED)
-    away = [a_device("gpu0", "n2"), a_node("n2", cordoned=True)]
+    away: list[Any] = [a_device("gpu0", "n2"), a_node("n2", cordoned=True)]
     assert foreseen(a_world(a_device(), stuck, *away, a_task("next", gpu_mb=80 * GIB))) == []
 
 
-def test_memory_that_is_on_its_way_back_is_as_good_as_there():
+def test_memory_that_is_on_its_way_back_is_as_good_as_there() -> None:
     leaving = holding(a_task("one", gpu_mb=80 * GIB), "gpu0", lease_state=LeaseState.RELEASING)
     assert foreseen(a_world(a_device(), leaving, a_task("next", gpu_mb=80 * GIB)))[0].start_at == NOW
 
 
-def test_a_run_under_notice_leaves_by_its_deadline():
-    notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20)}
+def test_a_run_under_notice_leaves_by_its_deadline() -> None:
+    notice: dict[str, Any] = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20)}
     leaving = holding(a_task("one", gpu_mb=80 * GIB), "gpu0", **notice)
     world = a_world(a_device(), leaving, a_task("next", gpu_mb=80 * GIB))
     assert foreseen(world)[0].start_at == NOW + 20
 
 
-def test_a_run_that_may_be_stopped_is_in_the_way_for_its_grace_period_only():
+def test_a_run_that_may_be_stopped_is_in_the_way_for_its_grace_period_only() -> None:
     low = a_run("low", "gpu0", left=HOUR, priority=20, grace_seconds=Seconds(40.0))
     assert foreseen(a_world(a_device(), low, a_task("next", gpu_mb=80 * GIB)))[0].start_at == NOW + 40
 
 
-def test_each_forecast_leaves_the_earlier_ones_alone():
+def test_each_forecast_leaves_the_earlier_ones_alone() -> None:
     first = a_task("first", gpu_mb=80 * GIB, submitted_at=NOW - 9, expected_seconds=Seconds(600.0))
     second = a_task("second", gpu_mb=80 * GIB, submitted_at=NOW - 8)
     world = a_world(a_device(), a_run("one", "gpu0", left=60.0), first, second)
@@ -155,19 +156,19 @@ def test_each_forecast_leaves_the_earlier_ones_alone():
     assert [f.task for f in foreseen(world)] == ["first"]
 
 
-def test_a_short_task_is_foretold_to_start_before_an_earlier_forecast_needs_its_room():
+def test_a_short_task_is_foretold_to_start_before_an_earlier_forecast_needs_its_room() -> None:
     short = a_task("short", gpu_mb=80 * GIB, expected_seconds=Seconds(60.0))
     world = a_world(*gpus(), a_run("one", "gpu0", left=600.0), a_wide_task(), short)
     assert [(f.task, f.start_at) for f in foreseen(world)] == [("wide", NOW + 600), ("short", NOW)]
 
 
-def test_a_task_with_pledges_has_no_forecast():
+def test_a_task_with_pledges_has_no_forecast() -> None:
     waiting = a_task("next", gpu_mb=80 * GIB)
     running = a_run("one", "gpu0", left=60.0)
     assert foreseen(a_world(a_device(), running, waiting, a_pledge(waiting, "gpu0", 80 * GIB))) == []
 
 
-def test_a_task_that_ends_before_a_reservation_is_backfilled_and_a_longer_one_waits():
+def test_a_task_that_ends_before_a_reservation_is_backfilled_and_a_longer_one_waits() -> None:
     world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
     submit(world, a_task("long", gpu_mb=GIB, expected_seconds=Seconds(2 * HOUR)))
     submit(world, a_task("short", gpu_mb=GIB, expected_seconds=Seconds(600.0)))
@@ -177,13 +178,13 @@ def test_a_task_that_ends_before_a_reservation_is_backfilled_and_a_longer_one_wa
     assert admitted(world) == {"limited": ["n1/gpu1"], "short": ["n1/gpu1"]}
 
 
-def test_a_task_of_unknown_run_time_takes_room_that_no_forecast_needs():
+def test_a_task_of_unknown_run_time_takes_room_that_no_forecast_needs() -> None:
     narrow = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task(gpu_mb=60 * GIB))
     submit(narrow, a_task("a", gpu_mb=15 * GIB), a_task("b", gpu_mb=15 * GIB))
     assert admitted(narrow) == {"a": ["n1/gpu1"]}
 
 
-def test_cpu_that_a_forecast_needs_is_kept_as_well():
+def test_cpu_that_a_forecast_needs_is_kept_as_well() -> None:
     node = a_node("n1", cpu=8.0)
     running = a_run("one", "gpu0", left=HOUR, cpu=4.0)
     wide = a_task("wide", gpu_mb=80 * GIB, cpu=6.0, submitted_at=NOW - 5)
@@ -192,14 +193,14 @@ def test_cpu_that_a_forecast_needs_is_kept_as_well():
     assert list(admitted(world)) == ["a"]
 
 
-def test_a_task_without_gpus_is_foretold_by_the_runs_of_a_node():
+def test_a_task_without_gpus_is_foretold_by_the_runs_of_a_node() -> None:
     busy = holding(a_task("busy", cpu=6.0, expected_seconds=Seconds(160.0)), node="n1")
     world = a_world(a_node("n1", cpu=8.0), busy, a_task("next", cpu=4.0))
     [forecast] = foreseen(world)
     assert (forecast.start_at, forecast.places[0].devices, forecast.basis) == (NOW + 60, (), Basis.STATED)
 
 
-def test_who_gives_way_fills_what_is_kept_unless_it_would_be_shielded_by_then():
+def test_who_gives_way_fills_what_is_kept_unless_it_would_be_shielded_by_then() -> None:
     def fillers(left: float, policy: Policy = POLICY, priority: int = 50) -> list[str]:
         running = a_run("one", "gpu0", left=left, priority=priority)
         world = a_world(*gpus(), running, a_wide_task(priority=priority))
@@ -216,7 +217,7 @@ def test_who_gives_way_fills_what_is_kept_unless_it_would_be_shielded_by_then():
     assert fillers(3 * HOUR, young) == ["filler", "worn"]
 
 
-def test_who_would_have_its_turn_before_the_first_does_not_fill_what_is_kept_and_a_later_one_like_it_does():
+def test_a_task_ahead_of_the_head_does_not_fill_and_its_later_twin_does() -> None:
     def fillers(left: float, policy: Policy = AGEING) -> list[str]:
         wide = a_wide_task(priority=60, submitted_at=Instant(NOW - 9_999.0))
         world = a_world(*gpus(), a_run("one", "gpu0", left=left, priority=69), wide)
@@ -229,21 +230,21 @@ def test_who_would_have_its_turn_before_the_first_does_not_fill_what_is_kept_and
     assert fillers(60.0, replace(AGEING, shield_seconds=Seconds(30.0))) == ["aged", "later"]
 
 
-def test_an_older_run_is_an_obstacle_until_it_can_be_preempted():
+def test_an_older_run_is_an_obstacle_until_it_can_be_preempted() -> None:
     came_at = {"submitted_at": Instant(NOW - 9_999.0), "admitted_at": Instant(NOW - 100.0)}
     low = a_run("low", "gpu0", left=2 * HOUR, grace_seconds=Seconds(40.0), **came_at)
     world = a_world(a_device(), low, a_task("next", gpu_mb=80 * GIB, priority=60))
     assert foreseen(world, AGEING)[0].start_at == NOW + 500 + 40, "it has run for 100 s"
 
 
-def test_a_run_that_is_shielded_for_a_while_is_in_the_way_for_as_long():
+def test_a_run_that_is_shielded_for_a_while_is_in_the_way_for_as_long() -> None:
     young = replace(POLICY, min_run_seconds=Seconds(300.0))
     low = a_run("low", "gpu0", left=HOUR, priority=20, grace_seconds=Seconds(40.0))
     world = a_world(a_device(), low, a_task("next", gpu_mb=80 * GIB))
     assert foreseen(world, young)[0].start_at == NOW + 200 + 40, "it has run for 100 s"
 
 
-def test_who_stands_ahead_spares_a_forecast_if_there_is_room_elsewhere_and_takes_it_if_not():
+def test_who_stands_ahead_spares_a_forecast_if_there_is_room_elsewhere_and_takes_it_if_not() -> None:
     running = a_run("one", "gpu0", left=HOUR), a_run("two", "n2/gpu0", left=2 * HOUR)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task())
     forecasts = foreseen(world)
@@ -255,7 +256,7 @@ def test_who_stands_ahead_spares_a_forecast_if_there_is_room_elsewhere_and_takes
     assert admitted(world, forecasts=forecasts) == {"ahead": ["n1/gpu1"]}
 
 
-def test_of_forecasts_that_are_guesses_only_the_first_reserves_room():
+def test_of_forecasts_that_are_guesses_only_the_first_reserves_room() -> None:
     running = a_run("one", "gpu0"), a_run("two", "n2/gpu0")
     second = a_task("second", gpus=2, gpu_mb=80 * GIB, submitted_at=NOW - 5)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task(), second)
@@ -267,7 +268,7 @@ def test_of_forecasts_that_are_guesses_only_the_first_reserves_room():
     assert admitted(world) == {"small": ["n2/gpu1"]}
 
 
-def test_a_forecast_stays_on_its_node_until_another_is_clearly_better():
+def test_a_forecast_stays_on_its_node_until_another_is_clearly_better() -> None:
     running = a_run("one", "gpu0", left=1000.0), a_run("two", "n2/gpu0", left=900.0)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task())
     [made] = foreseen(world)
@@ -279,7 +280,7 @@ def test_a_forecast_stays_on_its_node_until_another_is_clearly_better():
     assert node_of(foreseen(world, before=before)[0]) == "n2"
 
 
-def test_a_task_refused_by_a_reservation_may_preempt_on_unreserved_nodes():
+def test_a_task_refused_by_a_reservation_may_preempt_on_unreserved_nodes() -> None:
     """Where one stands only if it gives way to it."""
     low = a_run("low", "n2/gpu0", left=9 * HOUR, priority=20)
     world = a_world(*gpus(), a_device("gpu0", "n2"), a_run("one", "gpu0", left=HOUR), low, a_wide_task())
@@ -289,7 +290,7 @@ def test_a_task_refused_by_a_reservation_may_preempt_on_unreserved_nodes():
         assert [(d.why, d.subject) for d in plan.decisions] == [("preempt", "kept")]
 
 
-def test_a_task_behind_a_reservation_does_not_preempt_on_its_node():
+def test_a_task_behind_a_reservation_does_not_preempt_on_its_node() -> None:
     running = a_run("one", "gpu0", left=HOUR), a_run("low", "gpu1", left=HOUR, priority=20)
     world = a_world(*gpus(), *running, a_wide_task())
     submit(world, a_task("kept", gpu_mb=80 * GIB))
@@ -298,7 +299,7 @@ def test_a_task_behind_a_reservation_does_not_preempt_on_its_node():
     assert decision.why == "preempt"
 
 
-def test_once_the_backfill_depth_is_reached_no_task_is_tried_on_reserved_nodes():
+def test_once_the_backfill_depth_is_reached_no_task_is_tried_on_reserved_nodes() -> None:
     policy, cache = replace(POLICY, backfill_depth=2), PlanCache()
     world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
     for number in range(5):
@@ -311,7 +312,7 @@ def test_once_the_backfill_depth_is_reached_no_task_is_tried_on_reserved_nodes()
         assert plan_cycle(world, policy, NOW, cache=cache, forecasts=forecasts).decisions == ()
 
 
-def test_a_forecast_ends_with_the_start_of_its_task():
+def test_a_forecast_ends_with_the_start_of_its_task() -> None:
     """Who was kept away is looked at again in the same cycle."""
     policy = replace(POLICY, backfill_depth=1)
     wide = a_wide_task(submitted_at=NOW - 5, priority=60)
@@ -321,7 +322,7 @@ def test_a_forecast_ends_with_the_start_of_its_task():
     assert {d.subject for d in plan.decisions} == {"early", "wide"}
 
 
-def test_once_the_backfill_depth_is_reached_tasks_still_start_on_unreserved_nodes():
+def test_once_the_backfill_depth_is_reached_tasks_still_start_on_unreserved_nodes() -> None:
     small = [a_device("gpu0", "n2", mb=40 * GIB)]
     world = a_world(*gpus(), *small, a_run("one", "gpu0", left=HOUR), a_wide_task())
     submit(world, a_task("kept", gpu_mb=60 * GIB))
@@ -331,10 +332,10 @@ def test_once_the_backfill_depth_is_reached_tasks_still_start_on_unreserved_node
     assert admitted(world, replace(POLICY, backfill_depth=1)) == {"next": ["n2/gpu0"]}
 
 
-def test_a_task_refused_by_a_reservation_waits_for_room_coming_elsewhere():
+def test_a_task_refused_by_a_reservation_waits_for_room_coming_elsewhere() -> None:
     """Nobody is stopped for it there, and its likes wait with it."""
     policy, cache = replace(POLICY, backfill_depth=1), PlanCache()
-    notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20)}
+    notice: dict[str, Any] = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20)}
     leaving = holding(a_task("leaving", gpu_mb=80 * GIB, priority=20), "n2/gpu0", **notice)
     low = a_run("low", "n3/gpu0", left=9 * HOUR, priority=20)
     others = a_device("gpu0", "n2"), a_device("gpu0", "n3")
@@ -347,7 +348,7 @@ def test_a_task_refused_by_a_reservation_waits_for_room_coming_elsewhere():
     assert [(d.why, d.subject) for d in plan.decisions][:1] == [("admit", "first")]
 
 
-def test_a_gang_behind_a_forecast_takes_no_room_and_stops_no_runs_where_it_stands():
+def test_a_gang_behind_a_forecast_takes_no_room_and_stops_no_runs_where_it_stands() -> None:
     """Elsewhere it may."""
     running = a_run("one", "gpu0", left=HOUR), a_run("low", "gpu1", left=HOUR, priority=20)
     gang = a_gang("gang", *bundles(1, gpu_mb=80 * GIB))
@@ -366,7 +367,7 @@ def test_a_gang_behind_a_forecast_takes_no_room_and_stops_no_runs_where_it_stand
     assert admitted(elsewhere, forecasts=forecasts) == {"gang": ["n2/gpu0"]}
 
 
-def test_a_device_with_late_samples_counts_in_forecasts_for_a_while():
+def test_a_device_with_late_samples_counts_in_forecasts_for_a_while() -> None:
     """What is kept there must be kept when they come again: that plan sees the forecasts made before."""
     stays = a_run("stays", "n2/gpu0", left=HOUR)
     world = a_world(*gpus(1), *gpus(1, "n2"), a_run("one", "gpu0", left=HOUR / 2), stays)
@@ -377,7 +378,7 @@ def test_a_device_with_late_samples_counts_in_forecasts_for_a_while():
     assert [node_of(forecast) for forecast in foreseen(world, now=late + 20)] == ["n2"]
 
 
-def test_the_maker_of_forecasts_pauses_every_few_nodes():
+def test_the_maker_of_forecasts_pauses_every_few_nodes() -> None:
     nodes = [device for number in range(17) for device in gpus(1, f"n{number:02}")]
     runs = [a_run(f"run{n:02}", f"n{n:02}/gpu0", left=HOUR - n) for n in range(17)]
     world = a_world(*nodes, *runs, a_task("next", gpu_mb=80 * GIB))
@@ -389,7 +390,7 @@ def test_the_maker_of_forecasts_pauses_every_few_nodes():
     assert first is whole
 
 
-def test_an_equal_task_refused_from_the_cache_counts_and_a_shorter_one_is_backfilled():
+def test_an_equal_task_refused_from_the_cache_counts_and_a_shorter_one_is_backfilled() -> None:
     waits = a_task("next", gpus=1, submitted_at=NOW - 9)
     world = a_world(a_device(), a_run("one", "gpu0", left=100.0, gpu_mb=60 * GIB), waits)
     for name, said in (("l1", 500.0), ("l2", None), ("l3", 400.0), ("short", 50.0)):

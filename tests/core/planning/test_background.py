@@ -37,7 +37,7 @@ def started(world: World, cache: PlanCache | None = None) -> dict[str, str]:
     return {task.id: task.node or "" for task in world.tasks.values() if task.state is TaskState.ADMITTED}
 
 
-def reason(world: World, task: str) -> tuple[Reason, str]:
+def reason(world: World, task: str) -> tuple[Reason | None, str]:
     told = explain(world, TaskId(task), POLICY, Instant(NOW))
     return told.reason, told.message
 

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Checkpointed, Gone, Report, Started
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -42,7 +43,7 @@ def asked_to_leave(world: World, policy: Policy) -> list[str]:
 POLICY = Policy(tenants=TWO)
 
 
-def test_a_borrower_does_not_stop_a_run_of_a_tenant_within_its_guarantee():
+def test_a_borrower_does_not_stop_a_run_of_a_tenant_within_its_guarantee() -> None:
     urgent = a_task("urgent", tenant="guest", gpu_mb=20, priority=60)
     mine, theirs = a_run("mine", "owner", 20), a_run("theirs", "guest", 20, priority=60)
     world = a_world(a_device("gpu0", mb=40), mine, theirs, urgent)
@@ -54,7 +55,7 @@ def test_a_borrower_does_not_stop_a_run_of_a_tenant_within_its_guarantee():
     assert asked_to_leave(world, Policy()) == ["mine"], "without quotas priority decides"
 
 
-def test_who_holds_nothing_of_a_quota_is_covered_by_no_guarantee():
+def test_who_holds_nothing_of_a_quota_is_covered_by_no_guarantee() -> None:
     """Nor could it ever take anything back."""
     urgent = a_task("urgent", tenant="guest", gpu_mb=30, cpu=10.0, priority=60)
     on_cpu = holding(a_task("on_cpu", tenant="owner", cpu=60.0, priority=0), node="n1")
@@ -69,7 +70,7 @@ def waiting_for_more(**fields: Any) -> tuple[World, Task]:
     return a_world(a_device("gpu0", mb=40), run, urgent), urgent
 
 
-def test_a_forecast_does_not_count_on_a_stop_that_a_guarantee_forbids():
+def test_a_forecast_does_not_count_on_a_stop_that_a_guarantee_forbids() -> None:
     world, urgent = waiting_for_more()
     [*_, [forecast]] = make_forecasts(world, POLICY, NOW)
     assert forecast.start_at == NOW + 4900.0
@@ -77,7 +78,7 @@ def test_a_forecast_does_not_count_on_a_stop_that_a_guarantee_forbids():
     assert (forecast.task, forecast.start_at) == (urgent.id, NOW + 30.0), "the grace period"
 
 
-def test_who_could_not_be_stopped_for_a_forecast_does_not_start_before_it():
+def test_who_could_not_be_stopped_for_a_forecast_does_not_start_before_it() -> None:
     for tenant, mb, starts in (("owner", 20, []), ("owner", 10, ["late"]), ("guest", 20, ["late"])):
         world, _ = waiting_for_more()
         [*_, forecasts] = make_forecasts(world, POLICY, NOW)
@@ -87,13 +88,13 @@ def test_who_could_not_be_stopped_for_a_forecast_does_not_start_before_it():
         assert [d.subject for d in plan.decisions if d.why == "admit"] == starts, (tenant, mb)
 
 
-def test_who_is_within_its_own_guarantee_may_stop_any_run_of_lower_priority():
+def test_who_is_within_its_own_guarantee_may_stop_any_run_of_lower_priority() -> None:
     urgent = a_task("urgent", tenant="guest", gpu_mb=20, priority=60)
     world = a_world(a_device("gpu0", mb=40), a_run("a", "owner", 20), a_run("b", "owner", 20), urgent)
     assert len(asked_to_leave(world, POLICY)) == 1
 
 
-def test_a_borrower_stops_others_that_borrow_until_they_have_what_they_are_guaranteed():
+def test_a_borrower_stops_others_that_borrow_until_they_have_what_they_are_guaranteed() -> None:
     runs = [a_run(f"r{n}", "guest", 10) for n in range(5)]
     policy = Policy(tenants=(*TWO, TenantPolicy("*", "lab", Mib(0))))
     world = a_world(a_device("gpu0", mb=50), *runs)
@@ -105,7 +106,7 @@ def test_a_borrower_stops_others_that_borrow_until_they_have_what_they_are_guara
     assert WhatIf(Draft(world), policy, NOW).way(task).eviction is not None
 
 
-def test_a_borrower_finds_another_way_than_the_cheapest():
+def test_a_borrower_finds_another_way_than_the_cheapest() -> None:
     """The run it may not stop has less work to lose."""
     policy = Policy(tenants=(*TWO, TenantPolicy("outside")))
     mine, theirs = a_run("mine", "owner", 20), a_run("theirs", "outside", 20, "gpu1", checkpoint_at=None)
@@ -118,7 +119,7 @@ def test_a_borrower_finds_another_way_than_the_cheapest():
     assert [run.id for run in told.victims] == ["theirs"]
 
 
-def test_a_gang_of_a_borrower_leaves_guarantees_alone_as_well():
+def test_a_gang_of_a_borrower_leaves_guarantees_alone_as_well() -> None:
     runs = [a_run(f"r{n}", "owner", 20, f"gpu{n}") for n in range(2)]
     tenants = (*TWO, TenantPolicy("third", "lab", Mib(0)), TenantPolicy("away", "lab", Mib(40)))
     policy = Policy(tenants=tenants)
@@ -129,7 +130,7 @@ def test_a_gang_of_a_borrower_leaves_guarantees_alone_as_well():
     assert sorted(asked_to_leave(world, Policy())) == ["r0", "r1"]
 
 
-def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well():
+def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well() -> None:
     policy = Policy(tenants=(*TWO, TenantPolicy("away", "lab", Mib(60))))
     runs = a_run("mine", "owner", 20), a_run("theirs", "guest", 20, priority=60)
     world = a_world(a_device("gpu0", mb=40), a_device("gpu1", mb=40), *runs)
@@ -150,7 +151,7 @@ def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well():
     assert plan_cycle(world, policy, NOW).decisions == (admitted, decision), "as without a memory"
 
 
-def test_what_was_found_for_a_borrower_is_not_held_against_others():
+def test_what_was_found_for_a_borrower_is_not_held_against_others() -> None:
     """The same demand and priority, of a tenant that may."""
     policy = Policy(tenants=(*TWO, TenantPolicy("outside", weight=0.1)))
     fields: dict[str, Any] = {"gpu_mb": 20, "priority": 60}
@@ -179,7 +180,7 @@ def crowds(draw: st.DrawFn) -> tuple[World, Policy]:
 
 @given(crowds())
 @settings(max_examples=200, deadline=None)
-def test_no_run_is_preempted_twice_for_the_same_task(crowd: tuple[World, Policy]):
+def test_no_run_is_preempted_twice_for_the_same_task(crowd: tuple[World, Policy]) -> None:
     """Though each run saves its work at once, so that nothing shields it, and none ever ends."""
     world, policy = crowd
     now, stopped = NOW, Counter[tuple[str, str]]()
@@ -199,14 +200,14 @@ def test_no_run_is_preempted_twice_for_the_same_task(crowd: tuple[World, Policy]
 def _heard_of(task: Task, now: Instant) -> list[Report]:
     match task.state:
         case TaskState.STOPPING:
-            return [Gone(task.id, task.fence, now, "process_absent")]
+            return [Gone(task.id, task.fence, now, Proof.PROCESS_ABSENT)]
         case TaskState.ADMITTED:
             saved = Checkpointed(task.id, task.fence, Instant(now + 1.0), 1, "", None, "uri")
             return [Started(task.id, task.fence, now, 1), saved]
     return []
 
 
-def test_a_borrower_refused_by_a_reservation_preempts_no_run_within_a_guarantee():
+def test_a_borrower_refused_by_a_reservation_preempts_no_run_within_a_guarantee() -> None:
     """Where it could stop somebody whom none covers, another is to start before it."""
     gpus = (a_device("gpu0", mb=40), a_device("gpu1", mb=40), a_device("gpu0", "n2", mb=40))
     stays = a_run("stays", "other", 40, priority=50, expected_seconds=Seconds(5000.0))

@@ -51,7 +51,7 @@ def two_runs(*others: Any, **demand: Any) -> World:
 
 
 @pytest.mark.parametrize("lacks", [{"cpu": 8.0}, {"cpu": 0.0, "memory_mb": 8 * GIB}])
-def test_a_critical_task_without_gpus_starts_when_all_its_victims_have_left(lacks: dict[str, Any]):
+def test_a_critical_task_without_gpus_starts_when_all_its_victims_have_left(lacks: dict[str, Any]) -> None:
     world = two_runs(a_task("high", priority=95, **lacks))
     assert stopped(cycle(world)) == ["low0", "low1"]
     one = {"cpu": 1.0, "memory_mb": GIB}
@@ -63,7 +63,7 @@ def test_a_critical_task_without_gpus_starts_when_all_its_victims_have_left(lack
     assert (started(decisions)[0], ends(decisions)) == ("high", [("high", PledgeEnd.CONSUMED)])
 
 
-def test_the_victim_is_the_cheapest_of_all_nodes():
+def test_the_victim_is_the_cheapest_of_all_nodes() -> None:
     small = a_run("low2", node="n2", priority=10, cpu=2.0)
     world = two_runs(a_node("n2", cpu=2.0), small, a_task("high", priority=95, cpu=2.0))
     low0 = world.tasks[TaskId("low0")]
@@ -72,11 +72,11 @@ def test_the_victim_is_the_cheapest_of_all_nodes():
 
 
 @pytest.mark.parametrize("priority", [20, 89])
-def test_only_a_critical_task_stops_runs_for_cpu(priority: int):
+def test_only_a_critical_task_stops_runs_for_cpu(priority: int) -> None:
     assert cycle(two_runs(a_task("high", priority=priority, cpu=8.0))) == []
 
 
-def test_idle_work_makes_room_for_every_task_that_lacks_cpu():
+def test_idle_work_makes_room_for_every_task_that_lacks_cpu() -> None:
     idle = a_run("idle", "n2", priority=3, cpu=4.0)
     world = two_runs(a_node("n2", cpu=4.0), idle, a_task("same", priority=9, cpu=2.0))
     assert cycle(world) == []
@@ -88,14 +88,14 @@ def test_idle_work_makes_room_for_every_task_that_lacks_cpu():
     assert cycle(world, now=NOW + 2.0) == [], "it has no way where the others run"
 
 
-def test_no_run_is_stopped_for_cpu_where_preemption_is_off_or_would_not_help():
+def test_no_run_is_stopped_for_cpu_where_preemption_is_off_or_would_not_help() -> None:
     assert cycle(two_runs(a_task("high", priority=95, cpu=8.0)), policy=Policy(preemption=False)) == []
     assert cycle(two_runs(a_task("high", priority=95, cpu=9.0))) == []
     world = two_runs(a_run("peer", priority=95, cpu=0.0, memory_mb=0), a_task("high", priority=95, cpu=8.0))
     assert stopped(cycle(world)) == ["low0", "low1"]
 
 
-def test_a_critical_gang_without_gpus_makes_room_on_several_nodes():
+def test_a_critical_gang_without_gpus_makes_room_on_several_nodes() -> None:
     nodes = [a_node(name, cpu=4.0) for name in ("n1", "n2")]
     runs = [a_run("low0", "n1", cpu=4.0), a_run("low1", "n2", cpu=4.0)]
     world = a_world(*nodes, *runs, a_gang("gang", *bundles(2, cpu=4.0), priority=95))
@@ -108,7 +108,7 @@ def test_a_critical_gang_without_gpus_makes_room_on_several_nodes():
     assert where(world) == ["n1", "n2"]
 
 
-def test_what_is_kept_of_a_node_is_given_back_with_its_preemptor_and_with_the_node():
+def test_what_is_kept_of_a_node_is_given_back_with_its_preemptor_and_with_the_node() -> None:
     world = two_runs(a_task("high", priority=95, cpu=8.0))
     cycle(world)
     assert list(world.pledges[TaskId("high")]) == [node_key(NodeName("n1"))]
@@ -124,7 +124,7 @@ def test_what_is_kept_of_a_node_is_given_back_with_its_preemptor_and_with_the_no
     assert ("high", PledgeEnd.DISSOLVED) in ends(list(lost))
 
 
-def test_a_waiting_task_says_which_node_is_being_cleared_for_it():
+def test_a_waiting_task_says_which_node_is_being_cleared_for_it() -> None:
     world = two_runs(a_task("high", priority=95, cpu=8.0))
     cycle(world)
     draft, high = Draft(world), world.tasks[TaskId("high")]
@@ -135,7 +135,7 @@ def test_a_waiting_task_says_which_node_is_being_cleared_for_it():
     )
 
 
-def test_a_task_that_is_not_critical_is_told_what_priority_would_start_it():
+def test_a_task_that_is_not_critical_is_told_what_priority_would_start_it() -> None:
     world = two_runs(a_task("high", priority=50, cpu=8.0))
     found = diagnose(survey_nodes(Draft(world), world.tasks[TaskId("high")], Policy(), NOW))
     changes = [remedy.change for remedy in advise(found, 100).remedies]
@@ -163,7 +163,7 @@ def licensed(*others: Any, gpu_mb: int = 0) -> World:
 
 
 @pytest.mark.parametrize("gpu_mb", [0, GIB])
-def test_a_critical_task_takes_a_used_up_custom_resource_wherever_it_is_used(gpu_mb: int):
+def test_a_critical_task_takes_a_used_up_custom_resource_wherever_it_is_used(gpu_mb: int) -> None:
     demand: dict[str, Any] = {"custom": {"licence": 2.0}, **({"gpu_mb": gpu_mb} if gpu_mb else {"cpu": 1.0})}
     world = licensed(a_task("high", priority=95, **demand), gpu_mb=gpu_mb)
     assert stopped(cycle(world, policy=LICENCES)) == ["low0", "low1"]
@@ -174,7 +174,7 @@ def test_a_critical_task_takes_a_used_up_custom_resource_wherever_it_is_used(gpu
     assert started(cycle(world, now=NOW + 2.0, policy=LICENCES)) == ["high"]
 
 
-def test_the_run_of_which_least_is_lost_gives_the_licence_back():
+def test_the_run_of_which_least_is_lost_gives_the_licence_back() -> None:
     world = licensed(a_task("high", priority=95, cpu=1.0, custom={"licence": 1.0}))
     assert stopped(cycle(world, policy=LICENCES)) == ["low0"]
     submit(world, a_task("higher", priority=96, cpu=1.0, custom={"licence": 1.0}))
@@ -191,13 +191,13 @@ def test_the_run_of_which_least_is_lost_gives_the_licence_back():
     ],
     ids=["not critical", "seats are kept for others", "more than there is", "a limit of running tasks"],
 )
-def test_no_run_is_stopped_for_a_custom_resource_that_it_would_not_get(task: dict[str, Any]):
+def test_no_run_is_stopped_for_a_custom_resource_that_it_would_not_get(task: dict[str, Any]) -> None:
     policy = Policy(custom_limits=(*LICENCES.custom_limits, CustomLimit("tenant:*", 0.0)))
     assert cycle(licensed(a_task("high", cpu=1.0, **task)), policy=policy) == []
 
 
 @pytest.mark.parametrize("slots", ["pool:lab:cpu", "pool:lab:gpus"])
-def test_a_critical_task_takes_what_its_pool_has_used_up(slots: str):
+def test_a_critical_task_takes_what_its_pool_has_used_up(slots: str) -> None:
     policy = Policy(custom_limits=(CustomLimit(slots, 4.0),))
     demand: dict[str, Any] = {"gpus": 1, "cpu": 0.0, "slots": ((slots, 4.0),)}
     low = holding(a_task("low", priority=10, **demand), "n1/gpu0", mb=80 * GIB)
@@ -211,7 +211,7 @@ def test_a_critical_task_takes_what_its_pool_has_used_up(slots: str):
     assert started(cycle(world, now=NOW + 1.0, policy=policy)) == ["high"]
 
 
-def test_what_a_run_uses_of_another_resource_does_not_count():
+def test_what_a_run_uses_of_another_resource_does_not_count() -> None:
     fpga = a_run("other", "n0", custom={"fpga": 9.0})
     policy = Policy(custom_limits=(*LICENCES.custom_limits, CustomLimit("fpga", 9.0)))
     world = licensed(fpga, a_task("high", priority=95, cpu=1.0, custom={"licence": 1.0}))

@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pl
 from gpubroker_server.core.domain.orders import StartOrder, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
@@ -51,7 +51,7 @@ def ends(decisions: list[Decision]) -> list[tuple[str, PledgeEnd]]:
     return [(w.pledge.preemptor, w.end) for d in decisions for w in d.pledges if w.end is not None]
 
 
-def test_an_admission_is_a_new_claim_with_its_leases_and_the_order_to_start():
+def test_an_admission_is_a_new_claim_with_its_leases_and_the_order_to_start() -> None:
     again = a_task(
         "again",
         gpu_mb=30 * GIB,
@@ -63,34 +63,47 @@ def test_an_admission_is_a_new_claim_with_its_leases_and_the_order_to_start():
     )
     world = a_world(a_device(), again)
     (decision,) = cycle(world)
-    task = world.tasks["again"]
+    task = world.tasks[TaskId("again")]
     assert (decision.subject, decision.why) == ("again", "admit")
     assert (task.state, task.fence, task.version, task.node) == (TaskState.ADMITTED, 5, 10, "n1")
     assert (task.admitted_at, task.not_before, task.checkpoint_at) == (NOW, None, NOW - 50.0)
     assert decision.tasks[0].changed == ("fence", "node", "admitted_at", "not_before")
-    devices = ((key("gpu0"), 30 * GIB),)
-    shares = ((30 * GIB, 0.375),)
-    start = StartOrder("again", 5, "n1", "n1-1", devices, shareable=True, priority=50, shares=shares)
+    devices = ((key("gpu0"), Mib(30 * GIB)),)
+    shares = ((Mib(30 * GIB), 0.375),)
+    start = StartOrder(
+        TaskId("again"), Fence(5), NodeName("n1"), "n1-1", devices, shareable=True, priority=50, shares=shares
+    )
     assert decision.orders == (start,)
     assert decision.leases == (
-        Lease(HolderKind.RUN, "again", 5, key("gpu0"), 30 * GIB, "default", 50, NOW, LeaseState.RESERVED, 1),
+        Lease(
+            HolderKind.RUN,
+            "again",
+            Fence(5),
+            key("gpu0"),
+            Mib(30 * GIB),
+            "default",
+            50,
+            NOW,
+            LeaseState.RESERVED,
+            1,
+        ),
     )
 
 
-def test_a_task_without_gpu_takes_no_lease():
+def test_a_task_without_gpu_takes_no_lease() -> None:
     world = a_world(a_node(), a_task("cpu", cpu=2.0))
     (decision,) = cycle(world)
     assert decision.leases == ()
-    assert world.use["n1"].cpu == 2.0
+    assert world.use[NodeName("n1")].cpu == 2.0
 
 
-def test_tasks_start_in_the_order_of_the_queue_while_there_is_room():
+def test_tasks_start_in_the_order_of_the_queue_while_there_is_room() -> None:
     names = {"low": 10, "high": 80, "mid": 50}
     world = a_world(a_device(), *(a_task(n, priority=p, gpu_mb=30 * GIB) for n, p in names.items()))
     assert started(cycle(world)) == ["high", "mid"]
 
 
-def test_a_smaller_task_passes_one_for_which_there_is_no_room():
+def test_a_smaller_task_passes_one_for_which_there_is_no_room() -> None:
     world = a_world(
         holding(a_task("peer", priority=95, gpu_mb=60 * GIB), "gpu0"),
         a_task("large", priority=80, gpu_mb=40 * GIB),
@@ -99,7 +112,7 @@ def test_a_smaller_task_passes_one_for_which_there_is_no_room():
     assert started(cycle(world)) == ["small"]
 
 
-def test_held_and_delayed_tasks_are_not_planned_until_they_may_be():
+def test_held_and_delayed_tasks_are_not_planned_until_they_may_be() -> None:
     world = a_world(
         a_device(), a_task("held", held=True), a_task("delayed", not_before=Instant(NOW + 5.0)), a_task("due")
     )
@@ -107,22 +120,22 @@ def test_held_and_delayed_tasks_are_not_planned_until_they_may_be():
     assert started(cycle(world, now=NOW + 5.0)) == ["delayed"]
 
 
-def test_a_preemption_gives_notice_and_pledges_what_will_be_freed():
+def test_a_preemption_gives_notice_and_pledges_what_will_be_freed() -> None:
     low = a_task("low", priority=10, gpu_mb=60 * GIB, grace_seconds=Seconds(45.0))
     world = a_world(holding(low, "gpu0"), a_task("high", priority=80, gpu_mb=40 * GIB))
     (decision,) = cycle(world)
     assert (decision.subject, decision.why) == ("high", "preempt")
-    victim = world.tasks["low"]
+    victim = world.tasks[TaskId("low")]
     assert (victim.state, victim.stop_reason) == (TaskState.STOPPING, StopReason.PREEMPT)
     assert (victim.stop_deadline_at, victim.freeing_for) == (NOW + 45.0, "high")
-    order = StopOrder("low", 1, "n1", "n1-1", StopReason.PREEMPT, Seconds(45.0))
+    order = StopOrder(TaskId("low"), Fence(1), NodeName("n1"), "n1-1", StopReason.PREEMPT, Seconds(45.0))
     assert decision.orders == (order,)
-    pledge = a_pledge(world.tasks["high"], "gpu0", 40 * GIB, deadline_at=Instant(NOW + 45.0))
+    pledge = a_pledge(world.tasks[TaskId("high")], "gpu0", 40 * GIB, deadline_at=Instant(NOW + 45.0))
     assert world.pledges == {"high": {key("gpu0"): pledge}}
-    assert world.tasks["high"].state is TaskState.PENDING
+    assert world.tasks[TaskId("high")].state is TaskState.PENDING
 
 
-def test_a_preemptor_with_live_pledges_stops_nobody_else():
+def test_a_preemptor_with_live_pledges_stops_nobody_else() -> None:
     world = a_world(
         a_device(),
         a_device("gpu1"),
@@ -134,7 +147,7 @@ def test_a_preemptor_with_live_pledges_stops_nobody_else():
     assert cycle(world) == []
 
 
-def test_freed_memory_goes_to_the_preemptor_and_not_to_the_victim_that_left_first():
+def test_freed_memory_goes_to_the_preemptor_and_not_to_the_victim_that_left_first() -> None:
     """The case of kubernetes-sigs/kueue#13662: two victims end at different times; the first comes back."""
     world = a_world(
         a_device(),
@@ -152,7 +165,7 @@ def test_freed_memory_goes_to_the_preemptor_and_not_to_the_victim_that_left_firs
     assert world.pledges == {}
 
 
-def test_what_the_victims_leave_over_is_free_for_all():
+def test_what_the_victims_leave_over_is_free_for_all() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=50 * GIB),
@@ -163,7 +176,7 @@ def test_what_the_victims_leave_over_is_free_for_all():
     assert started(cycle(world)) == ["high", "small"]
 
 
-def test_room_that_was_free_already_is_kept_only_as_far_as_the_victims_do_not_bring_it():
+def test_room_that_was_free_already_is_kept_only_as_far_as_the_victims_do_not_bring_it() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=60 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=70 * GIB),
@@ -175,7 +188,7 @@ def test_room_that_was_free_already_is_kept_only_as_far_as_the_victims_do_not_br
     assert started(decisions) == ["small"]
 
 
-def test_a_strictly_higher_priority_takes_pledged_memory_and_the_pledge_ends():
+def test_a_strictly_higher_priority_takes_pledged_memory_and_the_pledge_ends() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=80 * GIB),
@@ -189,7 +202,7 @@ def test_a_strictly_higher_priority_takes_pledged_memory_and_the_pledge_ends():
     assert world.pledges == {}
 
 
-def test_a_higher_priority_that_leaves_enough_takes_no_pledge():
+def test_a_higher_priority_that_leaves_enough_takes_no_pledge() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=60 * GIB),
@@ -202,7 +215,7 @@ def test_a_higher_priority_that_leaves_enough_takes_no_pledge():
     assert ends(decisions) == [("high", PledgeEnd.CONSUMED)]
 
 
-def test_a_preemptor_that_loses_one_of_its_pledges_loses_all_and_is_planned_anew():
+def test_a_preemptor_that_loses_one_of_its_pledges_loses_all_and_is_planned_anew() -> None:
     world = a_world(
         a_device(),
         a_device("gpu1"),
@@ -218,7 +231,7 @@ def test_a_preemptor_that_loses_one_of_its_pledges_loses_all_and_is_planned_anew
     assert ends(decisions) == [("pair", PledgeEnd.TAKEN)] * 2
 
 
-def test_of_two_pledges_the_one_of_lower_priority_is_taken():
+def test_of_two_pledges_the_one_of_lower_priority_is_taken() -> None:
     waiting = [a_task(f"p{p}", priority=p, gpu_mb=40 * GIB) for p in (60, 70)]
     world = a_world(a_device(), *waiting, *(a_pledge(task, "gpu0", 40 * GIB) for task in waiting))
     submit(world, a_task("urgent", priority=95, gpu_mb=40 * GIB))
@@ -227,7 +240,7 @@ def test_of_two_pledges_the_one_of_lower_priority_is_taken():
     assert started(decisions) == ["urgent", "p70"]
 
 
-def test_an_eviction_may_overtake_a_pledge_of_lower_priority():
+def test_an_eviction_may_overtake_a_pledge_of_lower_priority() -> None:
     world = a_world(
         holding(a_task("a", priority=10, gpu_mb=40 * GIB), "gpu0"),
         holding(a_task("b", priority=10, gpu_mb=40 * GIB, submitted_at=NOW - 1.0), "gpu0"),
@@ -241,7 +254,7 @@ def test_an_eviction_may_overtake_a_pledge_of_lower_priority():
     assert list(world.pledges) == ["urgent"]
 
 
-def test_a_preemptor_that_finds_room_elsewhere_gives_its_pledge_back():
+def test_a_preemptor_that_finds_room_elsewhere_gives_its_pledge_back() -> None:
     world = a_world(
         a_device(),
         a_device("gpu1"),
@@ -256,7 +269,7 @@ def test_a_preemptor_that_finds_room_elsewhere_gives_its_pledge_back():
     assert ends(decisions) == [("high", PledgeEnd.WITHDRAWN)]
 
 
-def test_pledges_of_a_task_that_no_longer_waits_are_withdrawn_and_their_memory_is_planned():
+def test_pledges_of_a_task_that_no_longer_waits_are_withdrawn_and_their_memory_is_planned() -> None:
     tasks = [a_task("held", held=True), a_task("late", not_before=Instant(NOW + 9.0)), a_task("gone")]
     pledges = [a_pledge(task, "gpu0", 20 * GIB, priority=80) for task in tasks]
     world = a_world(a_device(), *tasks[:2], *pledges, a_task("new", gpu_mb=80 * GIB))
@@ -265,7 +278,7 @@ def test_pledges_of_a_task_that_no_longer_waits_are_withdrawn_and_their_memory_i
     assert started(decisions) == ["new"]
 
 
-def test_one_preemption_for_each_of_several_equal_tasks():
+def test_one_preemption_for_each_of_several_equal_tasks() -> None:
     world = a_world(
         *(a_device(f"gpu{n}") for n in range(2)),
         *(holding(a_task(f"low{n}", priority=10, gpu_mb=80 * GIB), f"gpu{n}") for n in range(2)),
@@ -276,9 +289,9 @@ def test_one_preemption_for_each_of_several_equal_tasks():
     assert stopped(decisions) == ["low0", "low1"]
 
 
-def test_a_preemptor_that_waits_holds_back_none_of_its_likes():
+def test_a_preemptor_that_waits_holds_back_none_of_its_likes() -> None:
     waits, like = (a_task(name, priority=80, gpu_mb=80 * GIB) for name in ("a", "b"))
-    notice = {"stop_reason": StopReason.PREEMPT, "freeing_for": waits.id}
+    notice: dict[str, Any] = {"stop_reason": StopReason.PREEMPT, "freeing_for": waits.id}
     victim = a_task("victim", priority=10, gpu_mb=80 * GIB)
     world = a_world(
         a_device(),
@@ -292,14 +305,14 @@ def test_a_preemptor_that_waits_holds_back_none_of_its_likes():
     assert stopped(cycle(world)) == ["low"]
 
 
-def test_a_preemptor_whose_room_has_come_starts_even_if_its_like_was_refused():
+def test_a_preemptor_whose_room_has_come_starts_even_if_its_like_was_refused() -> None:
     early = a_task("early", priority=80, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 9.0))
     pledged = a_task("pledged", priority=80, gpu_mb=80 * GIB)
     world = a_world(a_device(), early, pledged, a_pledge(pledged, "gpu0", 80 * GIB))
     assert started(cycle(world)) == ["pledged"]
 
 
-def test_a_refused_demand_is_looked_at_once_however_many_tasks_share_it():
+def test_a_refused_demand_is_looked_at_once_however_many_tasks_share_it() -> None:
     world = a_world(
         holding(a_task("peer", priority=95, gpu_mb=80 * GIB), "gpu0"),
         *(a_task(f"t{n:04}", priority=50 + n % 3, gpu_mb=10 * GIB) for n in range(3000)),
@@ -310,7 +323,7 @@ def test_a_refused_demand_is_looked_at_once_however_many_tasks_share_it():
     assert started(list(plan.decisions)) == ["cpu"]
 
 
-def test_a_demand_that_was_refused_is_tried_again_at_a_higher_priority():
+def test_a_demand_that_was_refused_is_tried_again_at_a_higher_priority() -> None:
     """Ageing brought the lower priority to the front; only the higher one may preempt."""
     world = a_world(
         holding(a_task("run", priority=55, gpu_mb=80 * GIB), "gpu0"),
@@ -321,7 +334,7 @@ def test_a_demand_that_was_refused_is_tried_again_at_a_higher_priority():
     assert decision.subject == "high"
 
 
-def test_a_slice_ends_when_its_looks_are_used_up_and_the_next_goes_on():
+def test_a_slice_ends_when_its_looks_are_used_up_and_the_next_goes_on() -> None:
     world = a_world(a_device(), *(a_task(f"t{n}", gpu_mb=10 * GIB) for n in range(8)))
     names, slices, cursor = [], 0, None
     while slices == 0 or cursor is not None:
@@ -333,7 +346,7 @@ def test_a_slice_ends_when_its_looks_are_used_up_and_the_next_goes_on():
     assert names == [f"t{n}" for n in range(8)]
 
 
-def test_ageing_stands_still_during_a_cycle_so_that_nobody_is_skipped():
+def test_ageing_stands_still_during_a_cycle_so_that_nobody_is_skipped() -> None:
     """A thousand seconds later `old` would stand before the others, where the cycle has been already."""
     old = a_task("old", priority=40, submitted_at=Instant(NOW - 1000.0))
     world = a_world(a_node(), old, a_task("first", priority=69), a_task("second", priority=68))
@@ -346,12 +359,12 @@ def test_ageing_stands_still_during_a_cycle_so_that_nobody_is_skipped():
     assert names == ["first", "second", "old"]
 
 
-def test_tasks_start_in_the_order_of_their_aged_priority():
+def test_tasks_start_in_the_order_of_their_aged_priority() -> None:
     aged = a_task("aged", priority=50, submitted_at=Instant(NOW - 900.0))
     assert started(cycle(a_world(a_node(), aged, a_task("new", priority=60)))) == ["aged", "new"]
 
 
-def test_what_was_refused_costs_no_look_in_the_next_cycle():
+def test_what_was_refused_costs_no_look_in_the_next_cycle() -> None:
     world = a_world(
         holding(a_task("peer", priority=95, gpu_mb=80 * GIB), "gpu0"),
         *(a_task(f"t{n}", gpu_mb=10 * GIB) for n in range(4)),
@@ -365,7 +378,7 @@ def test_what_was_refused_costs_no_look_in_the_next_cycle():
     assert started(list(plan_cycle(world, POLICY, NOW, budget=2, cache=cache).decisions)) == ["late"]
 
 
-def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice():
+def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice() -> None:
     aged = a_task("aged", priority=60, gpu_mb=50 * GIB, submitted_at=Instant(NOW - 1e6))
     world = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB))
     policy = Policy(shield_seconds=Seconds(0.0))
@@ -376,7 +389,7 @@ def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice():
     assert stopped(cycle(world, now=NOW + 2.0, policy=policy)) == ["aged"]
 
 
-def test_a_pledge_that_was_taken_in_this_cycle_does_not_spare_its_task_the_refusal():
+def test_a_pledge_that_was_taken_in_this_cycle_does_not_spare_its_task_the_refusal() -> None:
     """`mid` stood for itself while it had a pledge; without one it is one of its likes again."""
     mid = a_task("mid", priority=50, gpu_mb=40 * GIB)
     like = a_task("like", priority=60, gpu_mb=40 * GIB)
@@ -387,7 +400,7 @@ def test_a_pledge_that_was_taken_in_this_cycle_does_not_spare_its_task_the_refus
     assert ends(decisions) == [("mid", PledgeEnd.TAKEN)]
 
 
-def test_planning_changes_nothing_but_who_is_due():
+def test_planning_changes_nothing_but_who_is_due() -> None:
     parts: list[Any] = [
         holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=80 * GIB),

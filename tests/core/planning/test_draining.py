@@ -1,22 +1,22 @@
 """Cordon and drain: what may start, what is asked to leave and when, and when nothing is left."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.holders import MemberState, Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import StopOrder, WorldOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
+from gpubroker_server.core.domain.task import StopReason, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, node_key
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.draining import ask_to_leave, still_on
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -69,7 +69,7 @@ def a_run(id: str = "run", device: str = "gpu0", **fields: Any) -> Holding:
 
 def a_model(id: str, device: str, name: str = "llm", priority: int = 50) -> Holding:
     """In memory for a hundred seconds."""
-    model = replace(a_task(id, gpu_mb=GIB, priority=priority), model=ModelTerms("main", name))
+    model = replace(a_task(id, gpu_mb=GIB, priority=priority), holder=Model("main", name))
     held = holding(model, device)
     kind = HolderKind.MODEL if name else HolderKind.SERVER
     return Holding(held.task, tuple(replace(lease, holder_kind=kind) for lease in held.leases))
@@ -244,7 +244,7 @@ def test_an_elastic_gang_goes_on_without_the_ranks_of_a_drained_node() -> None:
     assert stops(decisions) == {("gang", 2): 10.0, ("gang", 3): 10.0}
     told = [order for decision in decisions for order in decision.orders if isinstance(order, WorldOrder)]
     assert [(order.rank, order.ranks) for order in told] == [(0, (0, 1)), (1, (0, 1))]
-    assert [member.state for member in gang.task.members[2:]] == [MemberState.LEAVING] * 2
+    assert [member.state for member in members_of(gang.task)[2:]] == [MemberState.LEAVING] * 2
     assert gang.task.state is TaskState.RUNNING
     assert leave(gang.world, gang.now + 1.0) == []
 
@@ -268,7 +268,7 @@ def test_ranks_that_leave_anyway_leave_by_the_deadline() -> None:
     gang = at_work(elastic(grace_seconds=Seconds(300.0)))
     drained(gang, "n2")
     assert stops(drained(gang, "n2", deadline_seconds=60.0)) == {("gang", 2): 60.0, ("gang", 3): 60.0}
-    assert {member.stop_deadline_at for member in gang.task.members[2:]} == {gang.now + 60.0}
+    assert {member.stop_deadline_at for member in members_of(gang.task)[2:]} == {gang.now + 60.0}
 
 
 def test_a_critical_gang_keeps_its_ranks_until_a_grace_period_before_the_deadline() -> None:

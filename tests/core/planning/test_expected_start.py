@@ -8,7 +8,7 @@ from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecas
 from tests.builders import GIB, NOW, a_pledge, a_task, a_world
 
 
-def test_who_waits_is_told_of_its_pledge_else_of_its_forecast_else_nothing():
+def test_who_waits_is_told_of_its_pledge_else_of_its_forecast_else_nothing() -> None:
     waiting = a_task("next", gpu_mb=GIB)
     times = Instant(NOW - 5), Instant(NOW + 60), Instant(NOW + 90)
     forecast = Forecast(TaskId("next"), (Placement(NodeName("n1"), ()),), *times, 7, Basis.LEARNED)

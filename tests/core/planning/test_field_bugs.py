@@ -4,10 +4,11 @@ The docstrings name where each was reported, and what happened there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
@@ -20,6 +21,7 @@ from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -78,14 +80,14 @@ class Leader:
 
     def leaves(self, name: str) -> None:
         """Its process is confirmed gone."""
-        self.turn(Gone(self.task(name).id, self.task(name).fence, Instant(self.now), "process_absent"))
+        self.turn(Gone(self.task(name).id, self.task(name).fence, Instant(self.now), Proof.PROCESS_ABSENT))
 
     def ends(self, name: str, ending: Ending = Ending.SUCCEEDED) -> None:
         task, now = self.task(name), Instant(self.now)
         failure = Failure("exception", "as written") if ending is Ending.FAILED else None
         self.turn(
             Ended(task.id, task.fence, now, ending, failure=failure),
-            Gone(task.id, task.fence, now, "process_absent"),
+            Gone(task.id, task.fence, now, Proof.PROCESS_ABSENT),
         )
 
     def task(self, name: str) -> Task:
@@ -107,7 +109,7 @@ class Leader:
             check_ledger(self.world)
 
 
-def test_victims_that_leave_one_after_the_other_are_not_let_back_into_the_hole():
+def test_victims_that_leave_one_after_the_other_are_not_let_back_into_the_hole() -> None:
     """kubernetes-sigs/kueue#13662: the first victim to be gone was admitted again while its preemptor still
     waited for the second, was preempted again, and so on for ever."""
     victims = [holding(a_task(name, priority=10, gpu_mb=40 * GIB), "gpu0") for name in ("a", "b")]
@@ -123,7 +125,7 @@ def test_victims_that_leave_one_after_the_other_are_not_let_back_into_the_hole()
     assert leader.admitted() == ["high"]
 
 
-def test_borrowers_that_leave_one_after_the_other_do_not_take_back_what_is_reclaimed():
+def test_borrowers_that_leave_one_after_the_other_do_not_take_back_what_is_reclaimed() -> None:
     """The same of kueue#13662 where the victims are of a higher priority than the owner of what they had
     borrowed: it is below its guarantee, and their priority gives them no right to the hole."""
     policy = Policy(tenants=(TenantPolicy("owner", "lab", Mib(50)), TenantPolicy("guest", "lab", Mib(30))))
@@ -144,7 +146,7 @@ def test_borrowers_that_leave_one_after_the_other_do_not_take_back_what_is_recla
     assert leader.admitted() == ["wants"]
 
 
-def test_who_waited_longest_for_room_is_the_first_to_get_it():
+def test_who_waited_longest_for_room_is_the_first_to_get_it() -> None:
     """dstackai/dstack#4246: a run that found no room slept longer after each attempt, up to 10 minutes, so
     that fresh runs of lower priority took what became free."""
     leader = Leader(a_world(a_device(), holding(a_task("runs", priority=80, gpu_mb=80 * GIB), "gpu0")))
@@ -157,7 +159,7 @@ def test_who_waited_longest_for_room_is_the_first_to_get_it():
     assert leader.admitted() == ["waits"]
 
 
-def test_an_attempt_that_failed_keeps_its_place_in_the_queue():
+def test_an_attempt_that_failed_keeps_its_place_in_the_queue() -> None:
     """dstackai/dstack#4246, the other half: the pause after a failure must not cost the place, once it is
     over."""
     first = holding(a_task("first", gpu_mb=80 * GIB, max_retries=3), "gpu0")
@@ -171,7 +173,7 @@ def test_an_attempt_that_failed_keeps_its_place_in_the_queue():
     assert leader.admitted() == ["second", "first"]
 
 
-def test_parts_of_devices_are_no_device():
+def test_parts_of_devices_are_no_device() -> None:
     """ray-project/ray#52133: 80 actors of 0.18 GPU on two nodes of 8 hung, because what was left on each of a
     node's GPUs was added up, and a sixth actor sent where none of them had room."""
     devices = [a_device(f"gpu{i}", node) for node in ("n1", "n2") for i in range(8)]
@@ -184,14 +186,15 @@ def test_parts_of_devices_are_no_device():
     assert leader.state("t80") is TaskState.PENDING
 
 
-def test_a_victim_is_not_brought_back_by_what_still_arrives_for_it():
+def test_a_victim_is_not_brought_back_by_what_still_arrives_for_it() -> None:
     """ollama/ollama#17408: a request for a runner that was being evicted gave it a new life, and whoever
     waited for its memory waited for ever."""
     victim = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0", state=TaskState.ADMITTED)
     leader = Leader(a_world(a_device(), victim, a_task("high", priority=80, gpu_mb=80 * GIB)))
     leader.turn()
     leader.turn(Started(victim.task.id, victim.task.fence, Instant(leader.now), pid=1))
-    for number, change in enumerate(({"priority": 80}, {"held": True}, {"held": False})):
+    changes: tuple[dict[str, Any], ...] = ({"priority": 80}, {"held": True}, {"held": False})
+    for number, change in enumerate(changes):
         request = Request(f"r{number}", victim.task.id, "default", "change", change, Instant(leader.now))
         commit(leader.world, carry_out(leader.world, request, Instant(leader.now), Policy()))
     leader.wait(5.0)
@@ -200,7 +203,7 @@ def test_a_victim_is_not_brought_back_by_what_still_arrives_for_it():
     assert leader.admitted() == ["high"]
 
 
-def test_nobody_waits_for_ever_for_a_victim_that_does_not_leave():
+def test_nobody_waits_for_ever_for_a_victim_that_does_not_leave() -> None:
     """ollama/ollama#17408: nothing ended the wait for an unload that was never going to happen."""
     low = a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=Seconds(30.0))
     other = a_task("other", priority=10, gpu_mb=80 * GIB, grace_seconds=Seconds(30.0))
@@ -219,7 +222,7 @@ def test_nobody_waits_for_ever_for_a_victim_that_does_not_leave():
     assert world.ledgers[key("gpu0")].free_mb() == 0
 
 
-def test_nobody_is_stopped_for_what_would_still_not_fit():
+def test_nobody_is_stopped_for_what_would_still_not_fit() -> None:
     """ollama/ollama#18282: a model that could not fit had the others evicted for it, again and again."""
     stays = holding(a_task("stays", priority=90, gpu_mb=50 * GIB), "gpu0")
     lows = [holding(a_task(f"low{i}", priority=10, gpu_mb=10 * GIB), "gpu0") for i in range(3)]
@@ -233,7 +236,7 @@ def test_nobody_is_stopped_for_what_would_still_not_fit():
     assert not [task for task in leader.world.tasks.values() if task.state in TERMINAL]
 
 
-def test_two_gangs_never_hold_half_each():
+def test_two_gangs_never_hold_half_each() -> None:
     """kubeflow/trainer#165: workers were placed one by one, so that each of two jobs got a part of the GPUs,
     and both waited for the rest for ever."""
     devices = [a_device(f"gpu{i}", node) for node in ("n1", "n2") for i in range(2)]
@@ -245,7 +248,7 @@ def test_two_gangs_never_hold_half_each():
     assert leader.world.leases_of(leader.task("second")) == []
 
 
-def test_a_large_task_is_not_starved_by_small_ones():
+def test_a_large_task_is_not_starved_by_small_ones() -> None:
     """kubernetes-retired/kube-batch#158: who needs many devices at once and just waits for them sees each one
     go, as it becomes free, to somebody small who came later."""
     small = {"gpus": 1, "expected_seconds": Seconds(100.0)}

@@ -1,6 +1,5 @@
 """A round of forecasts is made in many steps, and holds for a while: in between runs begin, last and end."""
 
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.domain.estimates import SketchKey, What
@@ -14,6 +13,7 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -32,7 +32,7 @@ from tests.builders import (
 from tests.core.planning.test_backfill import POLICY, a_run, foreseen, gpus
 
 
-def test_what_changes_while_forecasts_are_made_is_seen_by_those_that_are_made_after_it():
+def test_what_changes_while_forecasts_are_made_is_seen_by_those_that_are_made_after_it() -> None:
     nodes = [device for number in range(5) for device in gpus(1, f"n{number}")]
     runs = [a_run(f"r{number}", f"n{number}/gpu0", left=600.0) for number in range(5)]
     world = a_world(*nodes, *runs, a_task("one", gpus=1), a_task("two", gpus=1))
@@ -43,7 +43,7 @@ def test_what_changes_while_forecasts_are_made_is_seen_by_those_that_are_made_af
     assert [(f.task, f.start_at - NOW) for f in made] == [("one", 600), ("two", 0)]
 
 
-def test_who_starts_on_its_pledges_while_forecasts_are_made_counts_once():
+def test_who_starts_on_its_pledges_while_forecasts_are_made_counts_once() -> None:
     small = [a_node(f"n{number}", cpu=8.0) for number in range(4)]
     nodes = [device for number in range(5) for device in gpus(1, f"n{number}")]
     runs = [a_run(f"r{number}", f"n{number}/gpu0", left=600.0) for number in range(4)]
@@ -73,14 +73,14 @@ def a_full_node(**hog: Any) -> World:
     return a_world(a_node("n1", cpu=16.0), a_device(), runs, waits)
 
 
-def test_a_task_for_gpus_alone_does_not_wait_for_a_task_that_waits_for_cpus():
+def test_a_task_for_gpus_alone_does_not_wait_for_a_task_that_waits_for_cpus() -> None:
     for seconds in (0.0, 0.5, 30.0, 3600.0):
         world = a_full_node()
         submit(world, a_task("gpu", gpu_mb=20 * GIB))
         assert admitted_at(world, seconds) == ["gpu"]
 
 
-def test_who_takes_what_is_left_beside_a_forecast_starts_however_long_ago_it_was_guessed():
+def test_who_takes_what_is_left_beside_a_forecast_starts_however_long_ago_it_was_guessed() -> None:
     """The longer the run lasts, the later it is expected to end: of whom the forecast was sure enough is not
     taken to be there still when it comes true."""
     for seconds in (0.0, 0.5, 30.0):
@@ -89,7 +89,7 @@ def test_who_takes_what_is_left_beside_a_forecast_starts_however_long_ago_it_was
         assert admitted_at(world, seconds) == ["one", "three"]
 
 
-def test_what_was_learned_of_a_run_is_asked_as_of_the_forecast_too():
+def test_what_was_learned_of_a_run_is_asked_as_of_the_forecast_too() -> None:
     """Those of its likes count that took longer than it has: they are fewer, and longer, each moment."""
     world = a_full_node(cpu=12.0, subject="fit")
     spread = a_sketch([float(10 * number) for number in range(1, 100)])
@@ -99,7 +99,7 @@ def test_what_was_learned_of_a_run_is_asked_as_of_the_forecast_too():
     assert admitted_at(world, 20.0) == ["one"]
 
 
-def test_a_run_that_began_after_the_forecast_is_judged_by_when_it_began():
+def test_a_run_that_began_after_the_forecast_is_judged_by_when_it_began() -> None:
     world = a_full_node()
     young = replace(world.tasks[TaskId("hog")], started_at=Instant(NOW + 10.0))
     ends = ExpectedEnds(Draft(world), POLICY, Instant(NOW + 20.0), NOW).of(young)
@@ -117,7 +117,7 @@ a_length = st.sampled_from((None, 50.0, 150.0, 900.0))
 @settings(max_examples=150, deadline=None)
 def test_nobody_is_kept_waiting_for_whom_he_takes_nothing_from(
     takers: list[tuple[float, float | None, bool]], others: list[tuple[int, float | None]], later: float
-):
+) -> None:
     """Whatever runs on CPUs and waits for some, those who ask for memory of GPUs alone start as without."""
 
     def plan(*beside: Any) -> list[str]:

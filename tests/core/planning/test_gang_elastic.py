@@ -1,7 +1,6 @@
 """Ranks that a gang can do without are the first to give memory back, and the gang goes on."""
 
-from dataclasses import replace
-
+from gpubroker_server.core.domain.holders import MemberState
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import (
     Ending,
@@ -9,10 +8,11 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
-from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
+from gpubroker_server.core.domain.task import StopReason, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -44,7 +44,7 @@ def test_a_rank_beyond_the_least_leaves_and_the_gang_goes_on() -> None:
     ]
     assert gang.task.state is TaskState.RUNNING
     assert states(gang.task) == ["ready", "ready", "leaving", "ready"]
-    assert gang.task.members[2].stop_deadline_at == LATER + 30.0
+    assert members_of(gang.task)[2].stop_deadline_at == LATER + 30.0
 
 
 def test_the_others_hear_who_is_left() -> None:
@@ -157,7 +157,7 @@ def test_however_the_rank_ends_it_is_not_the_end_of_the_gang() -> None:
         gang = shrunk()
         outcome = outcome_of(gang, gang.ended(2, ending), gang.gone(2))
         assert outcome is None
-        assert (gang.task.state, gang.task.members[2].state) == (TaskState.RUNNING, MemberState.LEFT)
+        assert (gang.task.state, members_of(gang.task)[2].state) == (TaskState.RUNNING, MemberState.LEFT)
     gang = shrunk()
     gang.tell(gang.gone(2))  # killed, without a word
     assert (gang.task.state, states(gang.task)[2]) == (TaskState.RUNNING, "left")
@@ -210,7 +210,7 @@ def test_a_gang_at_work_has_its_least_ranks_and_no_byte_is_promised_twice(
         comes(gang, f"comer{number}", priority, gpus=gpus)
         check(gang, least)
         for rank, with_word in ends[number : number + 1]:
-            if gang.task.members and not gang.task.members[rank].takes_part:
+            if members_of(gang.task) and not members_of(gang.task)[rank].takes_part:
                 words = [gang.ended(rank, Ending.STOPPED)] if with_word else []
                 gang.tell(*words, gang.gone(rank))
             check(gang, least)
@@ -221,6 +221,6 @@ def test_a_gang_at_work_has_its_least_ranks_and_no_byte_is_promised_twice(
 def check(gang: Agents, least: int) -> None:
     check_ledger(gang.world)
     if gang.task.state is TaskState.RUNNING:
-        assert all(member.takes_part and not member.gone for member in gang.task.members[:least])
+        assert all(member.takes_part and not member.gone for member in members_of(gang.task)[:least])
         held = {lease.rank for lease in gang.world.leases_of(gang.task)}
-        assert held == {member.rank for member in gang.task.members if not member.gone}
+        assert held == {member.rank for member in members_of(gang.task) if not member.gone}

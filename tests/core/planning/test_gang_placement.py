@@ -168,6 +168,14 @@ def test_ranks_that_are_alike_lie_device_by_device_so_that_the_last_ones_free_wh
     assert devices == ["gpu0", "gpu0", "gpu1", "gpu1"]
 
 
+def test_ranks_that_are_spread_take_the_gpus_with_the_fewest_holders() -> None:
+    world = a_world(a_device("gpu0", mb=80 * GIB), *(a_device(f"gpu{n}", mb=24 * GIB) for n in (1, 2)))
+    gang = a_gang("gang", *bundles(3, gpu_mb=2 * GIB, placement="spread"))
+    found = placed(world, gang)
+    assert found is not None
+    assert sorted(key for place in found for key, _ in place.devices) == [f"test/n1/gpu{n}" for n in range(3)]
+
+
 def test_a_gang_that_is_planned_leaves_less_stranded_than_by_room_alone() -> None:
     left = {}
     for placement in ("best_fit", "stranded"):
@@ -197,7 +205,7 @@ def test_the_search_gives_up_after_so_many_steps(monkeypatch: pytest.MonkeyPatch
 
 
 SIZES = (10, 20, 30, 50)
-RANKS = st.sampled_from(
+RANKS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
     [
         *({"gpu_mb": size} for size in SIZES),
         {"gpu_mb": 20, "cpu": 2.0},
@@ -223,7 +231,7 @@ def clusters(draw: st.DrawFn) -> World:
 
 @st.composite
 def gangs(draw: st.DrawFn) -> Task:
-    shapes = draw(st.lists(RANKS, min_size=1, max_size=4))
+    shapes: list[dict[str, Any]] = draw(st.lists(RANKS, min_size=1, max_size=4))
     strategy = draw(st.sampled_from(("pack", "spread", "strict_pack", "strict_spread")))
     parts = [part for shape in shapes for part in bundles(1, **shape)]
     return a_gang("gang", *parts, strategy=strategy)

@@ -1,6 +1,5 @@
 """Room for a gang is made on several nodes at once or not at all, and a gang gives way as a whole."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -360,7 +360,7 @@ def test_among_many_candidates_a_gang_beside_the_places_of_another_is_put_back()
     useless = a_gang("useless", *bundles(2, gpu_mb=15), priority=4, **spread)
     needed = a_gang("needed", *bundles(2, gpu_mb=20), priority=5, **spread)
     devices = [a_device(f"gpu{at}", node, mb=mb) for node in ("n1", "n2") for at, mb in ((0, 40), (1, 20))]
-    since = {"started_at": Instant(NOW - 500.0)}
+    since: dict[str, Any] = {"started_at": Instant(NOW - 500.0)}
     others = [holding(a_task(f"r{n}", gpu_mb=10, priority=5), "n3/gpu0", **since) for n in range(9)]
     world = a_world(*devices, a_device("gpu0", "n3", mb=90), *others, useless)
     plan(world, by_room, now=NOW)

@@ -1,7 +1,6 @@
 """Gangs beside forecasts: where they may have others stopped, and what is remembered of it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.domain.demand import PlacementConstraints
@@ -14,13 +13,15 @@ from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.plan_cache import PlanCache
+from gpubroker_server.core.planning.preemption.gang_eviction import choose_for_gang
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_device, a_task, a_world, commit, holding
 from tests.core.gangs import a_gang, bundles
 
 POLICY = Policy(ageing_seconds_per_point=Seconds(1e9))
-FIRST = replace(a_task("first", priority=60, cpu=64.0), submitted_at=Instant(NOW - 100.0))
+FIRST = replace(a_task("first", priority=60, cpu=64.0, gpu_mb=GIB), submitted_at=Instant(NOW - 100.0))
 GANG = a_gang("gang", *bundles(2, gpus=1, exclusive=True), priority=60)
 
 
@@ -56,7 +57,7 @@ def stopped(
     return [write.task.id for d in plan.decisions if d.why == "preempt" for write in d.tasks]
 
 
-def test_a_gang_has_others_stopped_where_no_forecast_stands_if_that_costs_more():
+def test_a_gang_has_others_stopped_where_no_forecast_stands_if_that_costs_more() -> None:
     world = two_nodes(*full("n1", 10.0), *full("n2", 500.0), GANG)
     told = WhatIf(Draft(world), POLICY, NOW, on("n1")).way(GANG).eviction
     assert stopped(world, on("n1")) == ["n2-0", "n2-1"]
@@ -70,7 +71,7 @@ class Asked:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.count = 0
-        self._choose = find_way.choose_for_gang
+        self._choose = choose_for_gang
         monkeypatch.setattr(find_way, "choose_for_gang", self)
 
     def __call__(self, *args: Any) -> Any:
@@ -82,7 +83,7 @@ def another(gang: Task = GANG) -> Task:
     return replace(gang, id="gang2", submitted_at=Instant(NOW + 1.0))
 
 
-def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(monkeypatch: Any):
+def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(monkeypatch: Any) -> None:
     world = two_nodes(*full("n1", 10.0), *full("n2", 500.0, priority=90), GANG, another())
     cache, asked = PlanCache(), Asked(monkeypatch)
     for _ in range(3):
@@ -93,7 +94,7 @@ def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(mon
     assert stopped(world, (), cache) == ["n1-0", "n1-1"]
 
 
-def test_room_coming_for_a_gang_does_not_count_for_a_gang_to_which_that_node_is_closed():
+def test_room_coming_for_a_gang_does_not_count_for_a_gang_to_which_that_node_is_closed() -> None:
     """The second one has been stopped so often that it would not give way to who starts there."""
     leaves = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 9.0)}
     leaving = [
@@ -112,7 +113,7 @@ def test_room_coming_for_a_gang_does_not_count_for_a_gang_to_which_that_node_is_
     assert stopped_for(GANG, stays) == ["n2-0", "n2-1"]
 
 
-def test_a_gang_refused_by_a_reservation_reclaims_what_is_lent_later():
+def test_a_gang_refused_by_a_reservation_reclaims_what_is_lent_later() -> None:
     """Its own node is held within a guarantee, until that tenant is given more elsewhere."""
     lab = TenantPolicy("acme", "lab", Mib(160 * GIB)), TenantPolicy("beta", "lab", Mib(80 * GIB))
     policy, cache = replace(POLICY, tenants=lab), PlanCache()
@@ -123,16 +124,16 @@ def test_a_gang_refused_by_a_reservation_reclaims_what_is_lent_later():
         "gang", *bundles(1, where=PlacementConstraints(kinds=("H100",)), **whole), tenant="acme", priority=60
     )
     fleet = a_device("gpu0", "n1"), a_device("gpu1", "n1"), a_device("gpu0", "n2")
-    fleet = *fleet, a_device("gpu0", "n3", kind="B100")
+    other = a_device("gpu0", "n3", kind="B100")
     wide = replace(FIRST, tenant="acme", demand=replace(FIRST.demand, cpu=1000.0))
-    world = a_world(*fleet, wide, *full("n1", 10.0), held, gang, more)
+    world = a_world(*fleet, other, wide, *full("n1", 10.0), held, gang, more)
     first = plan_cycle(world, policy, NOW, budget=10_000, cache=cache, forecasts=on("n1"))
     assert [(d.why, d.subject) for d in first.decisions] == [("admit", more.id)]
     commit(world, first.decisions)
     assert stopped(world, on("n1"), cache, policy) == ["held"]
 
 
-def test_room_that_is_kept_from_a_gang_is_remembered_until_something_changes_there():
+def test_room_that_is_kept_from_a_gang_is_remembered_until_something_changes_there() -> None:
     low = a_task("low", priority=10, gpus=1, exclusive=True)
     hogs = [one for node in ("n1", "n2") for one in full(node, 10.0, priority=90)[:1]]
     wide = a_gang("wide", *bundles(2, cpu=20.0), priority=60)

@@ -1,9 +1,10 @@
 """Queued inferences: when their turn comes, what keeps their model wanted, and how they end."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import CheckOrder, DropOrder, InferOrder, ModelState
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone
 from gpubroker_server.core.domain.policy import CustomLimit, InferenceServers, Policy
@@ -26,9 +27,10 @@ from gpubroker_server.core.planning.inferences import (
     keep_models_wanted,
     requeue_claims,
 )
-from gpubroker_server.core.world.event_codec import task_fields, task_from
 from gpubroker_server.core.world.events import submitted
+from gpubroker_server.core.world.payload import encode, read_task
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_task, a_world, commit, key, submit
 from tests.core.served import LLM, WANTED, a_model, an_inference, ask, at, index, loaded, pass_time, plan, the
@@ -56,7 +58,7 @@ def end(
     return decisions
 
 
-def asked(policy: Policy = POLICY, **fields: object) -> World:
+def asked(policy: Policy = POLICY, **fields: Any) -> World:
     """One inference that is being answered."""
     world = loaded()
     submit(world, an_inference(**fields))
@@ -347,12 +349,12 @@ def test_software_that_knows_no_inferences_does_not_read_on_past_one() -> None:
 
 def test_an_inference_comes_back_from_its_event_as_it_was() -> None:
     task = an_inference()
-    assert task_from(task_fields(task)) == task
+    assert read_task(encode(task)) == task
 
 
 def test_an_inference_whose_request_cannot_be_read_now_is_retried() -> None:
     world = asked()
-    unread = Gone(TaskId("ask"), Fence(1), at(6), "never_started")
+    unread = Gone(TaskId("ask"), Fence(1), at(6), Proof.NEVER_STARTED)
     commit(world, apply_reports(world, [unread, replace(unread, fence=Fence(0))], at(6), POLICY), at(6))
     task = the(world, "ask")
     assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, at(7.5))

@@ -1,6 +1,5 @@
 """Who waits for a limit or a quota: when it is told to start, and who may pass it."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.waiting import first_of_queue, waiting
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, commit, holding, submit
 from tests.core.gangs import a_gang
@@ -30,7 +30,7 @@ LICENCE = (("licence", 1.0),)
 LICENSED = replace(POLICY, custom_limits=(CustomLimit("licence", 1.0),))
 
 
-def test_the_first_tasks_that_wait_for_room_or_for_a_limit_have_forecasts():
+def test_the_first_tasks_that_wait_for_room_or_for_a_limit_have_forecasts() -> None:
     """None is made for others who wait for that limit, and room is kept for none of them."""
     licensed = [a_task(f"l{n}", gpu_mb=GIB, custom=LICENCE, submitted_at=NOW - 99 + n) for n in range(3)]
     world = a_world(a_device(), a_run("one", "gpu0", left=60.0, custom=LICENCE), *licensed)
@@ -41,7 +41,7 @@ def test_the_first_tasks_that_wait_for_room_or_for_a_limit_have_forecasts():
     assert foreseen(a_world()) == []
 
 
-def test_who_waits_for_a_limit_is_foretold_when_it_and_room_are_there():
+def test_who_waits_for_a_limit_is_foretold_when_it_and_room_are_there() -> None:
     """By the runs that must end first, and by what is said of them."""
     waits = a_task("next", gpus=1, custom=LICENCE)
     runs = a_run("one", "gpu0", left=600.0), a_run("two", "n2/gpu0", left=60.0, custom=LICENCE)
@@ -54,7 +54,7 @@ def test_who_waits_for_a_limit_is_foretold_when_it_and_room_are_there():
     assert foreseen(a_world(a_device(), stuck), LICENSED) == []
 
 
-def test_who_waits_for_a_quota_is_foretold_when_enough_was_given_back():
+def test_who_waits_for_a_quota_is_foretold_when_enough_was_given_back() -> None:
     """Of its own tenant, or of its cohort."""
     quota = replace(
         POLICY,
@@ -110,7 +110,7 @@ QUOTA = replace(POLICY, tenants=(TenantPolicy("solo", guaranteed_mb=Mib(320 * GI
 )
 def test_who_asks_for_all_of_a_limit_or_quota_is_not_passed_for_ever_by_smaller_demands_of_it(
     policy: Policy, large: dict[str, Any], small: dict[str, Any]
-):
+) -> None:
     started = a_stream(policy, a_task("large", gpus=4, **large), **small)
     assert started["large"] - NOW <= 8 * 140.0 + 700.0, "it waits for those who were there"
     assert len(started) > 25, "and the others go on after it"
@@ -128,7 +128,7 @@ def a_line(*behind: Task, **ahead: Any) -> World:
 TWO = replace(POLICY, custom_limits=(CustomLimit("licence", 2.0),))
 
 
-def test_who_stands_behind_the_first_in_a_line_takes_nothing_of_it_unless_it_is_gone_in_time():
+def test_who_stands_behind_the_first_in_a_line_takes_nothing_of_it_unless_it_is_gone_in_time() -> None:
     world = a_line()
     for name, said in (("long", 600.0), ("short", 50.0), ("unknown", None)):
         fields = {"custom": LICENCE, "gpu_mb": GIB, "expected_seconds": said}
@@ -141,7 +141,7 @@ def test_who_stands_behind_the_first_in_a_line_takes_nothing_of_it_unless_it_is_
     assert list(admitted(ahead, TWO, forecasts)) == ["urgent"]
 
 
-def test_a_line_ends_with_the_start_of_its_first():
+def test_a_line_ends_with_the_start_of_its_first() -> None:
     """Whoever stands behind it is let in in that very cycle, and in any slice."""
     world = a_line()
     forecasts = foreseen(world, TWO)
@@ -152,7 +152,7 @@ def test_a_line_ends_with_the_start_of_its_first():
     assert sorted(admitted(world, TWO, forecasts)) == ["first", "next"]
 
 
-def test_when_the_first_in_a_line_starts_the_next_one_is_not_passed_either():
+def test_when_the_first_in_a_line_starts_the_next_one_is_not_passed_either() -> None:
     """In that very cycle, for which nobody has made forecasts anew."""
     pair = (("licence", 2.0),)
     second = a_task("second", gpu_mb=GIB, custom=pair, submitted_at=NOW - 8)
@@ -169,7 +169,7 @@ def test_when_the_first_in_a_line_starts_the_next_one_is_not_passed_either():
     assert sorted(admitted(world, three, forecasts)) == ["first", "short"]
 
 
-def test_a_task_behind_the_first_for_a_limit_shows_that_as_its_reason():
+def test_a_task_behind_the_first_for_a_limit_shows_that_as_its_reason() -> None:
     world = a_line(a_task("new", gpu_mb=GIB, custom=LICENCE))
     forecasts = foreseen(world, TWO)
     found = explain(world, TaskId("new"), TWO, NOW, forecasts)
@@ -183,10 +183,10 @@ def test_a_task_behind_the_first_for_a_limit_shows_that_as_its_reason():
     assert told.remedies[0].change == {"expected_seconds": 60.0}
 
 
-def test_what_runs_that_are_over_still_hold_of_a_quota_counts_as_given_back():
+def test_what_runs_that_are_over_still_hold_of_a_quota_counts_as_given_back() -> None:
     """Else there would be no line while anybody leaves, and whoever comes next would pass."""
-    over = a_task("over", gpu_mb=160 * GIB, tenant="solo")
-    over = holding(over, "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING)
+    ended = a_task("over", gpu_mb=160 * GIB, tenant="solo")
+    over = holding(ended, "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING)
     runs = a_run("one", "gpu1", left=60.0, tenant="solo", gpu_mb=160 * GIB)
     waits = a_task("waits", gpu_mb=300 * GIB, tenant="solo")
     large = [a_device(f"gpu{n}", mb=320 * GIB) for n in range(3)]
@@ -197,13 +197,15 @@ def test_what_runs_that_are_over_still_hold_of_a_quota_counts_as_given_back():
 
 
 @pytest.mark.parametrize("limits", [(), (CustomLimit("licence", 1.0, priority_threshold=70),)])
-def test_a_limit_that_is_gone_or_kept_for_higher_priorities_never_opens(limits: tuple[CustomLimit, ...]):
+def test_a_limit_that_is_gone_or_kept_for_higher_priorities_never_opens(
+    limits: tuple[CustomLimit, ...],
+) -> None:
     running = a_run("one", "gpu0", left=60.0, custom=LICENCE, gpu_mb=GIB, priority=80)
     world = a_world(a_device(), running, a_task("waits", gpu_mb=GIB, custom=LICENCE))
     assert foreseen(world, replace(POLICY, custom_limits=limits)) == []
 
 
-def test_the_basis_of_a_forecast_for_a_limit_is_that_of_runs_that_use_the_limit():
+def test_the_basis_of_a_forecast_for_a_limit_is_that_of_runs_that_use_the_limit() -> None:
     guessed = a_run("guessed", "gpu0"), a_task("first", gpus=1, expected_seconds=Seconds(50.0))
     running = a_run("one", "n2/gpu0", left=600.0, custom=LICENCE)
     waits = a_task(
@@ -214,7 +216,7 @@ def test_the_basis_of_a_forecast_for_a_limit_is_that_of_runs_that_use_the_limit(
     assert told == [("first", 100, 900, Basis.GUESS), ("waits", 600, 600, Basis.STATED)]
 
 
-def test_who_was_admitted_while_forecasts_were_made_counts_against_a_limit_before_it_gives_back():
+def test_who_was_admitted_while_forecasts_were_made_counts_against_a_limit_before_it_gives_back() -> None:
     nodes = [device for number in range(9) for device in gpus(1, f"n{number}")]
     running = a_run("one", "n0/gpu0", left=60.0, custom=LICENCE)
     first = a_task("first", gpus=1, gpu_mb=80 * GIB, submitted_at=NOW - 9)
@@ -229,7 +231,7 @@ def test_who_was_admitted_while_forecasts_were_made_counts_against_a_limit_befor
     assert {f.task: f.start_at - NOW for f in made} == {"first": 0, "waits": 600}
 
 
-def test_who_is_passed_over_for_a_line_takes_turns_of_looking_too():
+def test_who_is_passed_over_for_a_line_takes_turns_of_looking_too() -> None:
     licensed = [a_task(f"l{n}", gpu_mb=Mib(n + 1), custom=LICENCE, priority=60) for n in range(400)]
     world = a_world(a_device(), a_run("one", "gpu0", left=60.0, custom=LICENCE), *licensed)
     submit(world, a_task("next", gpu_mb=80 * GIB))
@@ -238,3 +240,11 @@ def test_who_is_passed_over_for_a_line_takes_turns_of_looking_too():
     assert len(found) > 3
     assert [task.id for task in first_of_queue(Draft(world), LICENSED, NOW, 8)] == ["next"]
     assert len(list(make_forecasts(world, LICENSED, NOW))) > 4
+
+
+def test_a_look_for_the_first_of_a_limit_pauses_while_no_group_is_let_in() -> None:
+    tasks = [a_task(f"t{number:03}", gpu_mb=(1 + number) * 100) for number in range(200)]
+    policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
+    found = list(waiting(Draft(a_world(a_device(), *tasks)), policy, NOW, 1))
+    assert [task.id for task, _ in filter(None, found)] == ["t000"]
+    assert None in found

@@ -1,7 +1,6 @@
 """What the planner remembers holds until something that it depends on changes, be it only the time."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -9,13 +8,14 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Placement, TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.stopping import cancel_pending
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.places import PlaceTable
 from gpubroker_server.core.planning.plan_cache import MOST_UNASKED, PlanCache
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -41,7 +41,7 @@ def plan(world: World, cache: PlanCache, now: float = NOW) -> tuple[Decision, ..
     return plan_cycle(world, POLICY, Instant(now), cache=cache).decisions
 
 
-def test_a_plan_that_did_not_come_true_is_made_again():
+def test_a_plan_that_did_not_come_true_is_made_again() -> None:
     world = a_world(a_device(), *(a_task(name, gpu_mb=50 * GIB) for name in ("first", "second")))
     cache = PlanCache()
     decisions = plan(world, cache)
@@ -49,7 +49,7 @@ def test_a_plan_that_did_not_come_true_is_made_again():
     assert plan(world, cache) == decisions
 
 
-def test_a_run_that_comes_out_of_its_shield_may_be_stopped():
+def test_a_run_that_comes_out_of_its_shield_may_be_stopped() -> None:
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB, preemptions=3), "gpu0", started_at=NOW)
     world, cache = a_world(run, a_task("high", priority=80, gpu_mb=10 * GIB)), PlanCache()
     assert plan(world, cache) == ()
@@ -58,7 +58,7 @@ def test_a_run_that_comes_out_of_its_shield_may_be_stopped():
     assert [decision.why for decision in plan(world, cache, later)] == ["preempt"]
 
 
-def test_a_run_whose_turn_is_over_may_be_stopped_by_those_before_whom_it_went():
+def test_a_run_whose_turn_is_over_may_be_stopped_by_those_before_whom_it_went() -> None:
     run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 9_999.0))
     fresh = a_task("fresh", priority=60, gpu_mb=10 * GIB)
     begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
@@ -69,7 +69,7 @@ def test_a_run_whose_turn_is_over_may_be_stopped_by_those_before_whom_it_went():
         assert [d.why for d in plan_cycle(world, policy, at, cache=cache).decisions] == whys
 
 
-def test_a_run_that_is_no_longer_young_may_be_stopped_by_those_before_whom_it_did_not_go():
+def test_a_run_that_is_no_longer_young_may_be_stopped_by_those_before_whom_it_did_not_go() -> None:
     run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
     begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
     before = a_task("p55", priority=55, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
@@ -81,7 +81,7 @@ def test_a_run_that_is_no_longer_young_may_be_stopped_by_those_before_whom_it_di
     assert [d.subject for d in plan_cycle(world, policy, later, cache=cache).decisions] == ["p56"]
 
 
-def test_a_run_whose_start_is_heard_of_late_has_run_long_enough():
+def test_a_run_whose_start_is_heard_of_late_has_run_long_enough() -> None:
     policy = replace(POLICY, min_run_seconds=Seconds(20.0))
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0", state=TaskState.ADMITTED)
     world, cache = a_world(run, a_task("high", priority=80, gpu_mb=10 * GIB)), PlanCache()
@@ -92,7 +92,7 @@ def test_a_run_whose_start_is_heard_of_late_has_run_long_enough():
     assert [d.why for d in plan_cycle(world, policy, later, cache=cache).decisions] == ["preempt"]
 
 
-def test_a_device_that_is_heard_of_again_is_used_again_and_one_that_is_not_is_no_longer():
+def test_a_device_that_is_heard_of_again_is_used_again_and_one_that_is_not_is_no_longer() -> None:
     world, cache = a_world(a_device(), a_task("a", gpu_mb=GIB)), PlanCache()
     assert len(plan(world, cache)) == 1
     assert plan(world, cache, NOW + 60.0) == ()
@@ -100,7 +100,7 @@ def test_a_device_that_is_heard_of_again_is_used_again_and_one_that_is_not_is_no
     assert len(plan(world, cache, NOW + 60.0)) == 1
 
 
-def test_what_this_cycle_admitted_may_be_stopped_in_the_next():
+def test_what_this_cycle_admitted_may_be_stopped_in_the_next() -> None:
     aged = a_task("aged", priority=60, gpu_mb=50 * GIB, submitted_at=Instant(NOW - 1e6))
     world, cache = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB)), PlanCache()
     policy = Policy(shield_seconds=Seconds(0.0))
@@ -110,7 +110,7 @@ def test_what_this_cycle_admitted_may_be_stopped_in_the_next():
     assert [d.why for d in plan_cycle(world, policy, later, cache=cache).decisions] == ["preempt"]
 
 
-def test_room_that_was_coming_and_goes_to_another_is_looked_for_elsewhere():
+def test_room_that_was_coming_and_goes_to_another_is_looked_for_elsewhere() -> None:
     leaving = holding(
         a_task("leaving", priority=50, gpu_mb=80 * GIB),
         "gpu0",
@@ -127,7 +127,7 @@ def test_room_that_was_coming_and_goes_to_another_is_looked_for_elsewhere():
     assert [decision.why for decision in plan(world, cache, NOW + 1.0)] == ["admit", "preempt"]
 
 
-def test_another_world_another_policy_and_an_earlier_time_find_an_empty_memory():
+def test_another_world_another_policy_and_an_earlier_time_find_an_empty_memory() -> None:
     cache = PlanCache()
     assert plan(a_world(a_device(mb=GIB), a_task("a", gpu_mb=2 * GIB)), cache) == ()
     world = a_world(a_device(), a_task("a", gpu_mb=2 * GIB))
@@ -137,7 +137,7 @@ def test_another_world_another_policy_and_an_earlier_time_find_an_empty_memory()
 
 def coming(*parts: Any) -> tuple[World, PlanCache]:
     """80 GiB are coming on n1/gpu0, a task for 60 waits for them, and a cycle has found that out."""
-    notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20.0)}
+    notice: dict[str, Any] = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20.0)}
     leaving = holding(a_task("leaving", gpu_mb=80 * GIB), "gpu0", **notice)
     world = a_world(a_device(), leaving, *parts, a_task("waits", gpu_mb=60 * GIB))
     cache = PlanCache()
@@ -145,7 +145,7 @@ def coming(*parts: Any) -> tuple[World, PlanCache]:
     return world, cache
 
 
-def test_who_waits_for_room_that_is_coming_still_does_when_something_else_changes_there():
+def test_who_waits_for_room_that_is_coming_still_does_when_something_else_changes_there() -> None:
     run = holding(a_task("run", gpu_mb=70 * GIB), "gpu1")
     world, cache = coming(a_device("gpu1"), run)
     for name in ("small", "tiny"):
@@ -157,7 +157,16 @@ def test_who_waits_for_room_that_is_coming_still_does_when_something_else_change
     assert [decision.subject for decision in plan(world, cache)] == ["waits"]
 
 
-def test_who_waits_for_room_that_is_coming_takes_what_is_there_before():
+def test_room_that_is_coming_is_asked_for_again_in_the_slice_after_a_start_on_its_node() -> None:
+    run = holding(a_task("run", gpu_mb=70 * GIB), "gpu1")
+    world, cache = coming(a_device("gpu1"), run)
+    submit(world, *(a_task(name, priority=60, gpu_mb=2 * GIB) for name in ("small", "tiny")))
+    assert slices(world, cache) == ["small", "tiny"]
+    let_go(world, "leaving", requeue=False)
+    assert [decision.subject for decision in plan(world, cache)] == ["waits"]
+
+
+def test_who_waits_for_room_that_is_coming_takes_what_is_there_before() -> None:
     run = holding(a_task("run", gpu_mb=70 * GIB), "n2/gpu0")
     world, cache = coming(a_device("gpu0", "n2"), run)
     let_go(world, "run", requeue=False)
@@ -167,7 +176,7 @@ def test_who_waits_for_room_that_is_coming_takes_what_is_there_before():
     assert {lease.device for lease in world.leases_of(world.tasks[TaskId("waits")])} == {key("n2/gpu0")}
 
 
-def test_who_had_a_turn_has_no_other_in_the_cycle_where_nobody_remembers_it():
+def test_who_had_a_turn_has_no_other_in_the_cycle_where_nobody_remembers_it() -> None:
     likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=60 * GIB) for tenant in "ab"]
     world = a_world(a_device(), holding(a_task("run", gpu_mb=70 * GIB), "gpu0"), *likes)
     part = plan_cycle(world, POLICY, NOW, budget=0)
@@ -199,12 +208,12 @@ def cancels(world: World, *names: str) -> Callable[[], None]:
     return cancel
 
 
-def test_who_leaves_the_queue_between_two_slices_is_passed_over():
+def test_who_leaves_the_queue_between_two_slices_is_passed_over() -> None:
     world = a_world(a_device(), *(a_task(name, gpu_mb=GIB) for name in ("a", "b", "c")))
     assert slices(world, PlanCache(), cancels(world, "b")) == ["a", "c"]
 
 
-def test_who_counts_against_a_limit_and_leaves_the_queue_between_two_slices_is_passed_over():
+def test_who_counts_against_a_limit_and_leaves_the_queue_between_two_slices_is_passed_over() -> None:
     """Being the last of its group, whose next turn had come already."""
     counted = [a_task(name, cpu=cpu, slots=(("label:run=x", 1.0),)) for name, cpu in (("a", 1.0), ("b", 2.0))]
     world = a_world(a_node(), *counted)
@@ -212,13 +221,13 @@ def test_who_counts_against_a_limit_and_leaves_the_queue_between_two_slices_is_p
 
 
 @pytest.mark.parametrize("priority", [50, 20])
-def test_who_gives_up_what_is_kept_for_him_between_two_slices_is_passed_over(priority: int):
+def test_who_gives_up_what_is_kept_for_him_between_two_slices_is_passed_over(priority: int) -> None:
     kept = a_task("kept", priority=priority, gpu_mb=10 * GIB)
     world = a_world(a_device(), a_task("a", priority=60, gpu_mb=GIB), kept, a_pledge(kept, "gpu0", 10 * GIB))
     assert slices(world, PlanCache(), cancels(world, "kept")) == ["a"]
 
 
-def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room():
+def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room() -> None:
     run = holding(a_task("run", priority=90, gpu_mb=60 * GIB), "gpu0")
     large = [a_task(f"large{n}", priority=60, gpu_mb=50 * GIB) for n in range(3)]
     world = a_world(run, *large, *(a_task(f"small{n}", priority=50, gpu_mb=GIB) for n in range(3)))
@@ -230,7 +239,7 @@ def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room():
     assert slices(world, PlanCache(), lambda: None, room) == ["small0", "small1", "small2"]
 
 
-def test_what_is_known_of_demands_that_no_task_has_any_more_is_forgotten_in_the_end():
+def test_what_is_known_of_demands_that_no_task_has_any_more_is_forgotten_in_the_end() -> None:
     world, cache = a_world(a_device(), a_task("a", gpu_mb=GIB)), PlanCache()
     plan(world, cache)
     cache.places.update({TaskId(f"gone{n}"): PlaceTable() for n in range(MOST_UNASKED + 10)})
@@ -238,7 +247,7 @@ def test_what_is_known_of_demands_that_no_task_has_any_more_is_forgotten_in_the_
     assert len(cache.places) < 10
 
 
-def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken():
+def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken() -> None:
     run = holding(a_task("run", priority=90, gpu_mb=80 * GIB), "gpu0")
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
     waits = [a_task(f"waits{at}", priority=at, gpus=2, gpu_mb=60 * GIB) for at in (80, 60, 20)]
@@ -248,7 +257,7 @@ def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken(
     assert [decision.subject for decision in plan(world, cache, NOW + 1.0)] == ["one"]
 
 
-def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken():
+def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken() -> None:
     run = holding(a_task("run", priority=90, gpu_mb=80 * GIB), "gpu0")
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
     large = [a_task(name, priority=60, gpus=2, gpu_mb=60 * GIB) for name in ("large", "larger")]
@@ -258,7 +267,7 @@ def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken():
     assert [decision.subject for decision in plan(world, PlanCache())] == ["one"]
 
 
-def test_that_no_rank_can_join_a_gang_is_remembered_until_a_node_has_more_or_is_no_longer_reserved():
+def test_that_no_rank_can_join_a_gang_is_remembered_until_a_node_has_more_or_is_no_longer_reserved() -> None:
     gang = on_one_node()
     world, now, cache = gang.world, gang.now, PlanCache()
 
@@ -271,7 +280,7 @@ def test_that_no_rank_can_join_a_gang_is_remembered_until_a_node_has_more_or_is_
     submit(world, a_task("wide", gpus=3, gpu_mb=BIG))
     world.add_node(a_node("n2"))
     world.add_device(a_device("gpu0", "n2"))
-    place = Placement(NodeName("n2"), ((key("n2/gpu0"), BIG),))
+    place = Placement(NodeName("n2"), ((key("n2/gpu0"), Mib(BIG)),))
     kept = Forecast(TaskId("wide"), (place,), now, now, Instant(inf), 0, Basis.GUESS)
     assert plan_again(kept) == plan_again(kept) == []
     assert plan_again() == ["grow"]

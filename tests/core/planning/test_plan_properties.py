@@ -1,13 +1,12 @@
 """What must hold for any cluster, any queue and any order of events."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import Plan, Slice, plan_cycle
@@ -20,6 +19,7 @@ from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import check_ledger, commit
 from tests.core.naive import Naive, Step
@@ -32,15 +32,15 @@ def step_of(decision: Decision) -> Step:
     match decision.why:
         case "admit":
             task = decision.tasks[0].task
-            if task.members:
+            if members_of(task):
                 ranks = tuple((lease.rank, lease.device, lease.mb) for lease in decision.leases)
-                return ("admit", task.id, tuple(m.node for m in task.members), ranks, tuple(ended))
+                return ("admit", task.id, tuple(m.node for m in members_of(task)), ranks, tuple(ended))
             devices = tuple((lease.device, lease.mb) for lease in decision.leases)
             return ("admit", task.id, task.node, devices, tuple(ended))
         case "grow":
             task = decision.tasks[0].task
             ranks = tuple((lease.rank, lease.device, lease.mb) for lease in decision.leases)
-            joining = tuple(member.node for member in task.members if member.is_joining)
+            joining = tuple(member.node for member in members_of(task) if member.is_joining)
             return ("grow", task.id, joining, ranks)
         case "preempt":
             victims = tuple(name_of(write.task, decision.subject) for write in decision.tasks)
@@ -54,7 +54,7 @@ def name_of(victim: Task, preemptor: str) -> str:
     """`task`, or `task:rank,rank` of a gang that goes on without them."""
     if victim.state is TaskState.STOPPING:
         return victim.id
-    leave = (m for m in victim.members if not m.takes_part and not m.gone and m.freeing_for == preemptor)
+    leave = (m for m in members_of(victim) if not m.takes_part and not m.gone and m.freeing_for == preemptor)
     return f"{victim.id}:{','.join(str(member.rank) for member in leave)}"
 
 
@@ -80,8 +80,9 @@ def check_pledges(world: World) -> None:
 @settings(max_examples=120, deadline=None)
 def test_the_plan_is_the_naive_twins_whatever_happened_before(
     world: World, story: list[Chapter], placement: str
-):
-    tale, policy, forecasts = Story(world), replace(POLICY, placement=placement), []
+) -> None:
+    tale, policy = Story(world), replace(POLICY, placement=placement)
+    forecasts: list[Forecast] = []
     for chapter in story:
         for _ in tale.happens(chapter):
             pass
@@ -96,8 +97,9 @@ def test_the_plan_is_the_naive_twins_whatever_happened_before(
 @settings(max_examples=120, deadline=None)
 def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_not_matter(
     world: World, story: list[Chapter], budget: int, turns: int
-):
-    tale, forecasts = Story(world), []
+) -> None:
+    tale = Story(world)
+    forecasts: list[Forecast] = []
     for chapter in story:
         for _ in tale.happens(chapter):
             check_ledger(world)
@@ -123,8 +125,9 @@ def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_no
 @settings(max_examples=150, deadline=None)
 def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
     world: World, story: list[Chapter], budget: int, turns: int, comes_true: list[bool]
-):
-    tale, cache, forecasts = Story(world), PlanCache(), []
+) -> None:
+    tale, cache = Story(world), PlanCache()
+    forecasts: list[Forecast] = []
     for chapter, lucky in zip(story, comes_true, strict=False):
         for _ in tale.happens(chapter):
             pass
@@ -170,7 +173,7 @@ def in_slices(
 
 @given(clusters(), stories)
 @settings(max_examples=120, deadline=None)
-def test_every_pending_task_is_answered(world: World, story: list[Chapter]):
+def test_every_pending_task_is_answered(world: World, story: list[Chapter]) -> None:
     tale = Story(world)
     for chapter in story:
         for _ in tale.happens(chapter):

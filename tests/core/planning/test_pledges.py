@@ -34,7 +34,7 @@ HOURS_AGO = Instant(NOW - 9_999.0)
 POLICY = Policy()
 
 
-def freed_for(task: Task, *others: object) -> World:
+def freed_for(task: Task, *others: Any) -> World:
     """Two runs are being stopped for the task, and one has left."""
     low = [holding(a_task(f"low{n}", priority=10, gpu_mb=40 * GIB), "gpu0") for n in range(2)]
     world = a_world(a_device(), *low, *others, task)
@@ -51,7 +51,7 @@ def a_small(name: str, priority: int, **fields: Any) -> Task:
     return a_task(name, priority=priority, gpu_mb=40 * GIB, **fields)
 
 
-def test_who_stands_behind_it_in_its_band_takes_nothing_that_is_freed_for_a_task():
+def test_who_stands_behind_it_in_its_band_takes_nothing_that_is_freed_for_a_task() -> None:
     world = freed_for(a_wide("aged", 55, submitted_at=HOURS_AGO))
     submit(world, a_small("fresh", 69))
     assert cycle(world, now=NOW + 2.0) == []
@@ -61,20 +61,20 @@ def test_who_stands_behind_it_in_its_band_takes_nothing_that_is_freed_for_a_task
 
 
 @pytest.mark.parametrize("priority", [58, 69])
-def test_who_stands_before_it_in_its_band_takes_what_is_freed_for_a_task(priority: int):
+def test_who_stands_before_it_in_its_band_takes_what_is_freed_for_a_task(priority: int) -> None:
     world = freed_for(a_wide("young", 55, submitted_at=Instant(NOW - 120.0)))
     submit(world, a_small("above", priority, submitted_at=NOW))
     decisions = cycle(world, now=NOW + 2.0)
     assert (started(decisions), ends(decisions)) == (["above"], [("young", PledgeEnd.TAKEN)])
 
 
-def test_a_higher_band_takes_what_is_freed_for_a_task_however_old_that_is():
+def test_a_higher_band_takes_what_is_freed_for_a_task_however_old_that_is() -> None:
     world = freed_for(a_wide("aged", 55, submitted_at=HOURS_AGO))
     submit(world, a_small("above", 70))
     assert started(cycle(world, now=NOW + 2.0)) == ["above"]
 
 
-def test_where_tenants_share_what_is_freed_for_a_task_is_kept_from_its_whole_band():
+def test_where_tenants_share_what_is_freed_for_a_task_is_kept_from_its_whole_band() -> None:
     """Priority comes after the shares of tenants: `later` stands behind `first`."""
     held = holding(a_task("run", tenant="busy", gpu_mb=70 * GIB, priority=69), "gpu1")
     world = freed_for(a_wide("first", 55, tenant="idle"), a_device("gpu1"), held)
@@ -82,7 +82,7 @@ def test_where_tenants_share_what_is_freed_for_a_task_is_kept_from_its_whole_ban
     assert cycle(world, now=NOW + 2.0) == []
 
 
-def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone():
+def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone() -> None:
     heir = a_wide("heir", 85, **after("needed"))
     world = freed_for(a_wide("needed", 55), heir)
     submit(world, a_small("behind", 69))
@@ -91,7 +91,7 @@ def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone
     assert started(cycle(world, now=NOW + 4.0)) == ["above"]
 
 
-def test_what_is_freed_for_an_owner_is_kept_from_a_borrower_that_only_comes_then():
+def test_what_is_freed_for_an_owner_is_kept_from_a_borrower_that_only_comes_then() -> None:
     """When it was asked for nobody else had ever held anything: there was nothing to go by but priority."""
     owner, borrower = TenantPolicy("owner", "lab", Mib(200 * GIB)), TenantPolicy("borrower", "lab", Mib(0))
     policy, mine = Policy(tenants=(owner, borrower)), {"tenant": "owner", "gpu_mb": 40 * GIB}
@@ -126,7 +126,7 @@ def stopped_at(world: World, seconds: float, policy: Policy = POLICY) -> list[st
 
 
 @pytest.mark.parametrize("priority", [56, 69])
-def test_who_stood_behind_it_in_its_band_does_not_stop_what_has_just_begun(priority: int):
+def test_who_stood_behind_it_in_its_band_does_not_stop_what_has_just_begun(priority: int) -> None:
     world = started_from_its_pledge()
     submit(world, a_small("fresh", priority))
     assert stopped_at(world, 8.0) == []
@@ -135,13 +135,13 @@ def test_who_stood_behind_it_in_its_band_does_not_stop_what_has_just_begun(prior
 @pytest.mark.parametrize(("priority", "submitted_at"), [(70, HOURS_AGO), (95, HOURS_AGO), (60, NOW - 120.0)])
 def test_a_higher_band_and_who_would_have_stood_before_it_stop_what_has_just_begun(
     priority: int, submitted_at: float
-):
+) -> None:
     world = started_from_its_pledge(submitted_at=Instant(submitted_at))
     submit(world, a_small("fresh", priority))
     assert stopped_at(world, 8.0) == ["aged"]
 
 
-def test_what_went_first_may_be_stopped_once_it_has_saved_its_work():
+def test_what_went_first_may_be_stopped_once_it_has_saved_its_work() -> None:
     world = started_from_its_pledge()
     submit(world, a_small("fresh", 69))
     assert stopped_at(world, 8.0) == []
@@ -149,19 +149,19 @@ def test_what_went_first_may_be_stopped_once_it_has_saved_its_work():
     assert stopped_at(world, 10.0) == ["aged"]
 
 
-def test_what_went_first_may_be_stopped_once_it_has_run_for_long_enough():
+def test_what_went_first_may_be_stopped_once_it_has_run_for_long_enough() -> None:
     world, until = started_from_its_pledge(), 3.0 + POLICY.shield_seconds
     submit(world, a_small("fresh", 69))
     assert (stopped_at(world, until - 1.0), stopped_at(world, until)) == ([], ["aged"])
 
 
-def test_nobody_keeps_its_turn_where_the_operator_gives_it_no_time():
+def test_nobody_keeps_its_turn_where_the_operator_gives_it_no_time() -> None:
     world = started_from_its_pledge()
     submit(world, a_small("fresh", 69))
     assert stopped_at(world, 8.0, Policy(shield_seconds=Seconds(0.0))) == ["aged"]
 
 
-def test_what_is_pledged_to_a_task_is_not_taken_twice_from_what_its_reservation_leaves():
+def test_what_is_pledged_to_a_task_is_not_taken_twice_from_what_its_reservation_leaves() -> None:
     """Three run slots: for a run that is stopped, for the task it is stopped for, and for a task behind."""
     first, behind = a_task("first", priority=95, gpu_mb=80 * GIB), a_task("behind", priority=50, cpu=1.0)
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=Seconds(30.0)), "gpu0")
@@ -188,7 +188,7 @@ def confirmed_gone(world: World, name: str) -> None:
     commit(world, Decision(name, "gone", leases=gone))
 
 
-def full_gpus(count: int) -> list[object]:
+def full_gpus(count: int) -> list[Any]:
     """One run on each of a node."""
     low = [a_wide(f"low{n}", 10, grace_seconds=Seconds(0.0)) for n in range(count)]
     return [part for n, run in enumerate(low) for part in (a_device(f"gpu{n}"), holding(run, f"gpu{n}"))]
@@ -199,7 +199,7 @@ def at(world: World, seconds: float) -> list[Decision]:
     return cycle(world, now=NOW + seconds)
 
 
-def test_what_other_victims_freed_waits_for_the_one_in_quarantine():
+def test_what_other_victims_freed_waits_for_the_one_in_quarantine() -> None:
     """They took it again at once, were stopped for it again, and so on, and `both` never began."""
     world = a_world(*full_gpus(2), a_task("both", priority=55, gpus=2))
     assert stopped(cycle(world)) == ["low0", "low1"]
@@ -211,7 +211,7 @@ def test_what_other_victims_freed_waits_for_the_one_in_quarantine():
     assert (started(decisions), ends(decisions)) == (["both"], [("both", PledgeEnd.CONSUMED)] * 2)
 
 
-def test_a_preemptor_goes_elsewhere_while_its_victim_is_in_quarantine():
+def test_a_preemptor_goes_elsewhere_while_its_victim_is_in_quarantine() -> None:
     world = a_world(*full_gpus(2), a_wide("high", 55))
     assert stopped(cycle(world)) == ["low0"]
     assert at(world, 5.0) == []  # it may still leave
@@ -223,7 +223,7 @@ def test_a_preemptor_goes_elsewhere_while_its_victim_is_in_quarantine():
     assert started(at(world, 12.0)) == ["high"]
 
 
-def test_what_was_freed_for_a_preemptor_is_part_of_its_other_way():
+def test_what_was_freed_for_a_preemptor_is_part_of_its_other_way() -> None:
     world = a_world(*full_gpus(4), a_task("both", priority=55, gpus=2))
     assert stopped(cycle(world)) == ["low0", "low1"]
     let_go(world, "low1")

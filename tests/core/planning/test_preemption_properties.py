@@ -44,7 +44,7 @@ def fitting(runs: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 
 
 @given(st.lists(runs, max_size=8), st.integers(1, 100))
-def test_on_one_device_no_other_choice_of_victims_costs_less(runs: list[dict[str, Any]], need: int):
+def test_on_one_device_no_other_choice_of_victims_costs_less(runs: list[dict[str, Any]], need: int) -> None:
     held = fitting(runs, 100)
     world = a_world(a_device(mb=100), *(a_run(n, "gpu0", run) for n, run in enumerate(held)))
     task = a_task("high", priority=60, gpu_mb=need)
@@ -73,7 +73,7 @@ def test_on_one_device_no_other_choice_of_victims_costs_less(runs: list[dict[str
 )
 def test_every_victim_is_of_lower_priority_and_is_needed(
     runs: list[dict[str, Any]], gpus: int, need: int, cpu: float
-):
+) -> None:
     parts: list[Any] = [a_node(cpu=12.0)]
     for number in range(3):
         parts.append(a_device(f"gpu{number}", mb=100))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Placement
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 from gpubroker_server.core.planning import find_way
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
@@ -52,7 +52,7 @@ def test_of_those_to_whom_forecasts_close_the_same_nodes_one_searches_for_all(
     first = a_task("first", tenant=tenant, priority=65, gpu_mb=80, custom={"never": 1.0})
     likes = [a_task(f"like{n}", tenant=tenant, priority=60, preemptions=3, **asks) for n in range(3)]
     world = a_world(a_device("gpu0", "n1", mb=80), a_device("gpu0", "n2", mb=80), *low, full, first, *likes)
-    there, start = Placement(NodeName("n1"), (("test/n1/gpu0", Mib(80)),)), Instant(NOW + 60.0)
+    there, start = Placement(NodeName("n1"), ((DeviceKey("test/n1/gpu0"), Mib(80)),)), Instant(NOW + 60.0)
     kept = Forecast(first.id, (there,), start, start, Instant(NOW + 999.0), 0, Basis.STATED)
     assert plan_cycle(world, POLICY, NOW, cache=PlanCache(), forecasts=[kept]).decisions == ()
     assert [name for name in asked if name != "first"] == ["like0"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Placement
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
@@ -57,10 +57,13 @@ def test_with_shields_and_forecasts_the_plan_is_the_naive_twins(
         came_at = Instant(NOW + number - 9.0 - waited)
         parts.append(a_task(f"w{number}", priority=60, submitted_at=came_at, **fields))
     forecasts = []
-    for number, (node, seconds) in enumerate(kept):
+    for number, (node, later) in enumerate(kept):
         first = a_task(f"first{number}", tenant="other", priority=65, gpu_mb=80, custom={"never": 1.0})
         parts.append(first)
-        there, at = Placement(NodeName(node), ((f"test/{node}/gpu0", Mib(80)),)), Instant(NOW + seconds)
+        there, at = (
+            Placement(NodeName(node), ((DeviceKey(f"test/{node}/gpu0"), Mib(80)),)),
+            Instant(NOW + later),
+        )
         forecasts.append(Forecast(first.id, (there,), at, at, Instant(at + 99.0), 0, Basis.STATED))
     world = a_world(*parts)
     expected = Naive(world, POLICY, NOW, forecasts).plan()

@@ -17,7 +17,7 @@ def shares(**demand: Any) -> list[tuple[tuple[int, float], ...]]:
     return [order.shares for one in plan.decisions for order in one.orders if isinstance(order, StartOrder)]
 
 
-def test_libraries_may_allocate_what_is_leased_without_the_context():
+def test_libraries_may_allocate_what_is_leased_without_the_context() -> None:
     assert shares(gpu_mb=20 * GIB) == [((20 * GIB, 0.25),)], "21 GiB are leased"
     assert shares(gpu_fraction=0.01) == [((1, 1 / (80 * GIB)),)], "a limit of 0 MiB would be none"
     assert shares(gpus=1) == [()]

@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import cycle, islice
 from math import inf
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.lease import LeaseState, Proof, move_lease, release
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import Move, TaskState
@@ -18,6 +18,7 @@ from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_task, a_world, commit, submit
 from tests.core.gangs import a_gang, bundles
@@ -97,7 +98,7 @@ def a_stream_of_small_tasks(hours: Hours, *, state: bool) -> float:
     return sum(shares) / len(shares)
 
 
-def test_a_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill():
+def test_a_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill() -> None:
     for state in (True, False):
         world = a_world(*gpus())
         hours = Hours(world, {"wide": 60.0})
@@ -122,7 +123,7 @@ def test_a_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill():
         assert "wide" not in unprotected.started, "without forecasts it never gets both GPUs"
 
 
-def test_a_gang_over_several_nodes_is_not_starved_by_a_stream_of_single_tasks():
+def test_a_gang_over_several_nodes_is_not_starved_by_a_stream_of_single_tasks() -> None:
     """Four ranks of a whole GPU each; a task of one GPU comes every 70 s to eight, and takes 600 s."""
     for forecasts in (8, 0):
         devices = [device for number in range(4) for device in gpus(2, f"n{number}")]
@@ -176,7 +177,7 @@ def could_run(asks: dict[str, Any]) -> bool:
 
 @given(st.lists(jobs, min_size=3, max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_no_forecast_is_late_because_of_a_later_task(work: list[Job]):
+def test_no_forecast_is_late_because_of_a_later_task(work: list[Job]) -> None:
     """If run times are as said, and nobody stands ahead of anybody who came before."""
     hours = all_are_over(work)
     for name, said in hours.first_said.items():
@@ -185,9 +186,32 @@ def test_no_forecast_is_late_because_of_a_later_task(work: list[Job]):
 
 @given(st.lists(jobs_and_gangs, min_size=3, max_size=9))
 @settings(max_examples=60, deadline=None)
-def test_with_gangs_no_forecast_comes_late_but_for_who_stands_ahead_and_had_its_turn_early(work: list[Job]):
+def test_no_forecast_is_late_but_behind_a_gang_that_found_room_early(work: list[Job]) -> None:
     """A gang may find room before it was foretold, by where others came to lie: then it goes first."""
-    hours = all_are_over([job for job in work if could_run(job[0])])
+    check_forecasts([job for job in work if could_run(job[0])])
+
+
+def test_a_gang_that_starts_as_foretold_makes_no_later_forecast_late() -> None:
+    """At 200 s both nodes have room for it, and the single task that came last is to have a whole GPU."""
+    gang = {"bundles": bundles(2, gpus=2, gpu_mb=20 * GIB), "strategy": "pack"}
+    other = {"bundles": bundles(2, gpus=1, gpu_mb=40 * GIB), "strategy": "pack"}
+    small = {"gpus": 1, "gpu_mb": 20 * GIB}
+    check_forecasts(
+        [
+            (small, 50.0, 0),
+            (small, 50.0, 101),
+            (small, 200.0, 0),
+            ({"gpus": 1, "gpu_mb": 40 * GIB}, 700.0, 0),
+            ({"gpus": 1, "gpu_mb": 80 * GIB}, 50.0, 102),
+            ({"gpus": 2, "gpu_mb": 80 * GIB}, 200.0, 0),
+            (other, 50.0, 101),
+            (gang, 50.0, 1),
+        ]
+    )
+
+
+def check_forecasts(work: list[Job]) -> None:
+    hours = all_are_over(work)
     for name, said in hours.first_said.items():
         ahead = [other for other in hours.started if other < name]
         was_early = any(hours.started[other] < hours.first_said.get(other, NOW) for other in ahead)
@@ -260,11 +284,11 @@ def starts_at(wide: dict[str, Any], coming: Iterable[Any]) -> float:
 @pytest.mark.parametrize("wide", WIDE, ids=("device", "two", "node", "pool", "gang"))
 @given(coming=st.lists(comers, min_size=3, max_size=9))
 @settings(max_examples=4)
-def test_ageing_and_shares_starve_no_task_within_a_band(wide: dict[str, Any], coming: list[Any]):
+def test_ageing_and_shares_starve_no_task_within_a_band(wide: dict[str, Any], coming: list[Any]) -> None:
     starts_at(wide, coming)
 
 
-def test_a_tenant_whose_runs_have_just_ended_does_not_take_the_room_reserved_for_another():
+def test_a_tenant_whose_runs_have_just_ended_does_not_take_the_room_reserved_for_another() -> None:
     """It has less than its share for that moment, every time: the wide task waited 12,000 s."""
     coming = (
         ("acme", {"gpu_mb": 30 * GIB}, 37.0, False),
@@ -272,3 +296,80 @@ def test_a_tenant_whose_runs_have_just_ended_does_not_take_the_room_reserved_for
         ("zeta", {"gpu_mb": 50 * GIB}, 77.0, True),
     )
     assert starts_at({"gpus": 4}, coming) < 600.0
+
+
+def test_the_share_that_its_tenants_later_tasks_use_starves_no_aged_task() -> None:
+    """The wide task asks for a whole pool. Tasks of the other tenant, which is below its share, always wait
+    for the pool too: they alone had forecasts."""
+    coming = (
+        ("acme", {"gpu_mb": 30 * GIB}, 30.0, False),
+        ("acme", {"gpu_mb": 10 * GIB, "slots": ((POOL, 1.0),)}, 30.0, False),
+        ("zeta", {"gpu_mb": 30 * GIB}, 70.0, False),
+    )
+    assert starts_at({"gpus": 1, "slots": ((POOL, 3.0),)}, coming) < 600.0
+
+
+def test_a_task_that_its_tenants_later_tasks_pass_passes_no_older_one() -> None:
+    """Of the tenant's tasks for the pool each was passed by others that use other room. So they went ahead of
+    the wide task of a tenant that used nothing of its share."""
+    coming = (
+        ("acme", {"gpu_mb": 30 * GIB}, 30.0, False),
+        ("acme", {"gpu_mb": 30 * GIB}, 30.0, False),
+        ("acme", {"gpu_mb": 10 * GIB, "slots": ((POOL, 1.0),)}, 70.0, False),
+    )
+    assert starts_at({"gpus": 1, "slots": ((POOL, 3.0),)}, coming) <= 140.0
+
+
+def a_crowd(wide: dict[str, Any], policy: Policy, **small: Any) -> float:
+    """When the wide task starts while twelve tasks of another tenant, which needs little, always wait too."""
+    hours = Hours(a_world(*gpus(4), *gpus(2, "n2")), {"wide": 60.0}, policy)
+    comes = {"gpus": 1, "priority": 69, "submitted_at": NOW}
+    for number in range(2):
+        hours.lengths[f"own{number}"] = 3000.0
+        where = PlacementConstraints(nodes=(("node", ("n2",)),))
+        submit(hours.world, a_task(f"own{number}", tenant="zeta", where=where, **comes))
+    hours.turn()
+    submit(hours.world, a_task("wide", tenant="zeta", priority=69, submitted_at=Instant(NOW - 1), **wide))
+    while "wide" not in hours.started:
+        assert hours.now < NOW + 1200.0, "it never had its turn"
+        for number in range(len(hours.lengths), len(hours.lengths) + 13 - len(hours.world.queue)):
+            hours.lengths[f"n{number:03}"] = 50.0 + number % 7
+            fields = {"tenant": "acme", "priority": 69, "submitted_at": Instant(hours.now), **small}
+            submit(hours.world, a_task(f"n{number:03}", **fields))
+        hours.turn()
+        hours.let_time_pass(hours.now + 20.0)
+    return hours.started["wide"] - NOW
+
+
+ON_ONE_NODE = PlacementConstraints(nodes=(("node", ("n1",)),))
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [{"gpus": 4}, {"bundles": bundles(4, gpus=1)}, {"gpus": 3, "slots": ((POOL, 3.0),)}],
+    ids=["room", "gang", "pool"],
+)
+@pytest.mark.parametrize("says", [None, 60.0], ids=["unknown", "said"])
+def test_no_crowd_of_another_tenant_keeps_an_aged_task_from_a_reservation(
+    wide: dict[str, Any], says: float | None
+) -> None:
+    small = {"gpus": 1, "slots": ((POOL, 1.0),)} if "slots" in wide else {"gpus": 1}
+    assert a_crowd({**wide, "where": ON_ONE_NODE}, SHARED, expected_seconds=says, **small) < 600.0
+
+
+def test_two_reservations_do_not_hold_each_other_up() -> None:
+    """One is ahead by its tenant's share, the other by its age: each bound the other one for minutes once a
+    start was later than foretold, and the GPU stood idle."""
+    hours = Hours(a_world(*gpus(2)), {"holds": 9000.0, "ends": 30.0, "aged": 60.0, "light": 60.0}, SHARED)
+    for place, (name, tenant) in enumerate(
+        (("holds", "zeta"), ("ends", "zeta"), ("aged", "zeta"), ("light", "acme"))
+    ):
+        said = Seconds(hours.lengths[name])
+        fields = {"gpus": 1, "priority": 69, "submitted_at": Instant(NOW + place), "expected_seconds": said}
+        submit(hours.world, a_task(name, tenant=tenant, **fields))
+        hours.turn()
+    hours.let_time_pass(NOW + 30.0)
+    hours.forecasts = foreseen(hours.world, SHARED, hours.now, hours.forecasts)
+    hours.now += 0.5
+    hours.turn()
+    assert [name for name in ("aged", "light") if name in hours.started] == ["light"]

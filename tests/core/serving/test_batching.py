@@ -1,7 +1,6 @@
 """Inferences as they are stored and sent, joined into batches and cut again."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from gpubroker_server.core.serving.batching import (
     split,
 )
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, tensor_of
+from msgspec.structs import replace
 
 from tests.tensor_values import values_of
 

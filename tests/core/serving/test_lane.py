@@ -1,7 +1,7 @@
 """The queue in front of one model."""
 
 import pytest
-from gpubroker_server.core.domain.units import MonotonicSeconds
+from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.lane import LaneFull, LaneRules, ModelLane, Place, Queued, QueueEstimate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,12 +140,12 @@ def test_the_estimate_is_the_position_times_the_recent_duration_of_requests() ->
     assert lane.try_start("z")
     places = [waits(lane, priority, tenant) for priority, tenant in ((50, "a"), (60, "b"), (10, "a"))]
     assert [lane.estimate(place) for place in places] == [
-        QueueEstimate(2, 4.0),
-        QueueEstimate(1, 2.0),
-        QueueEstimate(3, 6.0),
+        QueueEstimate(2, Seconds(4.0)),
+        QueueEstimate(1, Seconds(2.0)),
+        QueueEstimate(3, Seconds(6.0)),
     ]
     lane.finish("z", 12.0, NOW)
-    assert lane.estimate(places[1]) == QueueEstimate(1, 2.5)
+    assert lane.estimate(places[1]) == QueueEstimate(1, Seconds(2.5))
 
 
 def test_a_lane_without_a_number_of_slots_finds_one() -> None:

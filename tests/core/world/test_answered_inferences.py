@@ -2,8 +2,8 @@
 
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.model_index import WAIT_BOUNDS, InferenceCounts
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_task
 from tests.core.served import an_inference
@@ -11,13 +11,13 @@ from tests.core.served import an_inference
 
 def sent(task: Task, after_seconds: float) -> Task:
     started = Instant(NOW + after_seconds)
-    return changed(task, state=TaskState.RUNNING, fence=Fence(task.fence + 1), started_at=started)
+    return replace(task, state=TaskState.RUNNING, fence=Fence(task.fence + 1), started_at=started)
 
 
 def test_an_inferences_wait_ends_at_its_first_send_and_is_counted_once() -> None:
     answered, task = InferenceCounts(), an_inference()
     running = sent(task, 0.3)
-    back = changed(running, state=TaskState.PENDING)
+    back = replace(running, state=TaskState.PENDING)
     for before, after in ((task, running), (running, back), (back, sent(back, 100.0))):
         answered.note(before, after)
     below = [bound for bound in WAIT_BOUNDS if bound < 0.3]
@@ -35,8 +35,8 @@ def test_an_inferences_wait_begins_when_it_may_be_sent() -> None:
 def test_ended_inferences_are_counted_by_state_and_other_tasks_are_not() -> None:
     answered, task = InferenceCounts(), an_inference()
     running = sent(task, 1.0)
-    answered.note(running, changed(running, state=TaskState.FAILED))
-    answered.note(task, changed(task, state=TaskState.CANCELLED))
-    answered.note(a_task(), changed(a_task(), state=TaskState.CANCELLED))
+    answered.note(running, replace(running, state=TaskState.FAILED))
+    answered.note(task, replace(task, state=TaskState.CANCELLED))
+    answered.note(a_task(), replace(a_task(), state=TaskState.CANCELLED))
     assert answered.ended == {TaskState.FAILED: 1, TaskState.CANCELLED: 1}
     assert answered.waits()[-1] == 0

@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker.wire.tasks import Inherited
+from gpubroker_server.core.domain.decisions import Decision, WorkerSetWrite, write_move
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.explain import explain
@@ -14,6 +17,7 @@ from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencie
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_node, a_task, a_world, commit, holding, submit
 
@@ -130,17 +134,93 @@ def test_a_dependency_that_the_world_does_not_know_is_looked_up() -> None:
     submit(world, a_task("c", **after("gone", "lost")), a_task("d", **after("gone")))
     assert one_round(world) == []
     assert world.awaited.unknown == {"gone", "lost"}
-    world.awaited.learn(["gone"], {TaskId("gone"): TaskEnd(TaskState.SUCCEEDED)})
+    world.awaited.learn([TaskId("gone")], {TaskId("gone"): TaskEnd(TaskState.SUCCEEDED)})
     assert settled(world) == {"d": "in"}
-    world.awaited.learn(["lost"], {})
+    world.awaited.learn([TaskId("lost")], {})
     assert settled(world) == {"c": "it runs after lost, which ended long ago, and its record is gone"}
     assert world.awaited.unknown == set()
+
+
+def workers(*names: str, **fields: Any) -> list[Task]:
+    """Of the array that has the first one's id."""
+    return [a_task(name, holder=WorkerSeat(TaskId(names[0])), **fields) for name in names]
+
+
+def test_an_array_ends_with_its_last_worker_and_the_store_says_how() -> None:
+    world = a_world(*workers("w0", "w1", "w2"), a_task("all", **after("w0")), a_task("one", **after("w1")))
+    for first, state, told in (("w0", None, {}), ("w1", None, {"one": "in"}), ("w2", None, {})):
+        assert (world.awaited.unknown, state) == (set(), None)
+        end(world, first)
+        assert settled(world) == told
+    assert world.awaited.unknown == {"w0"}
+    world.awaited.learn([TaskId("w0")], {TaskId("w0"): TaskEnd(TaskState.FAILED)})
+    assert settled(world) == {"all": "it runs after w0, which has failed"}
+    assert world.awaited.workers == {}
+
+
+def test_an_array_of_which_the_first_worker_has_ended_before_is_waited_for() -> None:
+    first, *others = workers("w0", "w1", "w2")
+    dependent = a_task("all", **after("w0"))
+    for parts in ((*others, dependent), (dependent, *others), (others[0], dependent, others[1])):
+        world = a_world(*parts)
+        assert world.awaited.unknown == set(), "its workers are at work"
+        end(world, "w1")
+        assert settled(world) == {}
+        end(world, "w2")
+        assert world.awaited.unknown == {"w0"}
+        world.awaited.learn([TaskId("w0")], {TaskId("w0"): TaskEnd(TaskState.SUCCEEDED)})
+        assert settled(world) == {"all": "in"}
+    leaving = replace(first, state=TaskState.SUCCEEDED)
+    for parts in ((leaving, dependent), (dependent, leaving)):
+        world = a_world(*parts)
+        assert world.awaited.unknown == {"w0"}, "it still holds memory"
+
+
+def test_all_workers_of_an_array_inherit_what_the_array_does() -> None:
+    world = a_world(
+        *workers("w0", "w1", "w2", priority=20),
+        a_task("x", priority=30),
+        a_task("y", priority=60, **after("w0")),
+    )
+    assert {
+        name: world.queue.effective_priority_of(world.tasks[TaskId(name)]) for name in ("w0", "w2", "x")
+    } == {
+        "w0": 60,
+        "w2": 60,
+        "x": 30,
+    }
+    inherited = world.awaited.inheritance.of(world.tasks[TaskId("w2")])
+    assert inherited == Inherited(60, "y")
+    order = list(world.queue.of_tenant("default", NOW, Policy()))
+    assert order == ["w0", "w1", "w2", "x"]
+    end(world, "y", "cancelled")
+    assert list(world.queue.of_tenant("default", NOW, Policy())) == ["x", "w0", "w1", "w2"]
+
+
+def test_a_worker_set_is_waited_for_until_it_is_over() -> None:
+    places = (TaskId("s0"), TaskId("s1"))
+    one = WorkerSet(places[0], "default", "", places, 1, 2, 2, 1, NOW)
+    for is_known_first in (True, False):
+        world = a_world(a_task("s1"), *((a_task("s0"),) if is_known_first else ()))
+        world.worker_sets.restore([one])
+        submit(world, a_task("b", **after("s0", ignore=True)))
+        assert world.awaited.unknown == set()
+        if is_known_first:
+            end(world, "s0", "failed")
+        assert settled(world) == {}
+        commit(world, Decision(one.id, "over", worker_sets=(WorkerSetWrite(one, "over"),)))
+        assert world.awaited.unknown == {"s0"}
+        world.awaited.learn([TaskId("s0")], {TaskId("s0"): TaskEnd(TaskState.CANCELLED)})
+        assert settled(world) == {"b": "in"}
+    world.worker_sets.restore([one])
+    commit(world, Decision(one.id, "over", worker_sets=(WorkerSetWrite(one, "over"),)))
+    assert world.awaited.unknown == set(), "nothing waits for it"
 
 
 def test_an_answer_that_a_dependency_has_not_ended_changes_nothing() -> None:
     world = a_world(a_node())
     submit(world, a_task("b", **after("a")))
-    world.awaited.learn(["a"], {TaskId("a"): TaskEnd(TaskState.RUNNING)})
+    world.awaited.learn([TaskId("a")], {TaskId("a"): TaskEnd(TaskState.RUNNING)})
     assert world.awaited.unknown == {"a"}
     submit(world, a_task("a"))
     assert world.awaited.unknown == set()

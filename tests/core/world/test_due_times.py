@@ -18,7 +18,7 @@ acts = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0,
 
 
 @given(acts, st.integers(0, 9))
-def test_due_entries_are_those_that_a_full_scan_finds(acts: list[tuple[int, int | None]], now: int):
+def test_due_entries_are_those_that_a_full_scan_finds(acts: list[tuple[int, int | None]], now: int) -> None:
     table = DueTimes()
     for number, at in acts:
         if at is None:
@@ -32,7 +32,7 @@ def test_due_entries_are_those_that_a_full_scan_finds(acts: list[tuple[int, int 
         assert table.due(Instant(float(now))) == expected
 
 
-def test_removed_entries_do_not_accumulate():
+def test_removed_entries_do_not_accumulate() -> None:
     table = DueTimes()
     table[TaskId("stays")] = Instant(1.0)
     for number in range(10_000):

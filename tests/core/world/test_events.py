@@ -13,15 +13,16 @@ from gpubroker_server.core.domain.decisions import (
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, Proof, release
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Position, TaskId
-from gpubroker_server.core.world.event_codec import task_from
-from gpubroker_server.core.world.events import NewEvent, events_of, requested, submitted, task_of
+from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted, task_of
+from gpubroker_server.core.world.payload import encode, read_task
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_device, a_lease, a_node, a_pledge, a_task, key
 
 REQUEST = Request("r1", TaskId("t"), "default", "cancel", {"grace_seconds": 5.0}, NOW)
 
 
-def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes():
+def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes() -> None:
     run, high = a_task("t", priority=10), a_task("high")
     new, old = a_lease(run, "gpu0", 20, version=1), a_lease(run, "gpu1", 30)
     decision = Decision(
@@ -54,25 +55,25 @@ def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes():
     assert lines[4].fields == {"state": "released", "proof": "process_absent"}
 
 
-def test_a_decisions_device_delta_adds_new_leases_and_subtracts_released_ones():
+def test_a_decisions_device_delta_adds_new_leases_and_subtracts_released_ones() -> None:
     run = a_task("t")
     kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
     leases = (a_lease(run, "gpu0", 20, version=1), kept, release(gone, Proof.PROCESS_ABSENT))
     assert device_delta_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
 
 
-def test_a_decisions_tenant_delta_adds_new_leases_and_subtracts_released_ones():
+def test_a_decisions_tenant_delta_adds_new_leases_and_subtracts_released_ones() -> None:
     mine, others = a_task("mine", tenant="acme"), a_task("others", tenant="beta")
     given, kept = a_lease(mine, "gpu0", 20, version=1), a_lease(mine, "gpu1", 30, state=LeaseState.RELEASING)
     gone = [release(a_lease(whose, "gpu2", 40), Proof.PROCESS_ABSENT) for whose in (mine, others)]
     assert tenant_delta_mb(Decision("t", "ended", leases=(given, kept, *gone))) == {"acme": -20, "beta": -40}
 
 
-def test_an_event_gets_its_position_and_time_and_keeps_the_rest():
+def test_an_event_gets_its_position_and_time_and_keeps_the_rest() -> None:
     task = a_task("t")
     event = submitted(task).at(Position(7), NOW)
     assert (event.position, event.at, event.key, event.tenant, event.task) == (7, NOW, "t", "default", task)
-    assert task_from(event.fields) == task
+    assert read_task(event.payload) == task
 
 
 @pytest.mark.parametrize(
@@ -88,5 +89,15 @@ def test_an_event_gets_its_position_and_time_and_keeps_the_rest():
         (NewEvent("node.seen", "n1", 1, "", {}), None),
     ],
 )
-def test_an_event_belongs_to_one_task_or_to_none(event: NewEvent, task: str | None):
+def test_an_event_belongs_to_one_task_or_to_none(event: NewEvent, task: str | None) -> None:
     assert task_of(event) == task
+
+
+def test_event_equals_itself_read_from_the_log() -> None:
+    task = a_task("t")
+    written = submitted(task).at(Position(1), NOW)
+    read = Event(Position(1), NOW, "task.submitted", "t", 1, "default", encode(task))
+    assert (written, hash(written)) == (read, hash(read))
+    assert written != replace(read, version=2)
+    assert written != "task.submitted"
+    assert submitted(task).fields == written.fields == read.fields

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gpubroker.wire.tasks import Inherited
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Dependency, Move, TaskState
@@ -45,7 +46,7 @@ def test_a_task_takes_the_place_of_its_most_urgent_dependent() -> None:
     submit(world, a_task("urgent", priority=80, **after("late")))
     assert started(world) == ["late"]
     assert explain(world, TaskId("early"), Policy(), NOW).position == 2
-    assert explain(world, TaskId("late"), Policy(), NOW).inherits == (80, "urgent")
+    assert explain(world, TaskId("late"), Policy(), NOW).inherits == Inherited(80, "urgent")
 
 
 def test_lowering_one_of_two_equal_dependents_changes_nothing() -> None:
@@ -138,6 +139,6 @@ def test_after_any_course_each_task_has_the_place_that_a_naive_computation_gives
                 )
                 told = world.awaited.inheritance.of(task)
                 assert (told is not None) == (naive.standing(task) > task.priority)
-                assert told is None or told.priority == world.tasks[told.task].priority == naive.standing(
-                    task
-                )
+                assert told is None or told.priority == world.tasks[
+                    TaskId(told.task)
+                ].priority == naive.standing(task)

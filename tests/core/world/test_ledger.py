@@ -1,6 +1,5 @@
 """The ledger of one device."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.ledger import DeviceLedger
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_device, a_lease, a_pledge, a_sample, a_task
 
@@ -24,17 +24,17 @@ def a_book(**lease: object) -> DeviceLedger:
     return ledger
 
 
-def test_leased_and_held_memory_are_counted_apart():
+def test_leased_and_held_memory_are_counted_apart() -> None:
     ledger = a_book()
     ledger.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
     assert (ledger.leased_mb(), ledger.held_mb()) == (60, 70)
 
 
-def test_the_reserve_is_never_free():
+def test_the_reserve_is_never_free() -> None:
     assert DeviceLedger(DEVICE).free_mb() == 90
 
 
-def test_a_holder_counts_as_the_larger_of_its_lease_and_its_measured_use():
+def test_a_holder_counts_as_the_larger_of_its_lease_and_its_measured_use() -> None:
     ledger = a_book()
     ledger.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
     assert ledger.free_mb() == 20
@@ -42,20 +42,20 @@ def test_a_holder_counts_as_the_larger_of_its_lease_and_its_measured_use():
     assert ledger.free_mb() == 30
 
 
-def test_use_measured_for_an_older_claim_does_not_count_for_the_new_one():
+def test_use_measured_for_an_older_claim_does_not_count_for_the_new_one() -> None:
     ledger = a_book()
     ledger.measure(a_sample(DEVICE.key, by_holder={"low:0": 80}))
     assert ledger.free_mb() == 30
 
 
-def test_a_changed_lease_keeps_its_holders_measured_use():
+def test_a_changed_lease_keeps_its_holders_measured_use() -> None:
     ledger = a_book()
     ledger.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
     ledger.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASING))
     assert ledger.free_mb() == 20
 
 
-def test_foreign_memory_counts_as_measured_and_at_least_as_declared():
+def test_foreign_memory_counts_as_measured_and_at_least_as_declared() -> None:
     ledger = DeviceLedger(a_device(mb=100, declared_foreign_mb=20))
     assert ledger.free_mb() == 80
     ledger.measure(a_sample(DEVICE.key, foreign_mb=30))
@@ -106,13 +106,13 @@ def a_measured_book(used_mb: int, foreign_mb: int | None = 0, **device: Any) -> 
     return ledger
 
 
-def test_use_by_unknown_processes_is_not_free():
+def test_use_by_unknown_processes_is_not_free() -> None:
     assert (a_measured_book(50).unexplained_mb, a_measured_book(50).free_mb()) == (0, 40)
     assert (a_measured_book(70).unexplained_mb, a_measured_book(70).free_mb()) == (20, 20)
     assert (a_measured_book(70, 5).unexplained_mb, a_measured_book(70, 5).free_mb()) == (15, 20)
 
 
-def test_a_runs_use_is_free_only_after_a_sample_without_it():
+def test_a_runs_use_is_free_only_after_a_sample_without_it() -> None:
     ledger = a_measured_book(50)
     ledger.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
     assert (ledger.unexplained_mb, ledger.free_mb()) == (50, 50)
@@ -126,7 +126,7 @@ def test_a_runs_use_is_free_only_after_a_sample_without_it():
 )
 def test_the_memory_of_a_process_that_is_just_ending_is_its_runs_and_counts_once(
     used_mb: int, unexplained_mb: int, free_mb: int, free_without_it_mb: int
-):
+) -> None:
     """The run has ended and its process is no longer listed, but the driver has not freed all of it."""
     ledger = a_measured_book(60)
     ledger.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASING))
@@ -137,33 +137,33 @@ def test_the_memory_of_a_process_that_is_just_ending_is_its_runs_and_counts_once
     assert (ledger.unexplained_mb, ledger.free_mb()) == (unexplained_mb, free_without_it_mb)
 
 
-def test_listed_processes_may_add_up_to_more_than_is_in_use():
+def test_listed_processes_may_add_up_to_more_than_is_in_use() -> None:
     assert a_measured_book(40).unexplained_mb == 0
 
 
-def test_declared_foreign_memory_explains_use():
+def test_declared_foreign_memory_explains_use() -> None:
     ledger = a_measured_book(70, declared_foreign_mb=20)
     assert (ledger.foreign_mb, ledger.unexplained_mb, ledger.free_mb()) == (20, 0, 20)
 
 
-def test_the_reserve_covers_unexplained_use():
+def test_the_reserve_covers_unexplained_use() -> None:
     ledger = a_measured_book(70, reserve_mb=15)
     assert (ledger.unexplained_mb, ledger.free_mb()) == (5, 100 - 15 - 5 - 60)
 
 
 @pytest.mark.parametrize(("used_mb", "unexplained_mb"), [(320, 0), (321, 321)])
-def test_a_little_use_without_a_process_is_noise(used_mb: int, unexplained_mb: int):
+def test_a_little_use_without_a_process_is_noise(used_mb: int, unexplained_mb: int) -> None:
     ledger = DeviceLedger(a_device())
     ledger.measure(a_sample(ledger.device.key, used_mb=used_mb))
     assert ledger.unexplained_mb == unexplained_mb
 
 
-def test_where_use_cannot_be_attributed_use_beyond_the_leases_is_not_free():
+def test_where_use_cannot_be_attributed_use_beyond_the_leases_is_not_free() -> None:
     assert (a_measured_book(50, None).unexplained_mb, a_measured_book(50, None).free_mb()) == (0, 40)
     assert (a_measured_book(75, None).unexplained_mb, a_measured_book(75, None).free_mb()) == (15, 25)
 
 
-def test_where_use_cannot_be_attributed_declared_use_is_not_counted_twice():
+def test_where_use_cannot_be_attributed_declared_use_is_not_counted_twice() -> None:
     ledger = a_measured_book(75, None, declared_foreign_mb=10)
     assert (ledger.foreign_mb, ledger.unexplained_mb, ledger.free_mb()) == (10, 5, 25)
 
@@ -180,31 +180,31 @@ def test_where_use_cannot_be_attributed_declared_use_is_not_counted_twice():
 )
 def test_where_use_cannot_be_attributed_only_a_run_that_may_use_memory_explains_any(
     state: LeaseState, unexplained_mb: int
-):
+) -> None:
     ledger = a_measured_book(75, None)
     ledger.put(a_lease(LOW, DEVICE.key, 60, state=state))
     assert ledger.unexplained_mb == unexplained_mb
 
 
-def test_a_device_that_was_never_measured_hides_nothing():
+def test_a_device_that_was_never_measured_hides_nothing() -> None:
     assert DeviceLedger(DEVICE).unexplained_mb == 0
 
 
-def test_a_new_declaration_of_foreign_memory_counts_at_once():
+def test_a_new_declaration_of_foreign_memory_counts_at_once() -> None:
     ledger = DeviceLedger(a_device(mb=100))
     assert ledger.free_mb() == 100
     ledger.register(a_device(mb=100, declared_foreign_mb=40))
     assert ledger.free_mb() == 60
 
 
-def test_a_released_lease_leaves_the_ledger():
+def test_a_released_lease_leaves_the_ledger() -> None:
     ledger = a_book()
     ledger.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
     assert ledger.free_mb() == 90
     assert ledger.held_mb() == 0
 
 
-def test_of_a_pledge_only_the_part_that_its_victims_do_not_hold_is_kept():
+def test_of_a_pledge_only_the_part_that_its_victims_do_not_hold_is_kept() -> None:
     ledger = DeviceLedger(DEVICE)
     ledger.put(a_lease(LOW, DEVICE.key, 60), HIGH.id, stopping=True)
     pledge = a_pledge(HIGH, DEVICE.key, 70)
@@ -216,7 +216,7 @@ def test_of_a_pledge_only_the_part_that_its_victims_do_not_hold_is_kept():
     assert ledger.free_mb() == 20
 
 
-def test_a_pledge_is_free_for_its_preemptor_and_for_strictly_higher_priorities_only():
+def test_a_pledge_is_free_for_its_preemptor_and_for_strictly_higher_priorities_only() -> None:
     ledger = DeviceLedger(DEVICE)
     ledger.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
     assert ledger.free_mb(priority=79) == 20
@@ -225,7 +225,7 @@ def test_a_pledge_is_free_for_its_preemptor_and_for_strictly_higher_priorities_o
     assert ledger.free_mb(task=HIGH.id, priority=0) == 90
 
 
-def test_a_pledge_with_a_quarantined_victim_is_kept_in_full():
+def test_a_pledge_with_a_quarantined_victim_is_kept_in_full() -> None:
     ledger = DeviceLedger(DEVICE)
     ledger.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.QUARANTINED), HIGH.id, stopping=True)
     pledge = a_pledge(HIGH, DEVICE.key, 70)
@@ -234,7 +234,7 @@ def test_a_pledge_with_a_quarantined_victim_is_kept_in_full():
     assert ledger.free_after_releases_mb() == 30 - 70
 
 
-def test_free_memory_is_kept_for_the_highest_priority_first():
+def test_free_memory_is_kept_for_the_highest_priority_first() -> None:
     ledger = a_book(state=LeaseState.RELEASING)
     claims = [a_pledge(a_task(f"p{p}", priority=p), DEVICE.key, 20) for p in (20, 60, 40)]
     for claim in claims:
@@ -242,7 +242,7 @@ def test_free_memory_is_kept_for_the_highest_priority_first():
     assert [ledger.reserved_free_mb(claim) for claim in claims] == [0, 20, 10]
 
 
-def test_memory_that_is_being_freed_counts_as_free_soon_without_its_pledges():
+def test_memory_that_is_being_freed_counts_as_free_soon_without_its_pledges() -> None:
     ledger = a_book(state=LeaseState.RELEASING)
     assert (ledger.free_mb(), ledger.free_after_releases_mb()) == (30, 90)
     ledger.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
@@ -250,7 +250,7 @@ def test_memory_that_is_being_freed_counts_as_free_soon_without_its_pledges():
     assert ledger.free_after_releases_mb(priority=81) == 90
 
 
-def test_a_copy_changes_nothing_in_the_original():
+def test_a_copy_changes_nothing_in_the_original() -> None:
     ledger = a_book()
     copy = ledger.copy()
     copy.put(a_lease(HIGH, DEVICE.key, 20))
@@ -259,7 +259,7 @@ def test_a_copy_changes_nothing_in_the_original():
     assert copy.free_mb() == 5
 
 
-def test_a_device_is_stale_without_a_sample_and_after_three_periods():
+def test_a_device_is_stale_without_a_sample_and_after_three_periods() -> None:
     ledger = DeviceLedger(DEVICE)
     assert ledger.is_stale(NOW, 2.0)
     ledger.measure(a_sample(DEVICE.key, NOW))
@@ -268,7 +268,7 @@ def test_a_device_is_stale_without_a_sample_and_after_three_periods():
     assert ledger.sampled_at == NOW
 
 
-def test_a_holder_on_an_unmeasured_device_gives_back_its_lease():
+def test_a_holder_on_an_unmeasured_device_gives_back_its_lease() -> None:
     ledger = a_book()
     [held] = ledger.holdings
     ledger.assume_released(held)
@@ -295,7 +295,7 @@ CHANGES = st.one_of(
 
 
 @given(changes=st.lists(CHANGES, max_size=12))
-def test_a_ledgers_sums_equal_those_of_its_holdings_after_any_course(changes: list[Any]):
+def test_a_ledgers_sums_equal_those_of_its_holdings_after_any_course(changes: list[Any]) -> None:
     ledger = DeviceLedger(DEVICE)
     for what, *how in changes:
         if what == "put":
@@ -336,10 +336,16 @@ def check_sums(ledger: DeviceLedger) -> None:
     assert ledger.releasing_mb(HIGH.id) == sum(h.occupied_mb for h in leaving if h.freeing_for == HIGH.id)
 
 
-def test_requiring_a_new_sample_keeps_one_that_is_newer():
+def test_requiring_a_new_sample_keeps_one_that_is_newer() -> None:
     ledger = a_book()
     ledger.measure(a_sample(DEVICE.key))
     ledger.require_new_sample(Instant(NOW - 1.0))
     assert ledger.sample is not None
     ledger.require_new_sample(Instant(NOW))
     assert ledger.sample is None
+
+
+def test_quarantined_memory_is_a_part_of_what_is_leased() -> None:
+    assert a_book().quarantined_mb() == 0
+    ledger = a_book(state=LeaseState.QUARANTINED)
+    assert (ledger.quarantined_mb(), ledger.leased_mb()) == (60, 60)

@@ -1,12 +1,11 @@
 """Queues of tenants and of work streams that are paused: what waits starts no more, and what runs goes on."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, QueuePause, Request
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import PledgeEnd
-from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
@@ -19,6 +18,7 @@ from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_pledge, a_task, a_world, commit, holding, submit
 
@@ -112,7 +112,7 @@ def test_a_preemptor_whose_queue_is_paused_gives_back_what_is_freed_for_it() -> 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"stop_reason": StopReason.MOVE}, {"model": ModelTerms("models", "resnet")}],
+    [{"stop_reason": StopReason.MOVE}, {"holder": Model("models", "resnet")}],
     ids=["a run that moves", "a model"],
 )
 def test_a_pause_does_not_keep_from_starting(fields: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """How long a task has been in each phase, from its row or from its events."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from gpubroker_server.core.domain.models import ModelTerms
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Position
 from gpubroker_server.core.world.events import Event
@@ -30,38 +31,43 @@ def an_event(what: str, state: str, at: float, **fields: float) -> Event:
 SUBMITTED = an_event("submitted", "pending", 0.5, submitted_at=NOW)
 
 
-def test_a_task_of_one_attempt_is_known_from_its_row():
+def test_a_task_of_one_attempt_is_known_from_its_row() -> None:
     waits = a_task()
     assert seconds(course_of_row(waits), 5.0) == [5.0, 0.0, 0.0, 0.0, 0.0]
     starts = a_task(state=TaskState.ADMITTED, fence=Fence(1), admitted_at=NOW + 5.0)
     assert seconds(course_of_row(starts), 6.0) == [5.0, 1.0, 0.0, 0.0, 0.0]
-    times = {"fence": Fence(1), "admitted_at": NOW + 5.0, "ordered_at": NOW + 5.5, "started_at": NOW + 7.0}
+    times: dict[str, Any] = {
+        "fence": Fence(1),
+        "admitted_at": NOW + 5.0,
+        "ordered_at": NOW + 5.5,
+        "started_at": NOW + 7.0,
+    }
     assert seconds(course_of_row(a_task(state=TaskState.RUNNING, **times)), 10.0) == [5.0, 0.5, 1.5, 3.0, 0.0]
     done = a_task(state=TaskState.SUCCEEDED, finished_at=NOW + 9.0, **times)
     assert seconds(course_of_row(done), 99.0) == [5.0, 0.5, 1.5, 2.0, 0.0]
 
 
-def test_without_the_time_of_its_order_a_run_was_starting_since_its_admission():
+def test_without_the_time_of_its_order_a_run_was_starting_since_its_admission() -> None:
     """An agent of an earlier release does not say it."""
-    times = {"fence": Fence(1), "admitted_at": NOW + 5.0, "started_at": NOW + 7.0}
+    times: dict[str, Any] = {"fence": Fence(1), "admitted_at": NOW + 5.0, "started_at": NOW + 7.0}
     assert seconds(course_of_row(a_task(state=TaskState.RUNNING, **times)), 8.0) == [5.0, 0.0, 2.0, 1.0, 0.0]
 
 
-def test_a_model_is_starting_while_its_server_loads_it():
+def test_a_model_is_starting_while_its_server_loads_it() -> None:
     events = [SUBMITTED, an_event("admitted", "admitted", 1.0, admitted_at=NOW + 1.0)]
-    assert seconds(course_of_events(events, is_run=False), 3.0) == [1.0, 0.0, 2.0, 0.0, 0.0]
-    loads = a_task(model=ModelTerms("models", "m"), state=TaskState.ADMITTED, fence=Fence(1), admitted_at=NOW)
+    assert seconds(course_of_events(events, by_agent=False), 3.0) == [1.0, 0.0, 2.0, 0.0, 0.0]
+    loads = a_task(holder=Model("models", "m"), state=TaskState.ADMITTED, fence=Fence(1), admitted_at=NOW)
     assert seconds(course_of_row(loads), 3.0) == [0.0, 0.0, 3.0, 0.0, 0.0]
 
 
-def test_a_row_does_not_know_the_past_of_a_task_that_was_stopped_or_came_back():
+def test_a_row_does_not_know_the_past_of_a_task_that_was_stopped_or_came_back() -> None:
     assert course_of_row(a_task(fence=Fence(2), admitted_at=NOW)) is None
     assert course_of_row(a_task(fence=Fence(1))) is None, "it waits again"
     stops = a_task(state=TaskState.STOPPING, fence=Fence(1), admitted_at=NOW, stop_reason=StopReason.CANCEL)
     assert course_of_row(stops) is None
 
 
-def test_the_phases_of_all_attempts_add_up():
+def test_the_phases_of_all_attempts_add_up() -> None:
     course = course_of_events(
         [
             SUBMITTED,
@@ -77,7 +83,7 @@ def test_the_phases_of_all_attempts_add_up():
     assert seconds(course, 99.0) == [11.0, 0.5, 2.5, 13.0, 3.0]
 
 
-def test_a_run_whose_start_and_end_came_together_was_starting_in_between():
+def test_a_run_whose_start_and_end_came_together_was_starting_in_between() -> None:
     course = course_of_events(
         [
             SUBMITTED,
@@ -95,23 +101,23 @@ def test_a_run_whose_start_and_end_came_together_was_starting_in_between():
     assert seconds(course, 9.0) == [1.0, 1.0, 1.0, 2.0, 0.0]
 
 
-def test_clocks_that_disagree_make_no_negative_phase():
+def test_clocks_that_disagree_make_no_negative_phase() -> None:
     course = course_of_events([SUBMITTED, an_event("admitted", "admitted", 0.0, admitted_at=NOW - 1.0)])
     assert seconds(course, 1.0) == [0.0, 2.0, 0.0, 0.0, 0.0]
 
 
-def test_a_log_that_does_not_go_back_to_the_submit_says_nothing():
+def test_a_log_that_does_not_go_back_to_the_submit_says_nothing() -> None:
     assert course_of_events([an_event("started", "running", 12.0)]) is None
     assert course_of_events([]) is None
 
 
-def test_what_an_agent_does_not_start_is_starting_from_its_admission():
+def test_what_an_agent_does_not_start_is_starting_from_its_admission() -> None:
     course = course_of_events(
         [
             SUBMITTED,
             an_event("admitted", "admitted", 1.0, admitted_at=NOW + 1.0),
             an_event("started", "running", 4.0, started_at=NOW + 4.0),
         ],
-        is_run=False,
+        by_agent=False,
     )
     assert seconds(course, 5.0) == [1.0, 0.0, 3.0, 1.0, 0.0]

@@ -1,18 +1,18 @@
 """The World is what the log says, whichever way it was read."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
+from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, move_lease, release
 from gpubroker_server.core.domain.task import Move, TaskState
-from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.core.domain.units import Instant, NodeName, Position, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.world.event_codec import node_from, row_fields
-from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.events import Event, events_of
+from gpubroker_server.core.world.payload import changed, encode, read
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from tests.builders import (
     GIB,
@@ -55,7 +55,7 @@ def picture(world: World) -> dict[str, object]:
 
 @given(clusters(), stories)
 @settings(max_examples=40)
-def test_a_world_that_read_the_log_equals_one_that_read_the_rows(world: World, story: list[Chapter]):
+def test_a_world_that_read_the_log_equals_one_that_read_the_rows(world: World, story: list[Chapter]) -> None:
     tale = Story(world)
     for chapter in story:
         for _ in tale.happens(chapter):
@@ -67,23 +67,23 @@ def test_a_world_that_read_the_log_equals_one_that_read_the_rows(world: World, s
         commit(world, decisions, tale.now)
 
 
-def test_an_event_that_was_applied_already_changes_nothing():
+def test_an_event_that_was_applied_already_changes_nothing() -> None:
     world = a_world()
-    event = Event(Position(1), NOW, "node.seen", "n7", 1, "", row_fields(a_node("n7")))
+    event = Event(Position(1), NOW, "node.seen", "n7", 1, "", encode(a_node("n7")))
     world.apply([event])
-    before = world.nodes["n7"]
+    before = world.nodes[NodeName("n7")]
     world.apply([event])
     assert world.position == 1
-    assert world.nodes["n7"] is before
+    assert world.nodes[NodeName("n7")] is before
 
 
 def node_events(*positions: int) -> list[Event]:
     """One new node for each position of the log."""
     rows = {position: a_node(f"n{position}") for position in positions}
-    return [Event(Position(p), NOW, "node.seen", row.name, 1, "", row_fields(row)) for p, row in rows.items()]
+    return [Event(Position(p), NOW, "node.seen", row.name, 1, "", encode(row)) for p, row in rows.items()]
 
 
-def test_a_gap_in_the_log_raises_and_nothing_of_the_batch_is_applied():
+def test_a_gap_in_the_log_raises_and_nothing_of_the_batch_is_applied() -> None:
     world = World()
     world.apply(node_events(1, 2))
     with pytest.raises(OutOfSync, match="after position 2, event 4 came: 3 is missing"):
@@ -93,22 +93,22 @@ def test_a_gap_in_the_log_raises_and_nothing_of_the_batch_is_applied():
     assert (world.position, set(world.nodes)) == (2, {"n1", "n2"})
 
 
-def test_an_event_that_does_not_fit_the_world_is_named_and_earlier_ones_are_applied():
+def test_an_event_that_does_not_fit_the_world_is_named_and_earlier_ones_are_applied() -> None:
     world = World()
     lease = a_lease(a_task("run"), "gpu7", 1, version=1)
-    strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", row_fields(lease))
+    strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", encode(lease))
     with pytest.raises(OutOfSync, match=rf"event 2 \(lease\.reserved {lease.key}\).*the World is at 1"):
         world.apply([*node_events(1), strange, *node_events(3)])
     assert (world.position, set(world.nodes)) == (1, {"n1"})
 
 
-def test_nodes_devices_and_requests_come_from_the_log():
+def test_nodes_devices_and_requests_come_from_the_log() -> None:
     world = World()
     request = Request("r1", TaskId("t"), "default", "cancel", {}, NOW)
     rows = [
-        ("node.seen", "n1", row_fields(a_node())),
-        ("device.seen", key("gpu0"), row_fields(a_device())),
-        ("request.made", "r1", row_fields(request)),
+        ("node.seen", "n1", encode(a_node())),
+        ("device.seen", key("gpu0"), encode(a_device())),
+        ("request.made", "r1", encode(request)),
     ]
     for number, (kind, name, fields) in enumerate(rows, start=1):
         world.apply([Event(Position(number), NOW, kind, name, 1, "", fields)])
@@ -118,37 +118,37 @@ def test_nodes_devices_and_requests_come_from_the_log():
     assert world.requests == {}
 
 
-def test_a_node_event_has_only_fields_that_release_0_2_0_knows_and_keeps_the_cordon():
+def test_a_node_event_has_only_fields_that_release_0_2_0_knows_and_keeps_the_cordon() -> None:
     """That release ends with an event of a node that has others."""
     drained = a_node(cordoned=True, cordon_reason="a fan", draining_since=NOW, drain_deadline_at=NOW + 1)
     known = {"name", "cpu", "memory_mb", "max_runs", "incarnation", "boot_id", "ready", "cordoned"}
-    fields = row_fields(drained)
-    assert fields.keys() == {*known, "labels", "custom", "version"}
-    later = {**fields, "of_a_later_release": 1}
-    assert (node_from(later, drained), node_from(later)) == (drained, a_node(cordoned=True))
+    [event] = events_of(Decision("n1", "node_seen", nodes=(drained,)))
+    assert event.fields.keys() == {*known, "labels", "custom", "version"}
+    later = {**event.fields, "of_a_later_release": 1}
+    assert (changed(drained, later), read(later, Node)) == (drained, a_node(cordoned=True))
 
 
-def test_a_device_that_is_reported_again_keeps_its_ledger():
+def test_a_device_that_is_reported_again_keeps_its_ledger() -> None:
     world = a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
     world.add_device(a_device(mb=90 * GIB))
     assert world.ledgers[key("gpu0")].free_mb() == 30 * GIB
-    assert world.by_node["n1"] == [key("gpu0")]
+    assert world.by_node[NodeName("n1")] == [key("gpu0")]
 
 
-def test_a_lease_on_an_unknown_device_raises():
+def test_a_lease_on_an_unknown_device_raises() -> None:
     world = a_world()
     with pytest.raises(KeyError):
         world.add_lease(a_lease(a_task("run"), "gpu7", 1))
     assert world.leases == {}
 
 
-def test_an_older_sample_and_one_of_an_unknown_device_change_nothing():
+def test_an_older_sample_and_one_of_an_unknown_device_change_nothing() -> None:
     world = a_world()
     world.measure([a_sample("gpu0", NOW - 1.0, foreign_mb=5 * GIB), a_sample("gpu7", foreign_mb=5 * GIB)])
     assert world.ledgers[key("gpu0")].free_mb() == 80 * GIB
 
 
-def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_released():
+def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_released() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=60 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=70 * GIB),
@@ -156,7 +156,7 @@ def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_relea
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
     ledger = world.ledgers[key("gpu0")]
     assert ledger.releasing_mb(TaskId("high")) == 60 * GIB
-    low = world.tasks["low"]
+    low = world.tasks[TaskId("low")]
     ended = write_move(low, Move.SUCCEEDED, finished_at=NOW)
     leases = tuple(move_lease(lease, LeaseState.RELEASING) for lease in world.leases_of(low))
     commit(world, Decision("low", "ended", tasks=(ended,), leases=leases))
@@ -165,9 +165,9 @@ def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_relea
     assert ledger.releasing_mb(TaskId("high")) == 0
 
 
-def test_a_finished_task_stays_until_its_last_lease_is_released_and_is_counted_once():
+def test_a_finished_task_stays_until_its_last_lease_is_released_and_is_counted_once() -> None:
     world = a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
-    run = world.tasks["run"]
+    run = world.tasks[TaskId("run")]
     leases = tuple(move_lease(lease, LeaseState.RELEASING) for lease in world.leases_of(run))
     ended = write_move(run, Move.SUCCEEDED, finished_at=NOW)
     commit(world, Decision("run", "ended", tasks=(ended,), leases=leases))
@@ -177,7 +177,7 @@ def test_a_finished_task_stays_until_its_last_lease_is_released_and_is_counted_o
     assert world.finished == {("default", TaskState.SUCCEEDED): 1}
 
 
-def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing():
+def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing() -> None:
     world = a_world()
     before = picture(world)
     gone = f"run:gone:1:0:{key('gpu0')}"
@@ -190,7 +190,7 @@ def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing():
     assert picture(world) == before
 
 
-def test_a_lease_without_a_run_is_added_and_removed_by_the_log():
+def test_a_lease_without_a_run_is_added_and_removed_by_the_log() -> None:
     world = a_world()
     lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.WORKER)
     commit(world, Decision("m", "load", leases=(lease,)))
@@ -199,7 +199,7 @@ def test_a_lease_without_a_run_is_added_and_removed_by_the_log():
     assert (world.ledgers[key("gpu0")].free_mb(), world.leases) == (80 * GIB, {})
 
 
-def test_an_event_of_an_unknown_kind_only_moves_the_position():
+def test_an_event_of_an_unknown_kind_only_moves_the_position() -> None:
     world = a_world()
     before = picture(world)
     world.apply([Event(Position(1), Instant(NOW + 5.0), "model.loaded", "m", 1, "", {})])
@@ -207,7 +207,7 @@ def test_an_event_of_an_unknown_kind_only_moves_the_position():
     assert (world.position, world.as_of) == (1, NOW + 5.0)
 
 
-def test_custom_resource_use_returns_to_zero_when_all_tasks_have_left():
+def test_custom_resource_use_returns_to_zero_when_all_tasks_have_left() -> None:
     world = a_world(a_node())
     for number in range(3):
         submit(world, a_task(f"t{number}", custom={"licence": 0.1 * (number + 1)}))
@@ -218,7 +218,7 @@ def test_custom_resource_use_returns_to_zero_when_all_tasks_have_left():
     assert world.custom_use == {"licence": 0.0}
 
 
-def test_a_pledge_is_removed_at_its_end():
+def test_a_pledge_is_removed_at_its_end() -> None:
     high = a_task("high", priority=80, gpu_mb=40 * GIB)
     world = a_world(a_device(), high, a_pledge(high, "gpu0", 40 * GIB))
     commit(world, plan_cycle(world, POLICY, NOW).decisions)

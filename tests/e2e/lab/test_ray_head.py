@@ -10,8 +10,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +19,9 @@ from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state, write_state
 from gpubroker_server.bootstrap.diagnosis.health import health_of
 from gpubroker_server.core.domain.leader_term import LeaderTerm
-from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeReport, Started
+from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeReport, Progressed, Started
 from gpubroker_server.core.domain.units import Lineage, Term
+from msgspec.structs import replace
 
 from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
 from tests.places import short_place
@@ -60,7 +61,7 @@ async def test_every_listening_port_is_known_and_closed_to_other_machines(lab: L
     ours = set(session_of(lab.head)) | {child.pid for child in psutil.Process().children()}
     listening = [
         (psutil.Process(connection.pid).name(), connection.laddr.ip.removeprefix("::ffff:"), connection)
-        for connection in psutil.net_connections("inet")
+        for connection in list[Any](psutil.net_connections("inet"))
         if connection.status == psutil.CONN_LISTEN and connection.pid in ours
     ]
     assert {address for _, address, _ in listening} == {"127.0.0.1"}
@@ -177,9 +178,12 @@ async def test_a_run_becomes_the_task_user_where_the_service_is_root(
 ) -> None:
     guest = await open_lab(address=as_guest, task_user="nobody", warm_runners=int(os.geteuid() == 0))
     own = await guest.start(kind="command", command=("id", "-un"), arguments=b"")
+    says = 'echo progress 0.5 > "$GPUBROKER_REPORTS"'
+    reporting = await guest.start(kind="command", command=("/bin/sh", "-c", says), arguments=b"")
     shared = await guest.start(entrypoint="posix:getuid", shareable=True)
     ended = await own.first(Ended)
     if os.geteuid() == 0:
+        assert (await reporting.first(Progressed)).fraction == 0.5
         assert ended.log_tail == b"nobody\n"
         assert await shared.result() == pwd.getpwnam("nobody").pw_uid
     else:

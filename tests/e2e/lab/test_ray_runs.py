@@ -1,5 +1,7 @@
 """What a run is given, and what comes back of it, on real Ray."""
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +18,8 @@ from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.task_objects import ObjectPart, PartAnswer
 
 from tests.client.stand_in_torch import stand_in_for_torch
-from tests.e2e.ray_lab import Lab, is_there
+from tests.e2e.ray_lab import Lab, guest_environment, is_there
+from tests.e2e.service_process import ROOT
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -77,7 +80,39 @@ async def test_a_run_inherits_of_the_services_environment_what_the_operator_name
     names = ["DATABASE_PASSWORD", "PROXY_OF_THE_SITE", "LAUNCH_MODE", "RAY_ADDRESS"]
     own = await lab.start("variables", names)
     shared = await lab.start("variables", names, shareable=True)
-    assert [await own.result(), await shared.result()] == [[None, "for all", "local", lab.head.address]] * 2
+    assert [await own.result(), await shared.result()] == [[None, "for all", "local", "local"]] * 2
+
+
+MAKES_A_RUNNER = """
+import json, sys
+import ray
+from gpubroker.runtime.messages import RunOrder
+from gpubroker_server.adapters.ray.agent.runner import Runner
+from gpubroker_server.adapters.ray.wire import unpack
+address = sys.argv[1]
+ray.init(address=address, log_to_driver=False)
+runner = ray.remote(Runner).options(num_cpus=0).remote(sys.path, shared=True, env={"RAY_ADDRESS": address})
+arguments = json.dumps({"args": [["RAY_ADDRESS"]]}).encode()
+order = RunOrder("t", 1, "entrypoint", entrypoint="tests.e2e.ray_jobs:variables", arguments=arguments)
+items, acknowledged, ends = [("share", order.to_wire())], 0, []
+while not ends:
+    told = unpack(ray.get(runner.exchange.remote(5, acknowledged, items)))
+    items, acknowledged = [], told[-1][0]
+    ends = [report[6] for _, report in told if report[0] == "ended"]
+print(ends[0].decode())
+"""
+
+
+async def test_an_agent_of_the_last_release_cannot_give_runs_the_address_of_its_ray(lab: Lab) -> None:
+    """It gives it to each process that it starts, of the software that is installed by then."""
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", MAKES_A_RUNNER, lab.head.address),
+        env={**os.environ, **guest_environment(lab.options.data_dir)},
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await program.communicate()
+    assert json.loads(said) == ["local"]
 
 
 @pytest.mark.parametrize(

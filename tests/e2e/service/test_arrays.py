@@ -45,6 +45,44 @@ def test_a_map_of_a_function_returns_its_results_in_order(
     assert sorted(as_completed) == [number + 1 for number in range(50)]
 
 
+def test_a_task_after_an_array_runs_when_all_of_it_has_succeeded(broker: Broker, tmp_path: Path) -> None:
+    for bad, state in (("", "succeeded"), ("fail 3", "failed")):
+        witness = tmp_path / f"witness {bad}"
+        kwargs = {"witness": str(witness), "bad": bad, "pause_seconds": 0.05}
+        array = broker.submit_array(ITEM, range(12), kwargs=kwargs, max_parallel=3, chunk=1, cpu=0.1)
+        after = broker.submit("tests.e2e.work:add", 1, 1, after=[array], cpu=0.1)
+        whole = broker.wait(array.id, timeout_seconds=PATIENCE_SECONDS)
+        assert (whole.id, whole.state) == (array.id, state)
+        assert {item for _, item in lines(witness)} == set(range(12))
+        assert all(worker.state == "succeeded" for worker in broker.array(array).workers)
+        over = broker.wait(after.id, timeout_seconds=PATIENCE_SECONDS)
+        assert over.state == state
+        assert over.after[0].task == array.id
+
+
+def test_a_cancel_of_an_arrays_id_as_a_task_ends_all_of_it(broker: Broker, tmp_path: Path) -> None:
+    kwargs = {"witness": str(tmp_path / "witness"), "pause_seconds": 0.2}
+    array = broker.submit_array(ITEM, range(500), kwargs=kwargs, max_parallel=3, cpu=0.1)
+    until(lambda: broker.array(array).done > 0, "it is at work")
+    broker.cancel(array.id)
+    assert ended(broker, array).state == "cancelled"
+    assert {worker.state for worker in broker.array(array).workers} == {"cancelled"}
+
+
+def test_events_are_those_of_all_workers_and_a_log_is_asked_for_by_worker(broker: Broker) -> None:
+    script = "import sys; print('item', sys.argv[1], flush=True)"
+    command = [sys.executable, "-c", script, "{}"]
+    array = ended(broker, broker.submit_array(command, ["one", "two"], cpu=0.1, max_parallel=2, chunk=1))
+    workers = [worker.id for worker in array.workers]
+    told = list(broker.events(array.id))
+    assert sorted(event.key for event in told if event.kind == "task.succeeded") == sorted(workers)
+    assert [event.position for event in told] == sorted(event.position for event in told)
+    with pytest.raises(Refused, match=f"{array.id} has 2 workers: {', '.join(workers)}"):
+        list(broker.logs(array.id))
+    printed = [line for worker in workers for line in broker.logs(array.id, worker=worker, follow=True)]
+    assert sorted(printed) == ["item one\n", "item two\n"]
+
+
 def test_an_item_that_fails_has_its_error_and_is_done_again_alone(broker: Broker, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     kwargs = {"witness": str(witness), "bad": "fail 3"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from gpubroker import Broker, LeaseState
-from gpubroker.cluster.fleet import Holder
+from gpubroker.wire.devices import Holder
 
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from tests.patience import PATIENCE_SECONDS
 
 FOUR = [{"count": 4, "gpu_mb": 10_000}]
 """Two ranks on each of the two devices."""
+
+
+def _is_told(witness: str, news: str) -> bool:
+    return news in lines_of(witness)
 
 
 @pytest.fixture
@@ -77,23 +82,22 @@ def test_ranks_that_a_gang_can_do_without_make_room_and_others_join_when_it_is_f
     broker: Broker, witness: str, amount: str
 ) -> None:
     [node] = broker.nodes()
-    cpus = node.cpu["total"]
+    cpus = node.cpu.total
     of_one, of_two = {"gpu_mb": (10_000, 20_000), "cpu": (cpus / 4, cpus / 2)}[amount]
     options: dict[str, Any] = {"bundles": [{"count": 4, amount: of_one}], "priority": "background"}
     gang = a_gang(broker, "go_on_with_those_at_work", witness, min_ranks=2, **options)
     until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
-    urgent = broker.submit("tests.e2e.work:add", 20, 22, priority="critical", **{amount: of_two})
+    wants: dict[str, Any] = {amount: of_two}
+    urgent = broker.submit("tests.e2e.work:add", 20, 22, priority="critical", **wants)
     assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
     for rank in (0, 1):
-        until(
-            lambda rank=rank: f"{rank} works with (0, 1) in 2" in lines_of(witness),
-            "it heard which ranks are left",
-        )
+        until(partial(_is_told, witness, f"{rank} works with (0, 1) in 2"), "it heard which ranks are left")
     assert {"2 left", "3 left"} <= set(lines_of(witness))
     for rank in (0, 1, 4, 5):
         news = f"{rank} works with (0, 1, 4, 5) in 4"
-        until(lambda news=news: news in lines_of(witness), "it heard which ranks have joined")
+        until(partial(_is_told, witness, news), "it heard which ranks have joined")
     shown = broker.get(gang)
+    assert shown.ranks is not None
     assert [rank.state for rank in shown.ranks] == [
         "running", "running", "left", "left", "running", "running",
     ]  # fmt: skip

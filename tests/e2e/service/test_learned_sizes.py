@@ -1,6 +1,7 @@
 """Runs are measured on real Ray, what they used is learned, and one that takes more than that is stopped."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker import Broker, Task
@@ -9,7 +10,7 @@ from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
 
 
-def using(broker: Broker, mb: int, flag: Path, gpu_mb: object) -> Task:
+def using(broker: Broker, mb: int, flag: Path, gpu_mb: Any) -> Task:
     """A command of model type resnet that uses so much of a simulated GPU until the flag is there."""
     wait = f"until [ -e {flag} ]; do sleep 0.02; done"
     env = {"SIMULATED_GPU_MB": str(mb)}
@@ -34,7 +35,7 @@ def test_what_runs_used_is_given_to_the_next_and_it_must_not_use_more(broker: Br
 
     greedy = using(broker, 9000, tmp_path / "never", gpu_mb="learned")
     assert greedy.sizing is not None
-    assert greedy.sizing.gpu_mb == greedy.resources["gpu_mb"] == pytest.approx(1.15 * 4096, rel=0.02)
+    assert greedy.sizing.gpu_mb == greedy.resources.gpu_mb == pytest.approx(1.15 * 4096, rel=0.02)
     ended = broker.wait(greedy, timeout_seconds=PATIENCE_SECONDS)
     assert ended.state == "failed"
     assert ended.error is not None

@@ -36,6 +36,26 @@ def test_a_victim_saves_its_work_gives_way_and_resumes(broker: Broker, tmp_path:
     assert sorted(broker.get(victim.id).raw["preemptions"] for victim in victims) == [0, 1]
 
 
+def test_a_waiting_task_for_cpu_keeps_no_gpu_task_from_preempting(broker: Broker, tmp_path: Path) -> None:
+    [node] = broker.nodes()
+    cpu = node.cpu.total
+    work = {"witness": str(tmp_path / "witness"), "until": str(tmp_path / "flag")}
+    hog = broker.submit("tests.e2e.work:hold", kwargs=work, cpu=cpu, priority="background", grace_seconds=5)
+    until(lambda: broker.get(hog.id).state == "running", "it has all CPUs")
+    waits = broker.submit("tests.e2e.work:add", 1, 1, cpu=cpu, priority="interactive")
+
+    def is_foreseen() -> bool:
+        pending = broker.get(waits).pending
+        return pending is not None and pending.start is not None
+
+    until(is_foreseen, "it has a forecast, which reserves the node")
+    urgent = broker.submit("tests.e2e.work:add", 2, 2, gpu_mb=1000, cpu=1, priority="interactive")
+    assert broker.result(urgent.id, timeout_seconds=PATIENCE_SECONDS) == 4
+    assert broker.get(hog).preemptions == 1
+    for left in (waits, hog):
+        broker.cancel(left.id)
+
+
 def test_a_task_that_does_not_fit_says_why_and_cancelling_it_is_immediate(
     broker: Broker, tmp_path: Path
 ) -> None:

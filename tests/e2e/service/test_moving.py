@@ -10,7 +10,7 @@ from tests.patience import PATIENCE_SECONDS
 
 def placed(broker: Broker) -> dict[str, list[str]]:
     """The runs on each GPU."""
-    return {gpu.key: sorted(holder.id for holder in gpu.holders) for gpu in broker.gpus()}
+    return {gpu.key: sorted(str(holder.id) for holder in gpu.holders) for gpu in broker.gpus()}
 
 
 def test_a_run_moves_to_another_gpu_with_its_checkpoint_so_that_a_large_task_fits(

@@ -2,6 +2,7 @@
 
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from gpubroker import Broker, Task
 
@@ -95,7 +96,7 @@ def test_a_run_that_stands_still_is_ended_at_its_limit_and_gives_its_memory_back
     broker: Broker, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
-    limits = {"timeout_seconds": 3, "grace_seconds": 0.2}
+    limits: dict[str, Any] = {"timeout_seconds": 3, "grace_seconds": 0.2}
     task = broker.submit("tests.e2e.work:stand_still", str(go), gpu_mb=4096, **limits)
     until(lambda: broker.get(task).state == "running", "its beginning was heard of")
     go.touch()

@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from gpubroker import Broker, current_task
 
 from tests.e2e.service_process import ServiceProcess
 from tests.patience import PATIENCE_SECONDS
 
-SMALL = {"cpu": 0.1, "gpus": 0}
+SMALL: dict[str, Any] = {"cpu": 0.1, "gpus": 0}
 """Such tasks share a process."""
 
 

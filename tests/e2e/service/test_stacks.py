@@ -1,12 +1,13 @@
 """Where a running task is, on real Ray: its Python threads, read while they go on."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from gpubroker import Broker, Refused
 
-from tests.e2e.service_process import until
+from tests.e2e.service_process import is_running, until
 from tests.e2e.work import lines_of
 from tests.patience import PATIENCE_SECONDS
 
@@ -40,7 +41,7 @@ def test_a_command_shows_its_python_and_says_when_it_has_none(broker: Broker) ->
     python = broker.submit(["sh", "-c", f"{sys.executable} -c '{SLEEPS}'; true"])
     plain = broker.submit(["sleep", "600"])
     for task in (python, plain):
-        until(lambda task=task: broker.get(task).state == "running", "it runs")
+        until(partial(is_running, broker, task), "it runs")
     until(lambda: "in wait_here" in (broker.stack(python).stack or ""), "its Python has begun")
     until(lambda: "sleep" in broker.stack(plain).message, "its command has begun")
     seen = broker.stack(plain)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ def ended(broker: Broker, workers: WorkerSet) -> None:
     until(lambda: list(broker.worker_sets()) == [], "it is listed no more")
 
 
+def _have_begun(witness: Path, calls: int) -> bool:
+    return witness.exists() and len(witness.read_text().split()) == calls
+
+
 def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(broker: Broker) -> None:
     class Adder:
         def __init__(self, start: int) -> None:
@@ -56,7 +61,7 @@ def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(
     scale = {"by": "signal", "target": 10, "down_after_seconds": 0}
     sizes: dict[str, Any] = {"profile": "rollout_worker", "cpu": 0.1}
     made = broker.create_worker_set(Adder, 1, max_count=2, scale=scale, **sizes)
-    assert (made.max_concurrency, broker.get(made.id).resources["cpu"]) == (100, 0.1)
+    assert (made.max_concurrency, broker.get(made.id).resources.cpu) == (100, 0.1)
     handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS)
     values, pid = handle.add(5)
     assert values == {1, 5}
@@ -174,7 +179,7 @@ def busy(broker: Broker, workers: WorkerSet, folder: Path) -> Iterator[dict[int,
         calls: dict[int, Future[int]] = {}
         for begun in (1, 2):
             call = threads.submit(handle.hold, str(witness), str(go))
-            until(lambda n=begun: witness.exists() and len(witness.read_text().split()) == n, "it has begun")
+            until(partial(_have_begun, witness, begun), "it has begun")
             calls[int(witness.read_text().split()[-1])] = call
         assert set(calls) == pids, "each went to the worker with fewer calls"
         try:
@@ -236,7 +241,7 @@ def test_roles_share_the_largest_demand_and_an_unhealthy_worker_is_restarted_aft
     assert (handle.add(1), other.add(1), handle.pid() == other.pid()) == (1, 101, True)
     [held] = [holder for gpu in broker.gpus() for holder in gpu.holders]
     assert (held.id, held.gpu_mb) == (made.id, 8 * GIB)
-    assert (made.max_concurrency, broker.get(made.id).resources["cpu"]) == (10, 1)
+    assert (made.max_concurrency, broker.get(made.id).resources.cpu) == (10, 1)
 
     handle.add(-10)
     until(lambda: broker.worker_set(made).workers[0].attempt == 2, "it is restarted")

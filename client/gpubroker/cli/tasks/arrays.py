@@ -14,12 +14,14 @@ from gpubroker.cli import EXIT_CANCELLED, EXIT_TASK_FAILED, parsing
 from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
 from gpubroker.cli.tasks.submit import Target, dependencies, named_target, options_of_submit, read_options
-from gpubroker.tasks.array_api import ArrayState, bar_line, progress_bar
+from gpubroker.tasks.array_api import bar_line, progress_bar
 from gpubroker.transport.operations import without_none
+from gpubroker.wire.arrays import ArrayState
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.tasks.array_api import Array, ArrayItem
+    from gpubroker.tasks.array_api import ArrayItem
+    from gpubroker.wire.arrays import Array
 
 _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
 
@@ -40,7 +42,8 @@ Chunk = Annotated[
 ]
 ItemTimeout = Annotated[Any, typer.Option("--item-timeout", help="Time limit of one item.", **_SECONDS)]
 ItemRetries = Annotated[
-    int | None, typer.Option("--item-retries", help="How often to try a failed item again.")
+    int | None,
+    typer.Option(help="How often to try an item again that failed or took too long (see --retry-on)."),
 ]
 ArrayWord = Annotated[
     str, typer.Argument(metavar="ARRAY", help="Id of the array, as `map` prints it, or last.")

@@ -11,6 +11,7 @@ from gpubroker.cli.lookup import (
     AnyTaskWords,
     TaskWord,
     TaskWords,
+    WorkerId,
     change_each,
     connect,
     remember_last,
@@ -21,8 +22,9 @@ from gpubroker.cli.tasks.view import task_table
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.tasks.task import Cancelled, Task
+    from gpubroker.tasks.task import Task
     from gpubroker.tasks.task_api import ChangeOptions, Filters
+    from gpubroker.wire.tasks import Cancelled
 
 _NONE = "none"
 _PRIORITY_HELP = "0 to 100, or the name of a band."
@@ -106,11 +108,13 @@ def retry(task: TaskWord, output: Output = Format.TABLE) -> None:
 def stack(
     task: TaskWord,
     rank: Annotated[int, typer.Option(help="Of a gang: the process of this rank.")] = 0,
+    worker: WorkerId = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Show where a running task is: all its Python threads. It goes on meanwhile."""
     with connect() as broker:
-        emit(output, broker.stack(task_id(broker, task), rank=rank), lambda seen: seen.stack or seen.message)
+        seen = broker.stack(task_id(broker, task), rank=rank, worker=worker)
+        emit(output, seen, lambda seen: seen.stack or seen.message)
 
 
 def hold(tasks: TaskWords, output: Output = Format.TABLE) -> None:

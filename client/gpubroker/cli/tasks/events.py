@@ -17,8 +17,9 @@ from gpubroker.errors import Refused
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.tasks.task import Event, Task
+    from gpubroker.tasks.task import Task
     from gpubroker.tasks.task_api import EventStart
+    from gpubroker.wire.events import Event
 
 _KIND_CELLS = 16
 ATTEMPTS = "attempts"
@@ -37,7 +38,9 @@ _ENDS = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
 def events(
-    task: Annotated[str | None, typer.Argument(metavar="TASK", help="Only events of this task.")] = None,
+    task: Annotated[
+        str | None, typer.Argument(metavar="TASK", help="Only events of this task, array or set.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events as they happen.")] = False,
     after: Annotated[int | None, typer.Option(help="Start after this position of the log.")] = None,
     last: Annotated[
@@ -73,13 +76,12 @@ def events(
 
 def _event_line(event: Event) -> Text:
     """Position, time, kind, subject, and the new values in words. `-o json` has all fields."""
-    at = f"{event.at:%H:%M:%S}" if event.at else ""
     subject, place = _subject(event)
     facts = ", ".join(fact for fact in (place, *_facts(event)) if fact)
     if not facts and event.kind.endswith(".changed"):
         facts = ", ".join(event.fields)
     return Text.assemble(
-        (f"{event.position:>6} {at} ", "dim"),
+        (f"{event.position:>6} {event.at:%H:%M:%S} ", "dim"),
         (f"{event.kind:<{_KIND_CELLS}} ", "bold"),
         f"{subject}  {facts}",
     )
@@ -170,7 +172,8 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
     lines: dict[str, str] = {}
     notice: Event | None = None
     saved_at, resumed = None, ""
-    events = list(broker.events(task))
+    # An array or a worker set has the events of all its workers, and its view the attempts of the first.
+    events = [event for event in broker.events(task) if task.id in (event.key, event.fields.get("task"))]
     if has_attempts:
         lines[ATTEMPTS] = "\n".join(attempts_of(events))
     for event in events:

@@ -27,17 +27,18 @@ from gpubroker.cli.tasks.events import ATTEMPTS, past_of
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.tasks.estimates import Expected, ForecastsKept
-    from gpubroker.tasks.explanation import (
+    from gpubroker.wire.explanations import (
+        DeviceHolder,
         DeviceVerdict,
         Explanation,
+        MemoryHolder,
         Preemption,
         Quota,
         RankVerdict,
         Remedy,
-        Run,
         Simulation,
     )
+    from gpubroker.wire.forecasts import Expected, ForecastsKept
 
 _MOST_DEVICES = 24
 """The table has the devices that have room soonest; `-o json` has all."""
@@ -68,7 +69,7 @@ def explain(task: TaskWord, output: Output = Format.TABLE) -> None:
 
 def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
     """Where the whole error is, which task preempted it, and whether the cluster can run tasks."""
-    found = broker.get(explained.id)
+    found = broker.get(explained.worker or explained.id, worker=explained.worker)
     if found.error and found.is_finished:
         yield f"details: gpubroker show {short_id(found.id)}"
     yield from (f"{name} {line}" for name, line in past_of(broker, found).items() if name != ATTEMPTS)
@@ -105,7 +106,7 @@ def _simulation(simulation: Simulation) -> RenderableType:
     colon = ": " if more == simulation.message else ""
     parts: list[RenderableType] = [Text.assemble((verdict, "bold"), f"{colon}{with_short_ids(more)}")]
     if simulation.sizing:
-        parts.append(Text(f"  {simulation.sizing['message']}"))
+        parts.append(Text(f"  {simulation.sizing.message}"))
     if simulation.verdict == "refused":
         return Group(*parts, *_remedies(simulation.remedies))
     if simulation.verdict == "waits":
@@ -149,7 +150,7 @@ def _quota(quota: Quota | None) -> Iterator[Text]:
     )
 
 
-def _ranks(found: Sequence[RankVerdict]) -> Iterator[RenderableType]:
+def _ranks(found: Sequence[RankVerdict] | None) -> Iterator[RenderableType]:
     """Equal neighbours share a line."""
     if not found:
         return
@@ -164,8 +165,8 @@ def _ranks(found: Sequence[RankVerdict]) -> Iterator[RenderableType]:
 def _rank_in_words(one: RankVerdict) -> str:
     if one.place is None:
         return one.message
-    indexes = ",".join(str(device["index"]) for device in one.place["devices"])
-    return f"fits on {one.place['node']}{f'/gpu{indexes}' if indexes else ''}"
+    indexes = ",".join(str(device.index) for device in one.place.devices)
+    return f"fits on {one.place.node}{f'/gpu{indexes}' if indexes else ''}"
 
 
 def _within(expected: Expected) -> str:
@@ -188,8 +189,8 @@ def _preemption(found: Preemption | None) -> Iterator[Text]:
             yield Text(f"  {run_in_words(run)}, {duration(run.lost_gpu_seconds)} of GPU work lost")
 
 
-def run_in_words(run: Run) -> str:
-    return f"{run.name or short_id(run.id)} {size(run.gpu_mb)} (priority {run.priority})"
+def run_in_words(run: MemoryHolder) -> str:
+    return f"{_name_of(run)} {size(run.gpu_mb)} (priority {run.priority})"
 
 
 def _remedies(found: Sequence[Remedy], task: str = "") -> Iterator[Text]:
@@ -283,15 +284,19 @@ def _short(free_in: Expected) -> str:
     return p50 if p50 == p90 else f"{p50}-{p90}"
 
 
-def _holders(holders: Sequence[Run]) -> str:
+def _holders(holders: Sequence[DeviceHolder]) -> str:
     """The largest, one per line: all in one line would be wider than a terminal."""
     largest = sorted(holders, key=lambda holder: -holder.gpu_mb)[:_MOST_HOLDERS]
     more = [f"and {len(holders) - len(largest)} more"] if len(holders) > len(largest) else []
     return "\n".join([*map(_holder, largest), *more])
 
 
-def _holder(holder: Run) -> str:
+def _holder(holder: DeviceHolder) -> str:
     ends = f", {_short(holder.ends)} left" if holder.ends and holder.ends.p90_seconds > 0 else ""
     leaving = ", stopping" if holder.stopping else ", in quarantine" if holder.quarantine else ""
-    name = holder.name or short_id(holder.id)
-    return f"{name} {size(holder.gpu_mb)} (priority {holder.priority}{leaving}{ends})"
+    return f"{_name_of(holder)} {size(holder.gpu_mb)} (priority {holder.priority}{leaving}{ends})"
+
+
+def _name_of(holder: MemoryHolder) -> str:
+    """Return its name, else its id; another tenant's holder has neither."""
+    return holder.name or short_id(holder.id or "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from gpubroker.cli import EXIT_INTERRUPTED, parsing
-from gpubroker.cli.lookup import TaskWord, connect, task_id
+from gpubroker.cli.lookup import TaskWord, WorkerId, connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
 from gpubroker.cli.tables import short_id, with_short_ids
 from gpubroker.cli.tasks.view import task_details
@@ -23,7 +22,7 @@ from gpubroker.runtime.output import STREAMS
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.log_reading import LogOptions
-    from gpubroker.tasks.task import Outcome
+    from gpubroker.wire.tasks import Outcome
 
 SILENT_SECONDS = 3.0
 """After that a person who waits is told why the task does."""
@@ -68,11 +67,12 @@ def logs(
     attempt: Annotated[int | None, typer.Option(help="Which attempt. Default: the newest.")] = None,
     stream: Annotated[str | None, typer.Option(help="stdout or stderr. Default: both.")] = None,
     rank: Annotated[int | None, typer.Option(help="Which rank of a gang. Default: 0.")] = None,
+    worker: WorkerId = None,
 ) -> None:
     """Print what a task has printed: its standard output to yours, its standard error to yours."""
     if stream not in (None, *STREAMS):
         raise typer.BadParameter(f"--stream is stdout or stderr, not {stream!r}")
-    given = {"follow": follow or None, "attempt": attempt, "rank": rank}
+    given = {"follow": follow or None, "attempt": attempt, "rank": rank, "worker": worker}
     wanted = cast("LogOptions", {name: value for name, value in given.items() if value is not None})
     with connect() as broker:
         found = task_id(broker, task)
@@ -89,8 +89,7 @@ def follow_and_show(broker: Broker, task: str, output: Format) -> None:
     except KeyboardInterrupt:
         eprint(f"the task continues; read on: gpubroker logs -f {task}   stop it: gpubroker cancel {task}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    outcome = broker.outcome(task)
-    _show(replace(outcome, log_tail=""), output)
+    _show(broker.outcome(task), output, shows_log=False)
 
 
 def show_logs(broker: Broker, task: str, wanted: LogOptions) -> None:
@@ -162,14 +161,14 @@ def _wait_aloud(broker: Broker, task: str, timeout_seconds: float | None) -> Non
         broker.wait(task, None if timeout_seconds is None else left - SILENT_SECONDS)
 
 
-def _show(outcome: Outcome, output: Format, save: Path | None = None) -> None:
+def _show(outcome: Outcome, output: Format, save: Path | None = None, *, shows_log: bool = True) -> None:
     """Print a result, or write it to `save`. A pickled one is never opened, only saved."""
     if output is not Format.TABLE:
         emit(output, outcome, lambda _: "")
     try:
         _check_success(outcome)
     finally:
-        if outcome.log_tail:
+        if shows_log and outcome.log_tail:
             eprint(_log_of(outcome).rstrip())
     if save is not None:
         data = outcome.data if outcome.data is not None else json.dumps(outcome.value).encode()

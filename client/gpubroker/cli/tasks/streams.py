@@ -15,7 +15,7 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.stream_api import DrawnStream, WorkStream
+    from gpubroker.wire.streams import DrawnStream, WorkStream
 
 streams = typer.Typer(help="List work streams and what each counts now; change them.")
 
@@ -99,7 +99,7 @@ def _streams(listed: Sequence[WorkStream]) -> RenderableType:
         (
             stream.name,
             *(
-                f"{stream.factors.get(name, 1):.3g}"
+                f"{getattr(stream.factors, name):.3g}"
                 for name in ("curriculum", "velocity", "staleness", "quality")
             ),
             f"{stream.weight:.3g}",

@@ -4,7 +4,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
@@ -105,7 +105,9 @@ Strategy = Annotated[
     str | None, typer.Option(help="Placement of ranks: pack, spread, strict_pack, strict_spread.")
 ]
 MinRanks = Annotated[int | None, typer.Option(help="Start the gang with at least this many ranks.")]
-Placement = Annotated[str | None, typer.Option(help="pack: GPUs in use first. spread: empty GPUs first.")]
+Placement = Annotated[
+    str | None, typer.Option(help="pack: GPUs in use first. spread: GPUs with fewest holders first.")
+]
 ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
 Profile = Annotated[str | None, typer.Option(help="Role to take sizes and limits from: gpubroker profiles.")]
 Concurrency = Annotated[
@@ -123,6 +125,13 @@ Env = Annotated[
     typer.Option("--env", "-e", metavar="NAME=VALUE", help="Environment variable; repeatable."),
 ]
 Retries = Annotated[int | None, typer.Option("--retries", help="How often to retry a failed run.")]
+RetryOn = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="failure|timeout",
+        help="What uses a retry; repeatable. Default: failure, for the items of map both.",
+    ),
+]
 Timeout = Annotated[Any, typer.Option("--timeout", help="Time limit of one run, such as 15m.", **_SECONDS)]
 Grace = Annotated[Any, typer.Option("--grace", help="Time to stop after the notice.", **_SECONDS)]
 After = Annotated[
@@ -200,66 +209,85 @@ class CommandAfterDashes(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def submit(
-    context: typer.Context,
-    target: Target = None,
-    args: Args = None,
-    kwargs: Kwargs = None,
-    priority: Priority = None,
-    gpu_mb: GpuMb = None,
-    gpus: Gpus = None,
-    gpu_fraction: Fraction = None,
-    exclusive: Exclusive = False,
-    cpu: Cpu = None,
-    memory_mb: Memory = None,
-    custom: Custom = None,
-    kinds: Kinds = None,
-    prefer_kinds: PreferKinds = None,
-    min_power: MinPower = None,
-    min_device_mb: MinDevice = None,
-    nodes: Nodes = None,
-    prefer_nodes: PreferNodes = None,
-    pool: Pool = None,
-    roles: Roles = None,
-    bundles: Bundles = None,
-    strategy: Strategy = None,
-    min_ranks: MinRanks = None,
-    placement: Placement = None,
-    model_type: ModelType = None,
-    profile: Profile = None,
-    max_concurrency: Concurrency = None,
-    stream: Stream = None,
-    name: Name = None,
-    labels: Labels = None,
-    env: Env = None,
-    max_retries: Retries = None,
-    timeout_seconds: Timeout = None,
-    grace_seconds: Grace = None,
-    after: After = None,
-    after_end: AfterEnd = None,
-    not_before: NotBefore = None,
-    queue_ttl_seconds: QueueTtl = None,
-    deadline: Deadline = None,
-    expected_seconds: Expected = None,
-    result_format: ResultFormat = None,
-    working_directory: Directory = None,
-    idempotency_key: Key = None,
-    held: Hold = False,
-    wait: Wait = False,
-    follow: Follow = False,
-    wait_timeout: WaitTimeout = None,
-    dry_run: DryRun = False,
-    batch: Batch = None,
-    all_or_nothing: AllOrNothing = False,
-    output: Output = Format.TABLE,
-) -> None:
+class SubmitParameters(NamedTuple):
+    """The parameters of `gpubroker submit`, in the order of its help."""
+
+    target: Target = None
+    args: Args = None
+    kwargs: Kwargs = None
+    priority: Priority = None
+    gpu_mb: GpuMb = None
+    gpus: Gpus = None
+    gpu_fraction: Fraction = None
+    exclusive: Exclusive = False
+    cpu: Cpu = None
+    memory_mb: Memory = None
+    custom: Custom = None
+    kinds: Kinds = None
+    prefer_kinds: PreferKinds = None
+    min_power: MinPower = None
+    min_device_mb: MinDevice = None
+    nodes: Nodes = None
+    prefer_nodes: PreferNodes = None
+    pool: Pool = None
+    roles: Roles = None
+    bundles: Bundles = None
+    strategy: Strategy = None
+    min_ranks: MinRanks = None
+    placement: Placement = None
+    model_type: ModelType = None
+    profile: Profile = None
+    max_concurrency: Concurrency = None
+    stream: Stream = None
+    name: Name = None
+    labels: Labels = None
+    env: Env = None
+    max_retries: Retries = None
+    retry_on: RetryOn = None
+    timeout_seconds: Timeout = None
+    grace_seconds: Grace = None
+    after: After = None
+    after_end: AfterEnd = None
+    not_before: NotBefore = None
+    queue_ttl_seconds: QueueTtl = None
+    deadline: Deadline = None
+    expected_seconds: Expected = None
+    result_format: ResultFormat = None
+    working_directory: Directory = None
+    idempotency_key: Key = None
+    held: Hold = False
+    wait: Wait = False
+    follow: Follow = False
+    wait_timeout: WaitTimeout = None
+    dry_run: DryRun = False
+    batch: Batch = None
+    all_or_nothing: AllOrNothing = False
+    output: Output = Format.TABLE
+
+
+def submit(context: typer.Context, **given: Any) -> None:
     """Queue a task: a function that the service allows, or any command after --.
 
     \b
     gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB
-    gpubroker submit --gpus 1 --priority batch --follow -- python train.py --epochs 3
-    """
-    (_submit_one if batch is None else _submit_batch)(context, locals())
+    gpubroker submit --gpus 1 --priority batch --follow -- python train.py --epochs 3"""
+    (_submit_one if given["batch"] is None else _submit_batch)(context, given)
+
+
+def _signature_of_submit() -> inspect.Signature:
+    """Return a signature from which typer reads the parameters. They are declared in a class because there
+    are more of them than a function may have lines."""
+    context, _given = inspect.signature(submit).parameters.values()
+    taken = [
+        inspect.Parameter(
+            name, context.kind, default=default, annotation=SubmitParameters.__annotations__[name]
+        )
+        for name, default in SubmitParameters._field_defaults.items()
+    ]
+    return inspect.Signature([context, *taken], return_annotation=None)
+
+
+setattr(submit, "__signature__", _signature_of_submit())  # noqa: B010
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -303,7 +331,7 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 
 def _submit_batch(context: typer.Context, given: Mapping[str, Any]) -> None:
-    allowed = {"context", "batch", "all_or_nothing", "idempotency_key", "output"}
+    allowed = {"batch", "all_or_nothing", "idempotency_key", "output"}
     others = [name for name, value in given.items() if name not in allowed and value not in (None, False)]
     if others or context.args or context.obj:
         raise typer.BadParameter(
@@ -355,6 +383,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "prefer_nodes": lambda words: {n: v.split(",") for n, v in parsing.pairs(words, "--prefer-on").items()},
     "roles": lambda words: dict(map(parsing.role, words)),
     "bundles": lambda words: [parsing.demand(word, "--bundle") for word in words],
+    "retry_on": lambda words: [cause for word in words for cause in word.split(",")],
     "working_directory": os.path.abspath,
 }
 

@@ -32,9 +32,11 @@ from gpubroker.cli.tasks.events import past_of
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.tasks.estimates import Expected
-    from gpubroker.tasks.task import Quarantined, Task, TaskDevice, TaskRank
+    from gpubroker.tasks.task import Task
     from gpubroker.tasks.task_api import ListOptions
+    from gpubroker.wire.forecasts import Expected
+    from gpubroker.wire.quarantine import Quarantined
+    from gpubroker.wire.tasks import TaskDevice, TaskRank
 
 NO_PAST: Mapping[str, str] = MappingProxyType({})
 _REASONS_ASKED = 20
@@ -181,7 +183,7 @@ def task_table(
             Text(str(task.raw.get("state", "")), style=_STATE_STYLES.get(task.state, "")),
             str(task.priority),
             f"{task.priority} {task.band}",
-            demand(task.resources),
+            demand(task.resources.raw),
             ago(task.submitted_at),
             task.node or "",
             note,
@@ -203,14 +205,14 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "progress": _progress(task) + _progress_end(task),
         "ends": _expected_end(task.eta) if task.eta else None,
         "priority": f"{task.priority} ({task.band})",
-        "runs": run.get("entrypoint") or shlex.join(run.get("command") or ()) or run.get("kind"),
-        "model": run.get("model"),
+        "runs": run.entrypoint or shlex.join(run.command or ()) or run.kind,
+        "model": run.model,
         "profile": task.profile,
-        "gpu": demand(task.resources),
+        "gpu": demand(task.resources.raw),
         "size": task.sizing.message if task.sizing else None,
         "node": task.node,
         "devices": ", ".join(map(_device, task.devices)) if not task.ranks else None,
-        "ranks": "\n".join(map(_rank, task.ranks)),
+        "ranks": "\n".join(map(_rank, task.ranks or ())),
         "quarantine": "\n".join(map(_quarantined, task.quarantine)),
         "attempt": task.attempt,
         "failed": f"{task.failures} of at most {task.max_retries + 1} attempts" if task.failures else None,
@@ -326,7 +328,7 @@ def _progress(task: Task) -> str:
 def _progress_end(task: Task) -> str:
     """At the rate of its reports; a run may stall."""
     progress = task.progress
-    if progress is None or progress.eta_at is None or progress.at is None or not progress.rate_per_second:
+    if progress is None or progress.eta_at is None or not progress.rate_per_second:
         return ""
     left = duration((progress.eta_at - progress.at).total_seconds())
     a_minute = progress.rate_per_second * 60

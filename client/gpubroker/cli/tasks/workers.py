@@ -28,7 +28,7 @@ from gpubroker.cli.tasks.submit import (
 )
 
 if TYPE_CHECKING:
-    from gpubroker.tasks.worker_set_api import WorkerSet
+    from gpubroker.wire.worker_sets import WorkerSet
 
 workers = typer.Typer(
     help="Worker sets: stateful workers that are kept running and whose methods are called.",
@@ -171,7 +171,7 @@ def _states(seen: WorkerSet) -> str:
 
 
 def _drawn(seen: WorkerSet) -> str:
-    follows = "" if seen.scale is None else f", follows {seen.scale['by']} ({seen.scale['target']:g} each)"
+    follows = "" if seen.scale is None else f", follows {seen.scale.by} ({seen.scale.target:g} each)"
     lines = [f"{seen.id} {seen.state}: {seen.count} of {seen.min_count}–{seen.max_count} wanted{follows}"]
     for one in seen.workers:
         failed = f", failed {one.failures} times" if one.failures else ""

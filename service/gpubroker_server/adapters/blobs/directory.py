@@ -14,6 +14,7 @@ from pathlib import Path
 
 import structlog
 
+from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.store import (
     BlobCorrupt,
@@ -26,19 +27,20 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.blobs")
 
 _DIGEST_LENGTH = 64
+_MOST_BYTES = ServiceLimits().result_bytes
 _ASKED_AT_ONCE = 500
 _UPLOAD = re.compile("[A-Za-z0-9_-]{1,200}")
 _PUT_AGAIN = 0o400
 """The mode of a file that was put more than once: rows that are on their way may name it."""
 
 Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
-"""Of these digests, those that a row names."""
+"""Returns those of these digests that a row names."""
 
 
 class DirectoryBlobs:
     """A BlobStore. A file is complete and synced under its name, or it is not there under its name."""
 
-    def __init__(self, root: Path, max_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(self, root: Path, max_bytes: int = _MOST_BYTES) -> None:
         self._root = root
         self._max_bytes = max_bytes
 
@@ -196,7 +198,7 @@ class DirectoryBlobs:
             raise
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """Whether it is there undamaged. It then shows that it was put again, and when."""
+        """Return True if the blob is there undamaged. The file then shows that it was put again, and when."""
         try:
             if path.read_bytes() != data:
                 return False
@@ -262,7 +264,7 @@ class DirectoryBlobs:
 
 
 def copy_objects(source: Path, target: Path, digests: Iterable[str]) -> frozenset[str]:
-    """Each is read back from `target`. Those that `source` lacks, or has damaged, are returned. Raises
+    """Copy objects to `target` and read each back. Return those that `source` lacks or has damaged. Raises
     OSError."""
     here, there = DirectoryBlobs(source), DirectoryBlobs(target)
     lost = set()

@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.orders import ReportedDevice
@@ -31,8 +33,7 @@ class NotMeasured(Exception):
     """A device that a caller needs to know about could not be measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(Struct, frozen=True):
     devices: tuple[ReportedDevice, ...]
     """Without those that are lost."""
     faults: tuple[tuple[str, str], ...]
@@ -49,17 +50,17 @@ class GpuThread:
         """None before the first answer; empty while lost."""
         self.is_lost = False
         self.health: dict[str, GpuHealth] = {}
-        """By UUID, as last read; of what answers now."""
+        """UUID -> health as last read, of the GPUs that answer now."""
         self.found: Sequence[DeviceProbe] | None = None
-        """What is to be asked instead."""
+        """The devices that are to be asked instead."""
         self._probe = probe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=probe.name)
         self._began: float | None = None
         """When the call began that is under way."""
         self._names: tuple[str, ...] = (probe.name,)
-        """What it is called in faults: the UUIDs if they are known."""
+        """The names of the device in faults: the UUIDs if they are known."""
         self._silent: dict[str, tuple[str, float]] = {}
-        """What cannot be measured: why, and since when."""
+        """Device that cannot be measured -> (reason, since when)."""
 
     @property
     def is_new(self) -> bool:
@@ -138,7 +139,7 @@ class DeviceMeter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meter")
 
     def inventory(self) -> Inventory:
-        """As last measured. Instances are numbered after all GPUs."""
+        """Return the devices as last measured. MIG instances are numbered after all GPUs."""
         devices = [device for gpu in self._gpus for device in gpu.devices or ()]
         whole = [device for device in devices if device.simulated or not device.parent]
         parts = [device for device in devices if device.parent and not device.simulated]
@@ -148,7 +149,7 @@ class DeviceMeter:
         return Inventory((*whole, *numbered), tuple(faults), complete)
 
     def health(self) -> dict[str, GpuHealth]:
-        """Of the GPUs that were measured the last time, by UUID."""
+        """Return the health of the GPUs that were measured the last time, by UUID."""
         return {uuid: health for gpu in self._gpus for uuid, health in gpu.health.items()}
 
     async def measure(

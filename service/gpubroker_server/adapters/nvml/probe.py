@@ -3,14 +3,15 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.orders import ReportedDevice
-from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.domain.units import MIB_BYTES, Mib
 from gpubroker_server.ports.devices import (
     DeviceLost,
     DeviceProbe,
@@ -19,8 +20,6 @@ from gpubroker_server.ports.devices import (
     MeasuredDevice,
     ProcessGroup,
 )
-
-MIB = 2**20
 
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
@@ -37,10 +36,9 @@ NODE_GPUS = "GPUBROKER_NODE_GPUS"
 
 
 def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = None) -> Sequence[DeviceProbe]:
-    """Of simulated devices if the configuration has a list of them (even an empty one), else of each GPU.
-
-    None on a machine without an NVIDIA driver. `own`: what NODE_GPUS says, which counts instead.
-    """
+    """Return a probe of simulated devices if the configuration has a list of them (even an empty one), else
+    of each GPU; none on a machine without an NVIDIA driver. What NODE_GPUS says (`own`) goes before the
+    configuration."""
     indexes: list[int] | None = None
     if own is not None:
         given = json.loads(own)
@@ -106,11 +104,9 @@ def visible_gpus(wanted: str | None = None) -> list[tuple[int, str]]:
 
 
 def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
-    """Whether process ids mean the same here as to the driver.
-
-    In a container with process ids of its own, some drivers answer with the host's ids, some with translated
-    ones, and some with translated ones and no memory, depending on their release.
-    """
+    """Return True if process ids mean the same here as to the driver. In a container with process ids of its
+    own, some drivers answer with the host's ids, some with translated ones, and some with translated ones and
+    no memory, depending on their release."""
     try:
         return str(own_namespace.readlink()) == _FIRST_PID_NAMESPACE
     except OSError:
@@ -156,7 +152,7 @@ class NvmlProbe:
         self._index = index
         self._shares_pids = shares_pids
         self._described: dict[str, ReportedDevice] = {}
-        """By UUID, as it was when it was first read: what the driver keeps for itself varies a little."""
+        """UUID -> the device as it was first read: what the driver keeps for itself varies a little."""
         self._errors: Any = None
         """Where the driver puts critical errors (XID); asked for once."""
         self._asks_errors = True
@@ -212,7 +208,7 @@ class NvmlProbe:
     def _measure(
         self, uuid: str, handle: Any, used_mb: Mib, holders: Mapping[str, ProcessGroup] | None
     ) -> MeasuredDevice:
-        """Without `holders`, no use is attributed."""
+        """Measure the device. Without `holders`, no use is attributed."""
         utilization = self._utilization(handle)
         processes = None if holders is None else self._processes(handle)
         if holders is None or processes is None:
@@ -243,7 +239,7 @@ class NvmlProbe:
             memory, reserved = nvml.nvmlDeviceGetMemoryInfo(handle), 0
         # Releases disagree on whether `used` includes `reserved`; `free` means the same in all.
         physical = memory.total - reserved
-        return Mib(physical // MIB), Mib((physical - memory.free) // MIB)
+        return Mib(physical // MIB_BYTES), Mib((physical - memory.free) // MIB_BYTES)
 
     def _processes(self, handle: Any) -> Mapping[int, int] | None:
         """Pid -> MiB; None if the driver cannot say of each. A process may be listed for compute and for
@@ -256,11 +252,12 @@ class NvmlProbe:
                 continue
             if any(process.usedGpuMemory is None for process in listed):
                 return None
-            found |= {process.pid: process.usedGpuMemory // MIB for process in listed}
+            found |= {process.pid: process.usedGpuMemory // MIB_BYTES for process in listed}
         return found
 
     def _listed(self, purpose: str, handle: Any) -> Sequence[Any]:
-        """By the newest call that the driver has: those before 510, and some of 535, lack the third."""
+        """List the processes by the newest call that the driver has: drivers before 510, and some of 535,
+        lack the third."""
         name = f"nvmlDeviceGet{purpose}RunningProcesses"
         try:
             newest: Sequence[Any] = getattr(self._nvml, f"{name}_v3")(handle)

@@ -6,75 +6,47 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gpubroker.runtime.messages import known_fields
+import msgspec
+from msgspec import NODEFAULT, Struct, field, to_builtins
+from msgspec.structs import fields, replace
 
+from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.settings.ray import RaySettings
 
-LOG_LIMIT_BYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class RayTls:
-    """Files by which this machine and Ray's know each other."""
-
-    certificate: Path
-    key: Path
-    ca: Path
+_LIMITS = ServiceLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class RayOptions:
+class RayOptions(RaySettings, frozen=True):
+    """What the operator says of Ray, and what its executor is told besides."""
+
     data_dir: Path
-    address: str | None = None
-    """`host:port` of the cluster to join; None starts a local head."""
-    token_file: Path | None = None
-    """Of a joined cluster; None: as the environment says (RAY_AUTH_MODE)."""
-    tls: "RayTls | None" = None
-    """Of a joined cluster; None: as the environment says (RAY_USE_TLS)."""
-    node_name: str = "local"
-    """The only node of a local head. Nodes of a joined cluster have names of their own."""
-    cluster: str = "local"
     devices: tuple[ReportedDevice, ...] | None = None
     """Simulated devices, the same on every node; None asks NVML."""
-    spares: int = 2
-    warm_runners: int = 1
-    cpu: float | None = None
-    """CPUs that a node offers; None: all that it has."""
-    memory_mb: int | None = None
-    max_runs: int = 256
-    process_memory_mb: int = 81_920
-    """Host memory that each process of a run may take."""
     task_path: tuple[str, ...] = ()
     """Directories tasks import from; empty: where this process was started."""
     task_user: str = ""
-    object_store_bytes: int = 128 * 2**20
-    result_limit_bytes: int = 64 * 2**20
-    checkpoint_limit_bytes: int = 16 * 2**20
-    log_limit_bytes: int = LOG_LIMIT_BYTES
+    result_limit_bytes: int = _LIMITS.result_bytes
+    checkpoint_limit_bytes: int = _LIMITS.checkpoint_bytes
+    log_limit_bytes: int = _LIMITS.log_bytes
     sample_period_seconds: float = 2.0
     beat_seconds: float = 2.0
-    idle_stop_seconds: float = 600.0
-    dashboard: bool = False
-    """Of a local head."""
     driver_patience_seconds: float = 15.0
     """A driver process that does not answer within this time is replaced."""
     log_level: str = "INFO"
     log_format: Literal["console", "json"] = "console"
-    inherit_env: tuple[str, ...] = ()
-    """Environment variables of a node that tasks inherit, besides locale and paths."""
     task_env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of every task."""
     watched_directories: tuple[str, ...] = ()
-    """Of each node: how full their file systems are is sampled, besides that of Ray's session."""
+    """Directories on each node whose file systems are sampled, besides that of Ray's session."""
 
     @property
     def is_local(self) -> bool:
-        return self.address is None
+        return not self.address
 
     @property
     def home(self) -> str:
@@ -113,8 +85,7 @@ class RayOptions:
         return AgentConfig(**own, **same)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
+class AgentConfig(Struct, frozen=True):
     """Plain values only: it travels as JSON. An agent with another configuration is replaced.
 
     An agent of another release may read it, so a field that is added has a default.
@@ -141,8 +112,8 @@ class AgentConfig:
     """A file that the agent touches while it has a broker or a run; empty: the agent ends by itself."""
     log_level: str = "INFO"
     log_format: Literal["console", "json"] = "console"
-    log_limit_bytes: int = LOG_LIMIT_BYTES
-    """What is kept of each stream of a run's output."""
+    log_limit_bytes: int = _LIMITS.log_bytes
+    """The bytes that are kept of each stream of a run's output."""
     inherit_env: tuple[str, ...] = ()
     task_env: tuple[tuple[str, str], ...] = ()
     watched_directories: tuple[str, ...] = ()
@@ -154,7 +125,7 @@ class AgentConfig:
 
     @property
     def host_memory_mb(self) -> int:
-        """What the node offers: all that it has, unless the operator says less."""
+        """The memory that the node offers: all that it has, unless the operator says less."""
         return self.memory_mb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
 
     def on_node(self, name: str, cpus: float | None = None) -> "AgentConfig":
@@ -169,25 +140,17 @@ class AgentConfig:
         return replace(self, node=name, devices=devices, cpu=self.cpu or cpus)
 
     def to_json(self) -> str:
-        """Without fields at their defaults, of which earlier releases need not know."""
-        defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        """Return the options as JSON, without fields at their defaults, of which earlier releases need not
+        know."""
+        defaults = {field.name: field.default for field in fields(self) if field.default is not NODEFAULT}
         given = {
-            name: it for name, it in asdict(self).items() if name not in defaults or it != defaults[name]
+            name: it for name, it in to_builtins(self).items() if name not in defaults or it != defaults[name]
         }
         return json.dumps(given, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "AgentConfig":
-        given: Mapping[str, Any] = known_fields(cls, json.loads(text))
-        devices = given["devices"]
-        lists = {
-            "devices": None if devices is None else tuple(map(tuple, devices)),
-            "task_path": tuple(given["task_path"]),
-            "inherit_env": tuple(given.get("inherit_env", ())),
-            "task_env": tuple(map(tuple, given.get("task_env", ()))),
-            "watched_directories": tuple(given.get("watched_directories", ())),
-        }
-        return cls(**{**given, **lists})
+        return msgspec.json.decode(text, type=cls)
 
     @property
     def simulated(self) -> tuple[ReportedDevice, ...] | None:

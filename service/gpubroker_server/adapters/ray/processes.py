@@ -9,12 +9,12 @@ import signal
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
+from msgspec import Struct
 
 FIRST_PAUSE_SECONDS = 0.002
 LONGEST_PAUSE_SECONDS = 1.0
@@ -31,7 +31,7 @@ def boot_id() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what every node of a cluster needs in one version."""
+    """Return the versions that every node of a cluster needs to share."""
     return {"python": platform.python_version(), "ray": version("ray")}
 
 
@@ -43,8 +43,7 @@ class ProcessId(NamedTuple):
     """Start time in clock ticks since boot."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEntry:
+class ProcessEntry(Struct, frozen=True):
     """One line of the process table."""
 
     id: ProcessId
@@ -69,7 +68,7 @@ def entry_of(pid: int) -> ProcessEntry | None:
 
 
 def process_id(pid: int) -> ProcessId:
-    """Raises ProcessLookupError if there is no such process."""
+    """Return the id of the process. Raises ProcessLookupError if there is no such process."""
     entry = entry_of(pid)
     if entry is None:
         raise ProcessLookupError(pid)
@@ -124,7 +123,7 @@ def ancestors(pid: int, table: dict[int, ProcessEntry]) -> set[int]:
 
 
 def are_related(one: int, other: int, table: dict[int, ProcessEntry]) -> bool:
-    """Whether one is the other, above it or below it."""
+    """Return True if one is the other, above it or below it."""
     return one in ancestors(other, table) or other in ancestors(one, table)
 
 
@@ -134,7 +133,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def marks_of(pid: int) -> dict[str, str]:
-    """What its environment says about the run that started it; empty if no run did."""
+    """Return what the process's environment says about the run that started it; empty if no run did."""
     with contextlib.suppress(OSError):
         items = (item.partition(b"=") for item in _read(f"/proc/{pid}/environ").split(b"\0"))
         return {os.fsdecode(name): os.fsdecode(text) for name, _, text in items if name in _MARKS}
@@ -168,7 +167,8 @@ def private_mb_below(roots: Collection[int]) -> dict[int, list[int]]:
 
 
 def disjoint_trees(roots: Mapping[str, ProcessId]) -> dict[str, frozenset[int]]:
-    """Each process that is alive, with everything below it. What is below two of them is the first one's."""
+    """Return each process that is alive, with everything below it. A process below two of them belongs to the
+    first."""
     table = process_table() if roots else {}
     found: dict[str, frozenset[int]] = {}
     taken: set[int] = set()
@@ -181,7 +181,7 @@ def disjoint_trees(roots: Mapping[str, ProcessId]) -> dict[str, frozenset[int]]:
 
 
 def has_stopped(pid: int) -> bool:
-    """Whether no thread of a process that got SIGSTOP runs user code any more."""
+    """Return True if no thread of a process that got SIGSTOP runs user code any more."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
@@ -192,7 +192,7 @@ def has_stopped(pid: int) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """For the many small files of /proc: ten times as fast as `Path.read_bytes`."""
+    """Read a file of /proc, of which there are many small ones: ten times as fast as `Path.read_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(descriptor, _CHUNK)
@@ -204,8 +204,8 @@ def _read(path: str) -> bytes:
 
 
 def exit_status_of(descriptor: int) -> int | None:
-    """As `os.wait` returns it, of a process for which its parent has waited. None on kernels before 6.15,
-    which tell only the parent."""
+    """Return the status, in the form of `os.wait`, of a process for which its parent has waited; None on
+    kernels before 6.15, which tell only the parent."""
     with contextlib.suppress(OSError):
         info = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
         fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
@@ -219,7 +219,7 @@ class WatchedProcess:
     """Notices the end of a process at once. Belongs to the running event loop."""
 
     def __init__(self, process: ProcessId, on_end: Callable[[], None] | None = None) -> None:
-        """Raises ProcessLookupError if it is gone."""
+        """Raise ProcessLookupError if the process is gone."""
         self.id = process
         self._descriptor = os.pidfd_open(process.pid)
         self._release = weakref.finalize(self, os.close, self._descriptor)

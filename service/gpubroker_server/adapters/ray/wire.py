@@ -1,15 +1,18 @@
 """Orders and reports as bytes: plain values in msgpack, with a number that names the form."""
 
 import asyncio
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
+from msgspec.structs import astuple
 
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
@@ -33,16 +36,16 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
     WorldOrder,
 )
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, WORKER_SET_VARIABLE
+from gpubroker_server.core.domain.submission import RunSpec, told_variables
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, PartAnswer
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Number of the form in which driver and agent speak; first value of every message between them."""
-SPOKEN = (8, PROTOCOL)
+SPOKEN = (8, 9, PROTOCOL)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
-release that changes the form also speaks the one before. Both sides take the newest that they share."""
+release also speaks the forms since the last release. Both sides take the newest that they share."""
 
 TELLS_LOGS = 9
 """From this form on, agents report the output of runs."""
@@ -50,6 +53,8 @@ GUARDS_DISKS = 9
 """From this form on, agents look for files that may go, and delete them."""
 TRIES_PEERS = 9
 """From this form on, agents try the ports of other nodes."""
+TELLS_UNPROVEN_ENDS = 10
+"""From this form on, agents say of each end whether it is unproven (`Ended.is_unproven`)."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
 """From this form on. An earlier agent would run a worker's function or command once, without an item, give a
 function the name of an object in its place, and end the worker of a set with the object that it has made."""
@@ -70,7 +75,7 @@ def log_order(log: LogName, first_byte: int) -> tuple[Any, ...]:
 
 def disk_order(order: DiskOrder) -> tuple[Any, ...]:
     """The order to look for what may be deleted, or to delete it."""
-    about = order.roots, order.spared, order.warn, order.old_seconds
+    about = tuple(map(astuple, order.roots)), order.spared, order.warn, order.old_seconds
     return "disk", order.request, *about, order.deletes, order.runs_sync, order.live, order.above
 
 
@@ -89,21 +94,22 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
 
 
 def needs_a_later_agent(payload: RunPayload) -> bool:
-    """Whether an agent before KNOWS_ARRAYS_AND_OBJECTS would run it wrong."""
-    env = payload.spec.env
-    return (
-        ARRAY_VARIABLE in env
-        or WORKER_SET_VARIABLE in env
-        or _OBJECT_ID.search(payload.arguments) is not None
-    )
+    """True if an agent before KNOWS_ARRAYS_AND_OBJECTS would run it wrong."""
+    spec = payload.spec
+    return spec.items is not None or spec.seat is not None or _OBJECT_ID.search(payload.arguments) is not None
 
 
 _LENGTH_BYTES = 4
 
 
+_PACKED_BYTES = 4096
+"""The first size of a message's buffer; the buffer grows as needed. By default it would be 256 KiB, which are
+mapped and unmapped for each message."""
+
+
 def pack(value: Any) -> bytes:
     # Text from runs may hold lone surrogates, which must not hold up a node's reports.
-    packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
+    packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace", buf_size=_PACKED_BYTES)
     return packed
 
 
@@ -113,7 +119,7 @@ def unpack(data: bytes) -> Any:
 
 
 def frame(*parts: Any) -> bytes:
-    """One message between the service and its driver process: msgpack behind its length."""
+    """Return one message between the service and its driver process: msgpack behind its length."""
     data = pack(parts)
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
@@ -141,7 +147,7 @@ class OrderWriter:
         match order:
             case StartOrder():
                 assert payload is not None
-                return "start", order.incarnation, order.shareable, self._run_order(order, payload).to_wire()
+                return "start", order.incarnation, order.shareable, self._run_order(order, payload)
             case GoOrder():
                 return "go", *run, order.rank_zero_address
             case WorldOrder(number=None):
@@ -159,33 +165,28 @@ class OrderWriter:
             case ForgetOrder():
                 return "forget", *run
 
-    def _run_order(self, order: StartOrder, payload: RunPayload) -> RunOrder:
+    def _run_order(self, order: StartOrder, payload: RunPayload) -> dict[str, Any]:
+        """Return the fields of a RunOrder: each is the order's, else the payload's, else the spec's."""
         spec = payload.spec
-        return RunOrder(
-            task=order.task,
-            fence=order.fence,
-            rank=order.rank,
-            world_size=order.world_size,
-            barrier=order.barrier,
-            priority=order.priority,
-            kind=spec.kind,
-            entrypoint=spec.entrypoint,
-            command=spec.command,
-            arguments=payload.arguments,
-            python=spec.python,
-            env={**spec.env, **_gpu_limits(order.shares)},
-            result_format=spec.result_format,
-            working_directory=spec.working_directory,
-            resume_state=payload.resume_state,
-            resume_uri=payload.resume_uri,
-            attempt=payload.attempt,
-            name=payload.name,
-            tenant=payload.tenant,
-            leases=_by_uuid(order.devices),
-            memory_mb=order.memory_mb,
-            result_limit_bytes=self._result_limit_bytes,
-            checkpoint_limit_bytes=self._checkpoint_limit_bytes,
-        )
+        told = told_variables(spec) if spec.is_told_more else {}
+        given = {
+            **dict(zip(_OF_SPEC, _of_spec(spec), strict=True)),
+            **dict(zip(_OF_PAYLOAD, _of_payload(payload), strict=True)),
+            **dict(zip(_OF_ORDER, _of_order(order), strict=True)),
+            "env": {**spec.env, **told, **_gpu_limits(order.shares)},
+            "leases": _by_uuid(order.devices),
+            "result_limit_bytes": self._result_limit_bytes,
+            "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
+        }
+        return {name: given[name] for name in _RUN_ORDER}
+
+
+_RUN_ORDER = tuple(field.name for field in dataclasses.fields(RunOrder))
+_OF_ORDER, _OF_PAYLOAD, _OF_SPEC = (
+    tuple(name for name in _RUN_ORDER if name in kind.__struct_fields__)
+    for kind in (StartOrder, RunPayload, RunSpec)
+)
+_of_order, _of_payload, _of_spec = attrgetter(*_OF_ORDER), attrgetter(*_OF_PAYLOAD), attrgetter(*_OF_SPEC)
 
 
 def _gpu_limits(shares: Sequence[tuple[Mib, float]]) -> dict[str, str]:
@@ -210,6 +211,8 @@ def write_reports(
     """`held_seconds`: for how long the poll that this answers waited for a report."""
     if protocol == 8:
         reports = [_without_order_time(report) for report in reports if report[0] != "node_sampled"]
+    if protocol < TELLS_UNPROVEN_ENDS:
+        reports = [report[:10] if report[0] == "ended" else report for report in reports]
     return pack((protocol, node, sent_at, held_seconds, reports))
 
 

@@ -14,12 +14,12 @@ import socket
 from asyncio import Future, TimerHandle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
 import psycopg
 from gpubroker import __version__
+from msgspec import Struct
 from psycopg import errors
 from psycopg.abc import PQGen
 from psycopg.generators import send
@@ -48,13 +48,12 @@ class BatchedPipeline(psycopg.Pipeline):
         yield from super()._fetch_gen(flush=flush)
 
     def _hand_over(self) -> None:
-        """To libpq, which sends on a flush or at 64 KiB."""
+        """Give the commands to libpq, which sends on a flush or at 64 KiB."""
         while self.command_queue:
             self.command_queue.popleft()()
 
 
-@dataclass(frozen=True)
-class ServerSettings:
+class ServerSettings(Struct, frozen=True):
     values: Mapping[str, str]
     """Values of the server's settings by name."""
     answer_seconds: float
@@ -142,7 +141,8 @@ class TimedConnection(psycopg.Connection[Any]):
             yield pipeline
 
     def _until_silent(self, gen: PQGen[Any]) -> PQGen[Any]:
-        """As `gen`, which yields what it waits for and receives what came: nothing, at each interval."""
+        """Run `gen`, which yields what it waits for and receives what came, and give it nothing at each
+        interval."""
         try:
             awaited = next(gen)
             heard_at = boot_seconds()
@@ -159,7 +159,8 @@ class TimedConnection(psycopg.Connection[Any]):
 
 
 def set_statement(settings: ServerSettings, *, within: Literal["session", "transaction"]) -> str:
-    """One statement that sets all values. A writer's commits are durable whatever the server's default."""
+    """Return one statement that sets all values. A writer's commits are durable whatever the server's
+    default."""
     local = "true" if within == "transaction" else "false"
     calls = [f"set_config('{name}', '{value}', {local})" for name, value in settings.values.items()]
     if "synchronous_commit" not in settings.values:
@@ -168,7 +169,7 @@ def set_statement(settings: ServerSettings, *, within: Literal["session", "trans
 
 
 def connect_writer(url: str, settings: ServerSettings = WRITER, *, pooled: bool = False) -> TimedConnection:
-    """To the first of the URL's hosts that accepts writes."""
+    """Connect to the first of the URL's hosts that accepts writes."""
     return _connect(url, settings, pooled=pooled, target_session_attrs="read-write")
 
 
@@ -193,7 +194,7 @@ def connect_listener(url: str) -> TimedConnection:
 
 
 def connect_mover(url: str) -> psycopg.Connection[Any]:
-    """For `migrate-data`: the server may take a minute for what it was sent."""
+    """Connect for `migrate-data`: the server may take a minute for what it was sent."""
     patient = {**_CONNECTION, "tcp_user_timeout": 60_000, "application_name": "gpubroker migrate-data"}
     return psycopg.connect(url, **patient)
 
@@ -204,8 +205,8 @@ def connect_migrator(url: str) -> psycopg.Connection[Any]:
 
 
 def check_server(url: str, named: str = SETTING) -> None:
-    """Raises DatabaseRefused if the server cannot be reached, is too old or is a standby. `named`: how the
-    message names the setting."""
+    """Check the server. Raises DatabaseRefused if it cannot be reached, is too old or is a standby. `named`
+    is the setting that the message names."""
     try:
         psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.ProgrammingError:
@@ -231,8 +232,8 @@ def check_server(url: str, named: str = SETTING) -> None:
 
 
 def check_waits_for_standby(url: str) -> None:
-    """Raises DatabaseRefused if the URL names several hosts and a commit is confirmed by one alone. After
-    `check_server`, which refuses what is no URL."""
+    """Check that a commit waits for a standby if the URL names several hosts. Raises DatabaseRefused if one
+    host confirms it alone. Call `check_server` first, which refuses what is no URL."""
     hosts = str(psycopg.conninfo.conninfo_to_dict(url).get("host", "")).split(",")
     if len(hosts) < 2:
         return
@@ -264,7 +265,7 @@ def _connect(url: str, settings: ServerSettings, *, pooled: bool, **more: Any) -
 
 @contextmanager
 def _telling_shortage() -> Iterator[None]:
-    """Raises StoreExhausted if the server, or its pooler, has no connection left."""
+    """Turn the error of a server, or its pooler, that has no connection left into StoreExhausted."""
     try:
         yield
     except psycopg.OperationalError as error:
@@ -281,7 +282,7 @@ def unusable(url: str, error: BaseException | None, named: str = SETTING) -> Dat
 
 
 def display_name(url: str) -> str:
-    """Without the password."""
+    """Return the URL without the password."""
     settings = psycopg.conninfo.conninfo_to_dict(url)
     return f"{settings.get('host', 'the local socket')}, database {settings.get('dbname', '(default)')}"
 

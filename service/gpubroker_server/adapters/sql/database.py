@@ -7,12 +7,12 @@ psycopg is imported only where a server is spoken to: a service on SQLite runs w
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
 from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text, update
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
@@ -24,7 +24,7 @@ from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
 from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit, leadership, relocation
 from gpubroker_server.core.domain.leader_term import next_lineage
 from gpubroker_server.core.domain.units import Lineage
-from gpubroker_server.ports.store import StoreExhausted
+from gpubroker_server.ports.store import Clock, StoreExhausted
 
 if TYPE_CHECKING:
     from gpubroker_server.adapters.sql.connections import Hints
@@ -36,8 +36,7 @@ HOLD_SECONDS = 4.0
 its process, and a start has closed several, or its predecessor has; and a busy server is late."""
 
 
-@dataclass(frozen=True, slots=True)
-class Database:
+class Database(Struct, frozen=True):
     session: Session
     readers: Engine
     begin_snapshot: str
@@ -47,22 +46,27 @@ class Database:
     hints: "Callable[[], Hints] | None" = None
     """None if processes do not notify each other."""
     is_shared: bool = False
-    """Whether other processes may write to it."""
+    """True if other processes may write to it."""
     connect_term: Callable[[], Session] | None = None
     """Opens a second writing connection, for the leader's row; None if there can be one only."""
 
 
 def open_database(
-    url: str, *, pooled: bool = False, may_lose_commits: bool = False, leads: bool = True
+    url: str,
+    *,
+    pooled: bool = False,
+    may_lose_commits: bool = False,
+    leads: bool = True,
+    clock: Clock | None = None,
 ) -> Database:
     """Open and migrate; on a server, with all connections that a process keeps.
 
     `pooled`: behind a pooler that assigns connections by transaction. `may_lose_commits`: also several hosts
-    of which none waits for another. `leads`: it needs a connection for the leader's row. Raises
-    DatabaseRefused.
+    of which none waits for another. `leads`: it needs a connection for the leader's row. `clock`: the time of
+    a file, which is the wall clock's unless given; a server has a clock of its own. Raises DatabaseRefused.
     """
     if is_file(url):
-        return _open_file(path_of(url))
+        return _open_file(path_of(url), clock)
     import psycopg
 
     from gpubroker_server.adapters.sql import connections
@@ -154,8 +158,7 @@ def _is_newest(engine: Engine) -> bool:
         return False  # no schema, or it cannot be used: the migration says why
 
 
-@dataclass(frozen=True, slots=True)
-class MoveMark:
+class MoveMark(Struct, frozen=True):
     """What a database says of a move of its data. `move` is the same in the two databases of one move."""
 
     move: str
@@ -176,7 +179,8 @@ def set_mark(connection: Connection, mark: MoveMark) -> None:
 
 
 def check_not_moved(engine: Engine, name: str) -> None:
-    """Raises DatabaseRefused if the data has been moved away, or not completely moved here."""
+    """Check that the data is here. Raises DatabaseRefused if it has been moved away, or not completely moved
+    here."""
     with engine.connect() as connection:
         mark = read_mark(connection)
     match mark:
@@ -207,7 +211,7 @@ def is_file(url: str, named: str = SETTING) -> bool:
 
 
 def _beginning(url: str) -> str:
-    """Without the part that may have a password."""
+    """Return the beginning of the URL, without the part that may have a password."""
     scheme, colon, _ = url.partition(":")
     return f'"{scheme}:..."' if colon else "another text" if url else "empty"
 
@@ -224,13 +228,13 @@ def path_of(url: str) -> Path:
     return Path(name)
 
 
-def _open_file(path: Path) -> Database:
-    file = SqliteFile(path)
+def _open_file(path: Path, clock: Clock | None) -> Database:
+    file = SqliteFile(path, clock)
     try:
         bring_to(file_engine(file), "head", str(path))
         check_not_moved(file_engine(file), str(path))
         readers = _readers("sqlite://", file.reader)
-        session = SqliteSession(file.writer())
+        session = SqliteSession(file.writer(), clock)
         session.end_terms()
         return Database(session, readers, "BEGIN", file.close)
     except BaseException:
@@ -239,7 +243,7 @@ def _open_file(path: Path) -> Database:
 
 
 def file_engine(file: SqliteFile) -> Engine:
-    """For migrations: one connection, and transactions that include changes of tables."""
+    """Return the engine of migrations: one connection, and transactions that include changes of tables."""
     engine = create_engine("sqlite://", creator=file.writer, poolclass=NullPool)
 
     @event.listens_for(engine, "begin")
@@ -250,12 +254,13 @@ def file_engine(file: SqliteFile) -> Engine:
 
 
 def connections_kept(*, pooled: bool, leads: bool) -> int:
-    """To PostgreSQL, by one process: one writes, READERS read, one listens, one is for the leader's row."""
+    """Return the number of connections to PostgreSQL of one process: one writes, READERS read, one listens,
+    one is for the leader's row."""
     return 1 + READERS + (not pooled) + leads
 
 
 def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
-    """Raises StoreExhausted, DatabaseRefused."""
+    """Open a PostgreSQL database. Raises StoreExhausted, DatabaseRefused."""
     from gpubroker_server.adapters.sql import connections, postgres
 
     connections.check_server(url)

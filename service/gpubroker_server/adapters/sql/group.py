@@ -28,15 +28,16 @@ from gpubroker_server.adapters.sql.session import (
 )
 from gpubroker_server.core.domain.decisions import Decision, Request, device_delta_mb, tenant_delta_mb
 from gpubroker_server.core.domain.estimates import Observation, SketchKey
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted
 from gpubroker_server.core.world.tenant_accounts import decayed
 from gpubroker_server.ports.store import (
+    AdmittedTask,
     BatchSubmission,
     CommitVerdict,
     StoreUnavailable,
-    Submission,
     SubmitOutcome,
     SubmitVerdict,
     Unstorable,
@@ -60,16 +61,13 @@ class Unit(ABC):
     """How much of a group's size it takes."""
 
     def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
-        self._fill(rows, events)
-        self.answer: Any = None
-
-    def _fill(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
         self._written = rows
         self._events = events
         self._event_rows = [event_row(event) for event in events]
+        self.answer: Any = None
 
     def prepare(self) -> None:  # noqa: B027  # most have nothing to prepare
-        """What would block the event loop. The writer's thread calls this before its transaction."""
+        """Do what would block the event loop. The writer's thread calls this before its transaction."""
 
     @property
     def event_count(self) -> int:
@@ -82,10 +80,10 @@ class Unit(ABC):
 
     def put_events(self, rows: Rows, first: Position, at: Instant) -> None:
         """Add its events, from this position on."""
-        rows.single += ((position, at, *row) for position, row in enumerate(self._event_rows, first))
+        rows.single += [(position, *row, at) for position, row in enumerate(self._event_rows, first)]
 
     def events_at(self, first: Position, at: Instant) -> Iterator[Event]:
-        """Its events, from this position on."""
+        """Yield the unit's events, from this position on."""
         return (event.at(Position(position), at) for position, event in enumerate(self._events, first))
 
     @abstractmethod
@@ -101,10 +99,18 @@ class NewTasks(Unit):
     """A submission. A repeated one is recognized by the id of its first task or by its idempotency key."""
 
     home: str | None = None
-    """Of a model, which has one holder at a time."""
+    """The home of a model, which has one holder at a time."""
 
-    def __init__(self, first: TaskId, tenant: str, key: str | None, body_hash: str) -> None:
-        super().__init__((), ())
+    def __init__(
+        self,
+        first: TaskId,
+        tenant: str,
+        key: str | None,
+        body_hash: str,
+        rows: Sequence[Written],
+        events: Sequence[NewEvent],
+    ) -> None:
+        super().__init__(rows, events)
         self.first = first
         self.key = (tenant, key)
         self._body_hash = body_hash
@@ -127,17 +133,22 @@ class NewTasks(Unit):
 
 
 class NewTask(NewTasks):
-    def __init__(self, submission: Submission) -> None:
-        task = submission.task
-        super().__init__(task.id, task.tenant, submission.idempotency_key, submission.body_hash)
-        self.home = home_text(task)
-        self._fill(list(rows_of_submission(submission)), [submitted(task)])
+    def __init__(self, submission: AdmittedTask) -> None:
+        task, rows = submission.task, list(rows_of_submission(submission))
+        about = task.id, task.tenant, submission.idempotency_key, submission.body_hash
+        super().__init__(*about, rows, [submitted(task)])
+        match task.holder:
+            case Model() as model:
+                self.home = home_text(model)
+            case _:
+                self.home = None
 
 
 class NewBatch(NewTasks):
     def __init__(self, batch: BatchSubmission) -> None:
-        super().__init__(batch.first, batch.tenant, batch.idempotency_key, batch.body_hash)
-        self._fill([row_of_request(it) for it in batch.requests], [requested(it) for it in batch.requests])
+        rows = [row_of_request(it) for it in batch.requests]
+        about = batch.first, batch.tenant, batch.idempotency_key, batch.body_hash
+        super().__init__(*about, rows, [requested(it) for it in batch.requests])
         self._batch = batch
         self._made: BatchRows | None = None
         self.weight = max(1, len(batch.submissions) // 8)  # tasks that are alike cost less

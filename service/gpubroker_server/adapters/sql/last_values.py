@@ -14,9 +14,9 @@ from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import last_value
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
+from gpubroker_server.core.domain.progress import Progress
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
 from gpubroker_server.core.serving.slots import Claim
-from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import (
     LastValues,
     LastValueStore,
@@ -89,7 +89,8 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
         raise NotImplementedError
 
     async def _put(self, kind: str, key: str, at: Instant, value: Any) -> None:
-        """When cancelled, ends once it is written: no presence is written after `absent`."""
+        """Write the presence. When cancelled, it ends once that is written: no presence is written after
+        `absent`."""
         row = (kind, key, OF_GATEWAYS + round(at * 1e6), json_text(value))
         written = asyncio.ensure_future(self._readers.run(_write_rows, [row]))
         try:
@@ -120,7 +121,7 @@ def _forget(connection: Connection, kind: str, key: str) -> None:
 
 
 def _write_rows(connection: Connection, rows: Sequence[Row], *outdated: ColumnElement[bool]) -> None:
-    """Without waiting for the disk: all of it is published again soon."""
+    """Write the rows without waiting for the disk: all of it is published again soon."""
     connection.exec_driver_sql("BEGIN READ WRITE")
     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
     if rows:
@@ -143,8 +144,8 @@ def _by_key(values: LastValues) -> Iterator[tuple[str, str, Any]]:
 
 
 def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
-    """What was published after a revision, and the newest revision. A leader of a newer release may publish
-    more fields, which msgspec ignores."""
+    """Return the newest revision and what was published after `after`. A leader of a newer release may
+    publish more fields, which msgspec ignores."""
     samples: list[DeviceSample] = []
     nodes: list[NodeSample] = []
     progress: dict[TaskId, Progress] = {}

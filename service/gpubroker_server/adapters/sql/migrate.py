@@ -1,6 +1,5 @@
 """Migrations of the schema with alembic, from a checkout or from an installed package."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from alembic import command
@@ -8,6 +7,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
+from msgspec import Struct
 from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 
@@ -51,8 +51,7 @@ def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: boo
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Goal:
+class _Goal(Struct, frozen=True):
     revision: str
     of: str
     """Name of the database, for people."""

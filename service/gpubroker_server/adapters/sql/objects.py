@@ -26,8 +26,9 @@ from gpubroker_server.adapters.sql.session import Session, SqlPart, over
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import Count
 from gpubroker_server.adapters.sql.tables import stored_object, task, task_spec
-from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.ports.objects import LEAST_BYTES, Counted, ObjectOrder, Quota, SortKey, StoredObject
+from gpubroker_server.core.domain.stored_objects import LEAST_BYTES, Counted, Quota, StoredObject
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.ports.objects import ObjectOrder, SortKey
 
 OBJECTS_PER_STEP = 500
 _AT = Column("at", Double)
@@ -64,6 +65,15 @@ class SqlObjects(SqlPart):
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
         return await self._readers.run(_find, tenant, digest)
 
+    async def find_object(self, tenant: str, digest: str, now: Instant) -> StoredObject | None:
+        kept = await self.stored_object(tenant, digest)
+        return kept if kept is not None and kept.expires_at > now else None
+
+    async def note_use(self, kept: StoredObject, now: Instant, object_seconds: Seconds) -> None:
+        expires_at = kept.end_after_use(now, object_seconds)
+        if expires_at is not None:
+            await self.extend_object(kept.tenant, kept.digest, expires_at)
+
     async def stored_objects(
         self, tenant: str, now: Instant, order: ObjectOrder, *, after: SortKey = (), limit: int
     ) -> Sequence[StoredObject]:
@@ -83,7 +93,7 @@ class SqlObjects(SqlPart):
 
 
 def prune_objects(session: Session, now: Instant) -> bool:
-    """One step: whether it removed any that had expired by `now`."""
+    """Do one step. Return True if it removed any object that had expired by `now`."""
     return bool(session.fetch(_prune, [(now,)]))
 
 
@@ -93,7 +103,8 @@ def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | No
 
 
 def listing(tenant: str, now: Instant, order: ObjectOrder, after: SortKey, limit: int) -> Select[Any]:
-    """By digest, which is the order of the primary key, a page reads its own rows alone."""
+    """Return the query of a page. By digest, which is the order of the primary key, a page reads its own rows
+    alone."""
     columns = [_c[name] for name in order.sort.fields]
     query = select(stored_object).where(_c.tenant == tenant, _c.expires_at > now).limit(limit)
     if after:

@@ -4,6 +4,7 @@ The server ends a transaction that does nothing for two seconds, so a leader tha
 of the log.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
@@ -69,8 +70,8 @@ GOODBYES = (
     errors.IdleInTransactionSessionTimeout,
     errors.ReadOnlySqlTransaction,
 )
-"""What a server says before it closes the connection, or when it has become a standby: the connection counts
-as lost although it is open."""
+"""The errors with which a server closes a connection, or says that it has become a standby: the connection
+counts as lost although it is open."""
 
 
 @cache
@@ -83,18 +84,25 @@ def _copy_statement(statement: SetStatement) -> str:
 
 def copied_text(rows: Rows) -> Iterator[str]:
     """The text that COPY reads, in pieces: a line for each row, its values separated by tabs."""
-    yield "".join(["\t".join(map(_copied, row)) + "\n" for row in rows.single])
+    yield "".join([_line(row) + "\n" for row in rows.single])
     for heads, tail in rows.alike:
-        end = "".join(["\t" + _copied(value) for value in tail]) + "\n"
-        yield "".join(["\t".join(map(_copied, head)) + end for head in heads])
+        end = f"\t{_line(tail)}\n" if tail else "\n"
+        yield "".join([_line(head) + end for head in heads])
+
+
+_is_escaped = re.compile(r"[\\\n\t\r]").search
+
+
+def _line(row: Row) -> str:
+    # Most values are plain text: a call of `_copied` for each took a fifth of what a task of a batch took.
+    return "\t".join([it if type(it) is str and not _is_escaped(it) else _copied(it) for it in row])
 
 
 def _copied(value: Any) -> str:
     if value is None:
         return "\\N"
     if isinstance(value, str):
-        is_plain = "\\" not in value and "\n" not in value and "\t" not in value and "\r" not in value
-        return value if is_plain else _escaped(value)
+        return _escaped(value)
     if isinstance(value, bytes):
         return "\\\\x" + value.hex()
     return str(value)  # numbers and booleans, which the server reads as Python writes them
@@ -120,7 +128,7 @@ def server_addresses(url: str) -> list[tuple[str, int]]:
 
 
 def term_session(url: str, *, pooled: bool) -> "PostgresSession":
-    """For the leader's row alone. Raises StoreUnavailable."""
+    """Open a session for the leader's row alone. Raises StoreUnavailable."""
     try:
         return PostgresSession(url, TERM, pooled=pooled)
     except psycopg.Error as error:
@@ -137,7 +145,7 @@ class PostgresSession:
         self._at_begin = set_statement(settings, within="transaction") if pooled else None
         self._open = ExitStack()
         self._pipeline: psycopg.Pipeline
-        """Of the open transaction."""
+        """The pipeline of the open transaction."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
 
@@ -278,8 +286,8 @@ class PostgresSession:
         self._connection.close()
 
     def _is_out_of_step(self, error: psycopg.Error) -> bool:
-        """Whether the protocol's state is lost. An error without a code comes from the driver, which sees a
-        server that closes in the middle of an answer, while the connection is open."""
+        """Return True if the protocol's state is lost. An error without a code comes from the driver, which
+        sees a server that closes in the middle of an answer, while the connection is open."""
         says_nothing = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
         is_consequence = isinstance(error, errors.PipelineAborted)
         return self._connection.closed or self._connection.broken or (says_nothing and not is_consequence)

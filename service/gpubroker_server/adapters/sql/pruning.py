@@ -25,8 +25,8 @@ _task, _spec, _event, _audit = tables.task, tables.task_spec, tables.event, syst
 
 
 def prune_step(session: Session, term: Term, cutoffs: Cutoffs) -> list[TaskId] | None:
-    """One step, in a transaction that fails if the term is over. The tasks that it removed; None if nothing
-    was left to remove."""
+    """Do one step, in a transaction that fails if the term is over. Return the tasks that it removed; None if
+    nothing was left to remove."""
     session.require_term(term)
     tasks = _prune_tasks(session, cutoffs)
     events = _prune_first(session, _FIRST_EVENTS, _DELETE_EVENTS, cutoffs.finished, cutoffs.heard)

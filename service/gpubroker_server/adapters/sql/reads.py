@@ -1,22 +1,19 @@
 """Reads of the store, on connections of their own: they never wait for the writer."""
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
-from pydantic_core import from_json
+from msgspec import json
+from msgspec.structs import fields
 from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
-    Double,
     Executable,
     FromClause,
     Select,
     and_,
     bindparam,
-    extract,
     func,
     literal_column,
     or_,
@@ -27,19 +24,21 @@ from sqlalchemy import (
 )
 
 from gpubroker_server.adapters.sql import rows, system_tables, tables
+from gpubroker_server.adapters.sql.columns import value_of_row
 from gpubroker_server.adapters.sql.session import SqlPart, read_rows
 from gpubroker_server.adapters.sql.statements import EVENT
 from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
-from gpubroker_server.core.domain.decisions import ItemPage, QueuePause, StreamState
-from gpubroker_server.core.domain.device import Device
+from gpubroker_server.core.domain.decisions import ItemPage, QueuePause, Request, StreamState
+from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.orders import ItemRange
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
-from gpubroker_server.core.domain.submission import KnownKey
-from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
+from gpubroker_server.core.domain.submission import KnownKey, WorkerSet, with_told
+from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.payload import COMMON_FIELDS, HOLDER_FIELDS
 from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.arrays import ItemCounts, PageFilter
@@ -57,10 +56,10 @@ from gpubroker_server.ports.store import (
 
 _task, _spec, _outcome, _label = tables.task, tables.task_spec, tables.outcome, tables.task_label
 
-TASK = tuple(_task.c[field.name] for field in fields(Task))
+TASK = tuple(_task.c[name] for name in (*COMMON_FIELDS, *HOLDER_FIELDS))
 _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease) if field.name in tables.lease.c)
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
-_DEVICE = tuple(tables.device.c[field.name] for field in fields(Device) if field.init)
+_DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
 _lease = tables.lease
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # it is in the row of the task too
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
@@ -106,11 +105,12 @@ _EVENTS = (
     .order_by(tables.event.c.position)
     .limit(bindparam("most"))
 )
-_EVENTS_OF_TASK = _EVENTS.where(tables.event.c.task == bindparam("task"))
+_EVENTS_OF_TASKS = _EVENTS.where(tables.event.c.task.in_(bindparam("tasks", expanding=True)))
 _KNOWN_KEY = select(_task.c.id, _task.c.body_hash).where(
     _task.c.tenant == bindparam("tenant"), _task.c.idem_key == bindparam("idem_key")
 )
 _BATCH_ANSWER = select(tables.batch.c.answer).where(tables.batch.c.task == bindparam("task"))
+_TOKENS = select(token).order_by(token.c.name)
 _HEAD = select(log_head.c.position)
 _LINEAGE = select(leadership.c.lineage)
 _OLDEST = select(
@@ -133,7 +133,11 @@ _PENDING_ENTRYPOINTS = (
     .where(~_task.c.finished, _task.c.state == TaskState.PENDING, _spec.c.kind == "entrypoint")
     .group_by(_spec.c.entrypoint)
 )
-_NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
+_NOW = select(system_tables.now())
+_row = leadership.c
+_LEADER = select(
+    _row.term, _row.holder, _row.lease_until, system_tables.now().label("at"), _row.lineage, _row.server
+)
 _TASK_NAMES = tuple(column.name for column in TASK)
 _IN_PARTS = {"yield_per": 2000}
 """So that a long queue is not in memory twice, as rows and as tasks: `bench restart`."""
@@ -156,9 +160,14 @@ class SqlReads(SqlPart):
         at = await self.database_time()
         return await self._readers.run(_snapshot, self._begin_snapshot, at)
 
-    async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
-        query = _EVENTS if task is None else _EVENTS_OF_TASK
-        found = await self._rows(query, {"after": after, "most": limit, "task": task})
+    async def events(
+        self, after: Position, limit: int, tasks: Sequence[TaskId] | None = None
+    ) -> Sequence[Event]:
+        wanted = {"after": after, "most": limit}
+        if tasks is None:
+            found = await self._rows(_EVENTS, wanted)
+        else:
+            found = await self._rows(_EVENTS_OF_TASKS, {**wanted, "tasks": tasks})
         return [rows.event_of_row(tuple(row.values())) for row in found]
 
     async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
@@ -184,16 +193,18 @@ class SqlReads(SqlPart):
         return _record_of(found[0]) if found else None
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
-        query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by)
+        query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by, _task.c.array)
         found = await self._rows(query.where(_task.c.id.in_(tasks))) if tasks else ()
         return {
-            TaskId(row["id"]): StoredState(row["tenant"], TaskState(row["state"]), row["failed_by"])
+            TaskId(row["id"]): StoredState(
+                row["tenant"], TaskState(row["state"]), row["failed_by"], row["array"]
+            )
             for row in found
         }
 
     async def stored_specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
         found = await self._rows(select(*_SPEC).where(_spec.c.task.in_(tasks)))
-        return {TaskId(row["task"]): rows.spec_of_row(row) for row in found}
+        return {TaskId(row["task"]): with_told(value_of_row(RunSpec, row)) for row in found}
 
     async def pending_entrypoints(self) -> Mapping[str, int]:
         return {row["entrypoint"]: row["tasks"] for row in await self._rows(_PENDING_ENTRYPOINTS)}
@@ -209,7 +220,7 @@ class SqlReads(SqlPart):
         return await self._readers.run(referenced, digests)
 
     async def tokens(self) -> Sequence[TokenRow]:
-        return [rows.token_of_row(row) for row in await self._rows(select(token).order_by(token.c.name))]
+        return [value_of_row(TokenRow, row) for row in await self._rows(_TOKENS)]
 
     async def blobs(self) -> str | None:
         """The name of the directory of objects that belongs to this database; None before the first claim."""
@@ -271,12 +282,13 @@ def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
 
 
 def _within(value: Column[Any], start: Any, end: Any) -> list[ColumnElement[bool]]:
-    """From the start on, and before the end."""
+    """Return the conditions for a value from the start on, and before the end."""
     return [*([] if start is None else [value >= start]), *([] if end is None else [value < end])]
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:
-    """If all states are final or none is, as the index for that half says it."""
+    """Return the condition for these states. If all of them are final or none is, the index for that half
+    serves."""
     names, ended = [state.value for state in states], {state in TERMINAL for state in states}
     if ended == {True}:
         return [_task.c.finished, _task.c.ended_as.in_(names)]
@@ -285,11 +297,11 @@ def _in_states(states: Sequence[TaskState]) -> list[Any]:
 
 def _record_of(row: Mapping[str, Any]) -> TaskRecord:
     task = rows.task_of_row(row[name] for name in _TASK_NAMES)
-    return TaskRecord(task, rows.spec_of_row(row), _failure_of(row))
+    return TaskRecord(task, with_told(value_of_row(RunSpec, row)), _failure_of(row))
 
 
 def _failure_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return None if row["failure"] is None else from_json(row["failure"])
+    return None if row["failure"] is None else json.decode(row["failure"])
 
 
 def referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
@@ -306,10 +318,8 @@ def lineage(connection: Connection) -> Lineage:
 
 
 def leader(connection: Connection) -> LeaderRow:
-    row = leadership.c
-    columns = select(row.term, row.holder, row.lease_until, row.lineage, row.server)
-    [(term, holder, until, of, server)] = connection.execute(columns)
-    return LeaderRow(Term(term), holder, Instant(until), now(connection), Lineage(of), server)
+    [(term, holder, until, at, of, server)] = connection.execute(_LEADER)
+    return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(of), server)
 
 
 def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
@@ -321,6 +331,8 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
     leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
     leases = read_rows(connection, select(*_LEASE).where(~_lease.c.released), {})
     devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
+    requests = read_rows(connection, select(tables.request), {})
+    worker_sets = connection.execute(select(worker_set.c.fields)).scalars()
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
     return Snapshot(
         position=head(connection),
@@ -331,12 +343,12 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
             for query in (unfinished, leaving)
             for row in connection.execute(query, execution_options=_IN_PARTS)
         ],
-        leases=[rows.lease_of_row(row) for row in leases],
-        pledges=[rows.pledge_of_row(row) for row in read_rows(connection, select(*_PLEDGE), {})],
+        leases=[value_of_row(Lease, row) for row in leases],
+        pledges=[value_of_row(Pledge, row) for row in read_rows(connection, select(*_PLEDGE), {})],
         devices=[Device(*row) for row in devices],
-        nodes=[rows.node_of_row(row) for row in read_rows(connection, select(tables.node), {})],
-        requests=[rows.request_of_row(row) for row in read_rows(connection, select(tables.request), {})],
-        worker_sets=rows.worker_sets_of(connection.execute(select(worker_set.c.fields)).scalars()),
+        nodes=[value_of_row(Node, row) for row in read_rows(connection, select(tables.node), {})],
+        requests=[value_of_row(Request, row) for row in requests],
+        worker_sets=[json.decode(text, type=WorkerSet) for text in worker_sets],
         pauses=[QueuePause(*row) for row in connection.execute(select(tables.queue_pause))],
         streams=[StreamState(*row) for row in connection.execute(select(system_tables.work_stream))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
@@ -346,13 +358,12 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
 
 
 def now(connection: Connection) -> Instant:
-    if connection.dialect.name == "sqlite":
-        return Instant(time.time())
     return Instant(connection.execute(_NOW).scalar_one())
 
 
 def _held_back(connection: Connection) -> HeldBack | None:
-    """By snapshots and prepared transactions of others, and by replication slots, whose times are unknown."""
+    """Return what snapshots and prepared transactions of others, and replication slots, whose times are
+    unknown, hold back."""
     if connection.dialect.name == "sqlite":
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
@@ -373,7 +384,8 @@ class SqlItemPages(SqlPart):
 
 
 def counts_of(array: TaskId) -> Select[Any]:
-    """What all its pages come to. An index has all of it, so that no page is read."""
+    """Return the query of the sums of all the array's pages. An index has all of it, so that no page is
+    read."""
     return select(*_PAGE_SUMS).where(_page.array == array)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from pydantic_core import PydanticSerializationError, to_json
+import msgspec
 from sqlalchemy import (
     JSON,
     Column,
@@ -108,10 +108,10 @@ def over(*columns: Column[Any], exact: bool = False) -> Callable[[Build], SetSta
 
 
 def json_text(value: Any) -> str:
-    """Raises Unstorable for text that UTF-8 cannot encode."""
+    """Return the value as JSON. Raises Unstorable for text that UTF-8 cannot encode."""
     try:
-        return to_json(value).decode()
-    except PydanticSerializationError as error:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError as error:
         raise Unstorable(f"a value cannot be stored: {error}") from error
 
 
@@ -171,7 +171,7 @@ class CommitUnknown(Exception):
     """The connection broke after COMMIT was sent."""
 
     events: Sequence[Event] = ()
-    """What is in the log if the commit succeeded."""
+    """The events that are in the log if the commit succeeded."""
 
 
 class Session(Protocol):
@@ -209,10 +209,8 @@ class Session(Protocol):
         """End the transaction, if one is open. Raises nothing."""
 
     def has_event(self, event: Event) -> bool:
-        """Whether exactly this event is in the log; waits for a commit of it that is under way.
-
-        Its time tells it from the same decision of another leader.
-        """
+        """Return True if exactly this event is in the log, after a commit of it that is under way. Its time
+        tells it from the same decision of another leader."""
 
     def now(self) -> Instant: ...
 
@@ -224,7 +222,7 @@ class Session(Protocol):
         """Tell listening processes, with the commit, that there is no leader."""
 
     def reconnect(self) -> None:
-        """Raises StoreUnavailable."""
+        """Connect again. Raises StoreUnavailable."""
 
     def on_idle(self) -> None:
         """Do now what would delay writes, since there are none. Raises nothing."""
@@ -240,7 +238,7 @@ class Readers:
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
 
     async def run(self, query: Callable[..., T], *values: Any) -> T:
-        """Raises StoreUnavailable, Unstorable."""
+        """Run the query on a thread. Raises StoreUnavailable, Unstorable."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(self.query, query, *values))
 

@@ -8,6 +8,7 @@ both, and a lock file keeps other processes out.
 import fcntl
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -33,7 +34,7 @@ from gpubroker_server.adapters.sql.session import (
 from gpubroker_server.adapters.sql.system_tables import SQLITE_NOW, check_schema
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import StaleTerm, StoreExhausted, StoreUnavailable, Unstorable
+from gpubroker_server.ports.store import Clock, StaleTerm, StoreExhausted, StoreUnavailable, Unstorable
 
 APPLICATION_ID = 0x67706272
 """`gpbr` in the file's header: this is a gpubroker database."""
@@ -81,15 +82,16 @@ def _alike_text(statement: SetStatement, length: int, width: int) -> str:
 
 class SqliteFile:
     """The file, and the lock that keeps other processes out. Raises DatabaseRefused for a file that is not
-    ours."""
+    ours. `clock` is the database's time; this machine's wall clock unless given."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Clock | None = None) -> None:
         if sqlite3.sqlite_version_info < _OLDEST:
             raise DatabaseRefused(
                 f"this Python's SQLite is {sqlite3.sqlite_version}; gpubroker needs 3.38 or newer: "
                 "use another Python, or PostgreSQL with database_url (or --database-url)"
             )
         self.path = path
+        self._now = time.time if clock is None else clock.now
         self._writer: sqlite3.Connection | None = None
         self._lock = _lock(path)
         try:
@@ -111,7 +113,7 @@ class SqliteFile:
         with _refusing(self.path):
             if not self.path.exists():
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-            connection = _connect(self.path)
+            connection = _connect(self.path, "rw", self._now)
             # Before WAL, so that it is in the file's header and not in the log.
             if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -128,24 +130,25 @@ class SqliteFile:
 
     def reader(self) -> sqlite3.Connection:
         """A connection that can neither write nor checkpoint, even when it is the last one to close."""
-        return _connect(self.path, "ro")
+        return _connect(self.path, "ro", self._now)
 
     def close(self) -> None:
         os.close(self._lock)
 
 
 def connect_beside(path: Path) -> sqlite3.Connection:
-    """As `SqliteFile.reader`, to a file that another process may have open. Raises DatabaseRefused."""
+    """Open a file to read that another process may have open. Raises DatabaseRefused."""
     _check_header(path)
     with _refusing(path):
-        return _connect(path, "ro")
+        return _connect(path, "ro", time.time)
 
 
-def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
+def _connect(path: Path, mode: str, now: Callable[[], float]) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{quote(str(path))}?mode={mode}",
         uri=True, isolation_level=None, check_same_thread=False, cached_statements=256,
     )  # fmt: skip
+    connection.create_function(SQLITE_NOW, 0, now)
     connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
     return connection
 
@@ -216,10 +219,10 @@ class SqliteSession:
 
     server = ""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, clock: Clock | None = None) -> None:
         self._connection = connection
         self._connection.create_function(SQLITE_NOW, 0, self.now)
-        self._clock = WallClock()
+        self._clock = clock or WallClock()
 
     def begin(self) -> None:
         self._execute("BEGIN IMMEDIATE")
@@ -272,10 +275,10 @@ class SqliteSession:
         return self._clock.now()
 
     def end_stuck_sessions(self) -> None:
-        """No other process has the file."""
+        """Do nothing: no other process has the file."""
 
     def notify_resigned(self) -> None:
-        """No other process listens."""
+        """Do nothing: no other process listens."""
 
     def end_terms(self) -> None:
         """The last leader has ended, because the lock on the file is ours: do not wait for its lease."""

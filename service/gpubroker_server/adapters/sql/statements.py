@@ -27,6 +27,7 @@ from gpubroker_server.adapters.sql import system_tables, tables
 from gpubroker_server.adapters.sql.session import SetStatement, over
 from gpubroker_server.adapters.sql.system_tables import Count
 from gpubroker_server.core.domain.task import HOT_FIELDS
+from gpubroker_server.core.world.payload import COMMON_FIELDS, HOLDER_FIELDS
 
 ONE: Any = literal_column("1", Integer)
 _EMPTY: Any = literal_column("''", Text)
@@ -114,19 +115,30 @@ def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> S
 
 
 EVENT = columns_of(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields", "reader"))
+_LATER = frozenset({
+    "state", "version", "fence", "failed_by", "failures", "preemptions", "node", "admitted_at", "ordered_at",
+    "started_at", "checkpoint_at", "finished_at", "stop_reason", "stop_deadline_at", "freeing_for", "members",
+})  # fmt: skip
+"""A new task has the defaults of these, which its row has as well."""
+_TASK_HEAD, _SPEC_HEAD = ("id", "queued_bytes"), ("task", "arguments", "arguments_digest", "tenant")
 TASK_IN = (
-    "id", "queued_bytes", "tenant", "name", "priority", "demand", "submitted_at", "max_retries",
-    "timeout_seconds", "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at",
-    "expected_seconds", "stream", "subject", "array", "external", "model", "home", "held", "awaits",
-    "expires_at", "not_before", "idem_key", "body_hash",
+    *_TASK_HEAD,
+    *(name for name in COMMON_FIELDS if name not in _LATER | {*_TASK_HEAD}),
+    *(name for name in HOLDER_FIELDS if name not in _LATER),
+    "home",
+    "idem_key",
+    "body_hash",
+)
+SPEC_IN = (*_SPEC_HEAD, *(c.name for c in tables.task_spec.c if c.name not in (*_SPEC_HEAD, "env")), "env")
+TASK_MOVED = (
+    "id", "version", *(name for name in HOT_FIELDS if name != "holder"),
+    "model", "members", "home", "finished", "ended_as",
 )  # fmt: skip
-SPEC_IN = (
-    "task", "arguments", "arguments_digest", "tenant", "kind", "entrypoint", "command", "objects",
-    "python", "env", "result_format", "labels", "model_type", "working_directory", "sizing",
-)  # fmt: skip
-EVENT_IN = ("position", "at", "key", "task", "fields", "kind", "version", "tenant", "reader")
+EVENT_IN = ("position", "key", "task", "fields", "kind", "version", "tenant", "reader", "at")
 """In each of these three, the columns that differ among the tasks of a batch come first."""
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
+LEASE_IN = (*(c.name for c in tables.lease.c if c.name != "released"), "released")
+LEASE_MOVED = (*LEASE_KEY, "version", "state", "overused_mb", "quarantined_at", "released")
 DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")
 
 INSERT_TASKS = insert_into(tables.task, TASK_IN, known=OnConflict.SKIP, exact=True)
@@ -136,11 +148,9 @@ INSERT_BATCHES = insert_into(tables.batch, known=OnConflict.SKIP)
 INSERT_REQUESTS = insert_into(tables.request, known=OnConflict.SKIP, exact=True)
 WRITE_NODES = insert_into(tables.node, known=OnConflict.REPLACE)
 WRITE_DEVICES = insert_into(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
-MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "home", "finished", "ended_as"))
-INSERT_LEASES = insert_into(tables.lease, known=OnConflict.SKIP, exact=True)
-MOVE_LEASES = _update_guarded(
-    tables.lease, (*LEASE_KEY, "version", "state", "released", "overused_mb", "quarantined_at")
-)
+MOVE_TASKS = _update_guarded(tables.task, TASK_MOVED)
+INSERT_LEASES = insert_into(tables.lease, LEASE_IN, known=OnConflict.SKIP, exact=True)
+MOVE_LEASES = _update_guarded(tables.lease, LEASE_MOVED)
 END_PLEDGES = delete_rows(tables.pledge, ("preemptor", "device"), exact=True)
 MAKE_PLEDGES = insert_into(tables.pledge, known=OnConflict.REPLACE)
 WRITE_OUTCOMES = insert_into(tables.outcome, known=OnConflict.REPLACE)

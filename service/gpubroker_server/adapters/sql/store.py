@@ -5,14 +5,16 @@ from asyncio import get_running_loop
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec.structs import asdict
 
 from gpubroker_server.adapters.sql import reads, terms
 from gpubroker_server.adapters.sql import statements as sql
-from gpubroker_server.adapters.sql.administration.idle_templates import SqlIdleTemplates
 from gpubroker_server.adapters.sql.database import Database, begin_lineage, migrate, open_database
 from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
+from gpubroker_server.adapters.sql.idle_templates import SqlIdleTemplates
 from gpubroker_server.adapters.sql.last_values import SqlLastValues
 from gpubroker_server.adapters.sql.objects import SqlObjects
 from gpubroker_server.adapters.sql.pruning import prune_step
@@ -29,6 +31,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Lineage, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import (
+    AdmittedTask,
     BatchSubmission,
     CommitVerdict,
     EventListener,
@@ -36,7 +39,6 @@ from gpubroker_server.ports.store import (
     StaleTerm,
     StoredResult,
     StoreUnavailable,
-    Submission,
     SubmitOutcome,
     SubmitVerdict,
     TaskRecord,
@@ -52,11 +54,11 @@ EVENTS_PER_TURN = 500
 """Listeners block the event loop for some milliseconds to apply them."""
 RECENT_BYTES = 32 * 2**20
 _ENTRY_BYTES = 2048
-"""What an entry takes, without its arguments and its result."""
+"""The bytes that an entry takes without its arguments and its result."""
 
 
 async def open_store(
-    url: str, *, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS, **options: bool
+    url: str, *, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS, **options: Any
 ) -> "SqlStore":
     """Open `sqlite:///path` or `postgresql://...`, and bring its schema to the newest first.
 
@@ -89,7 +91,7 @@ class RecentTasks:
         self._entries: OrderedDict[TaskId, _Entry] = OrderedDict()
         self._size_bytes = 0
 
-    def note_submission(self, submission: Submission) -> None:
+    def note_submission(self, submission: AdmittedTask) -> None:
         """Call it before the write: the start may come before the answer."""
         spec = submission.spec
         entry = _Entry(spec, _ENTRY_BYTES + len(spec.arguments))
@@ -102,7 +104,7 @@ class RecentTasks:
             self._size_bytes -= entry.size_bytes
 
     def note_ends(self, units: Sequence[Unit]) -> None:
-        """Of committed decisions with an outcome; other ends are read from the database."""
+        """Note the outcomes of committed decisions; other ends are read from the database."""
         for unit in units:
             if isinstance(unit, Change) and unit.answer is CommitVerdict.COMMITTED:
                 outcome = unit.decision.outcome
@@ -146,13 +148,20 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
     """Writes go to the writer's thread and are answered after their commit; reads take the thread of a
     reader."""
 
-    def __init__(self, database: Database, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
+    def __init__(
+        self,
+        database: Database,
+        usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
+        *,
+        readers: type[Readers] = Readers,
+        writer: type[Writer] = Writer,
+    ) -> None:
         self._database = database
-        self._readers = Readers(database.readers)
+        self._readers = readers(database.readers)
         self._begin_snapshot = database.begin_snapshot
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
-        """What a listener raised; nothing is written after it."""
+        """The exception that a listener raised; nothing is written after it."""
         self._recent = RecentTasks()
         self._of_this_turn: list[Work] = []
         self.tokens_changed = asyncio.Event()
@@ -166,19 +175,20 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         self._undelivered: deque[tuple[Sequence[Event], Sequence[Work]]] = deque()
         """Committed, and not delivered to listeners yet."""
         heard, lineage = self._readers.query(reads.head), self._readers.query(reads.lineage)
-        self._writer = Writer(database.session, heard, lineage, self._deliver, usage_half_life_seconds)
+        self._writer = writer(database.session, heard, lineage, self._deliver, usage_half_life_seconds)
+        self._writer.start()
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes may write to the same database."""
+        """Return True if other processes may write to the same database."""
         return self._database.is_shared
 
     @property
     def gives_hints(self) -> bool:
-        """Whether processes notify each other: then run `keep_hints`."""
+        """Return True if processes notify each other: then run `keep_hints`."""
         return self._hints is not None
 
     async def catch_up(self) -> bool:
@@ -206,7 +216,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         if self._hints is not None:
             await self._hints.keep(on_hint, self.resigned.set)
 
-    async def submit(self, submission: Submission) -> SubmitOutcome:
+    async def submit(self, submission: AdmittedTask) -> SubmitOutcome:
         self._recent.note_submission(submission)
         [answer] = await self._write([NewTask(submission)])
         if answer.verdict is not SubmitVerdict.ACCEPTED:
@@ -333,7 +343,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         return await work.future
 
     def _hand_over(self, work: Work) -> None:
-        """One wake-up of the writer for all that one turn of the event loop asks for."""
+        """Wake the writer once for all that one turn of the event loop asks for."""
         self._check_listeners()
         if not self._of_this_turn:
             get_running_loop().call_soon(self._wake_writer)
@@ -363,7 +373,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
             self._deliver_more()
 
     def _deliver_more(self) -> None:
-        """In pieces and in order, so that many events do not block the event loop."""
+        """Deliver events in pieces and in order, so that many events do not block the event loop."""
         left = EVENTS_PER_TURN
         while self._undelivered and left > 0:
             events, works = self._undelivered[0]

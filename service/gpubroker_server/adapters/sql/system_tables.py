@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 17
+SCHEMA = 18
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -41,12 +41,14 @@ def check_schema(compatible_from: int) -> None:
 
 
 def is_another_server(taken_on: str, server: str) -> bool:
-    """Whether a term taken on one server is continued on another; one that does not say its name is none."""
+    """Return True if a term taken on one server is continued on another. A server that does not say its name
+    is none."""
     return bool(taken_on and server) and taken_on != server
 
 
 def check_reader(reader: int) -> None:
-    """Raises LogOutgrown: without this event the process would have a wrong picture."""
+    """Check that this software reads the form of an event. Raises LogOutgrown: without the event the process
+    would have a wrong picture."""
     if reader > READER:
         raise LogOutgrown(
             f"the log has events of form {reader}, and this software reads forms up to {READER}; "
@@ -175,7 +177,7 @@ last_value = Table(
     PrimaryKeyConstraint("kind", "key"),
     **HOT,
 )
-"""What the leader and the gateways last published that is no event. `value` is JSON; `revision` rises with
+"""The newest values of the leader and the gateways that are no events. `value` is JSON; `revision` rises with
 each write and each term, so an older leader cannot overwrite a newer one."""
 
 token = Table(
@@ -230,7 +232,7 @@ work_stream = Table(
     Column("data_at", Double),
     Column("quality", Double, nullable=False),
 )
-"""What operators and clients have told of work streams."""
+"""The progress and the signals that operators and clients have reported of work streams."""
 
 relocation = Table(
     "relocation",

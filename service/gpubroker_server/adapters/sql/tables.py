@@ -73,6 +73,7 @@ task = Table(
     Column("queued_bytes", Count, nullable=False, server_default=text("0")),
     Column("ordered_at", Double),
     Column("array", Id),
+    Column("retry_on", Text),
     one_of("state", TaskState),
     CheckConstraint(
         f"finished = (state IN ({', '.join(repr(state.value) for state in sorted(TERMINAL))}))",
@@ -337,7 +338,7 @@ estimate = Table(
     one_of("what", What),
     **HOT,
 )
-"""What past runs used. `counts` is a sketch as JSON."""
+"""The use of past runs. `counts` is a sketch as JSON."""
 
 usage = Table(
     "usage",
@@ -348,7 +349,8 @@ usage = Table(
     Column("at", Double, nullable=False),
     **HOT,
 )
-"""What each tenant holds since its leases last changed, and what it had used by then."""
+"""The MiB that each tenant holds since its leases last changed, and the MiB-seconds that it had used by
+then."""
 
 queue_pause = Table(
     "queue_pause",

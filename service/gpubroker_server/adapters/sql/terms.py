@@ -47,7 +47,7 @@ def _lock_leader(_insert: Any, r: FromClause) -> Any:
     *columns_of(leadership, ("id", "holder", "term", "lineage", "server")), Column("seen_until", Double), _TTL
 )
 def _take_term(_insert: Any, r: FromClause) -> Any:
-    """If the row is the one that was seen."""
+    """Return the statement that takes the term if the row is the one that was seen."""
     row = leadership.c
     same = (row.id == r.c.id, row.term == r.c.term, row.lease_until == r.c.seen_until)
     change = update(leadership).values(
@@ -115,7 +115,7 @@ def take_term(
 
 
 def renew_term(term: Term, ttl_seconds: Seconds) -> Act[bool]:
-    """Whether it is still the newest."""
+    """Return the act that renews the term and answers whether it is still the newest."""
 
     def act(session: Session) -> Callable[[], bool]:
         session.end_stuck_sessions()  # one that stopped while taking a term may hold this row
@@ -148,7 +148,8 @@ class TermConnection:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpubroker-term")
 
     async def run(self, act: Act[T]) -> T:
-        """Raises StoreUnavailable, and what `act` raises; then nothing was written."""
+        """Run `act` in a transaction. Raises StoreUnavailable, and what `act` raises; then nothing was
+        written."""
         if self._is_closed:
             raise StoreUnavailable("the store is closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, act)

@@ -99,15 +99,17 @@ class Writer:
         self._usage_half_life_seconds = usage_half_life_seconds
         self._heard = heard
         self._history = lineage, session.server
-        """Of which lineage, and on which server, the log was read up to `_heard`."""
+        """(lineage, server) of the log that was read up to `_heard`."""
         self._deliver = deliver
         self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpubroker-writer", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def put(self, works: Sequence[Work]) -> None:
-        """Raises StoreUnavailable after `close`."""
+        """Give works to the writer. Raises StoreUnavailable after `close`."""
         if self._closing.is_set():
             raise StoreUnavailable("the store is closed")
         self._inbox.put(works)
@@ -120,14 +122,17 @@ class Writer:
 
     def _run(self) -> None:
         while (first := self._next()) is not None:
-            works = self._with_waiting(first)
-            group = [work for work in works if work.units]
-            events = self._write([unit for work in group for unit in work.units])
-            self._answer(events, group)
-            for work in works:
-                if not work.units:
-                    self._answer(self._do(work), [work])
+            self.carry_out(self._with_waiting(first))
         self._session.close()
+
+    def carry_out(self, works: Sequence[Work]) -> None:
+        """Write all units in one transaction, then do the other works one by one. Answers each."""
+        group = [work for work in works if work.units]
+        events = self._write([unit for work in group for unit in work.units])
+        self.answer(events, group)
+        for work in works:
+            if not work.units:
+                self.answer(self._do(work), [work])
 
     def _next(self) -> Sequence[Work] | None:
         """The next works; None at the end. Tells the session once when nothing comes for a while."""
@@ -166,7 +171,8 @@ class Writer:
             self._inbox.put(None)  # for `_run` to see
         return works or ()
 
-    def _answer(self, events: Sequence[Event], works: Sequence[Work]) -> None:
+    def answer(self, events: Sequence[Event], works: Sequence[Work]) -> None:
+        """Have the event loop deliver the events, and answer the works."""
         if works:
             with suppress(RuntimeError):  # the loop is closed
                 works[0].future.get_loop().call_soon_threadsafe(self._deliver, events, works)
@@ -192,11 +198,9 @@ class Writer:
         return events
 
     def _without_gap(self, events: list[Event]) -> list[Event]:
-        """With the events of other processes in between, so that listeners get every position once.
-
-        No caller is answered before the events of its commit can be delivered: the leader would repeat
-        decisions that its World does not show yet.
-        """
+        """Return the events with those of other processes in between, so that listeners get every position
+        once. No caller is answered before the events of its commit can be delivered: the leader would repeat
+        decisions that its World does not show yet."""
         if not events or self._session.server != self._history[1]:
             return []  # on another server the next catch-up says so
         if events[0].position != self._heard + 1:
@@ -245,7 +249,7 @@ class Writer:
         return events
 
     def _check_history(self, head: Position, lineage: Lineage) -> None:
-        """Raises LineageChanged."""
+        """Check that the log goes on where it was left. Raises LineageChanged."""
         found = lineage, self._session.server
         if found == self._history and head >= self._heard:
             return
@@ -259,12 +263,12 @@ class Writer:
         raise fault
 
     def _is_shortened(self) -> bool:
-        """Whether the next event has been pruned. Raises what the session raises."""
+        """Return True if the next event has been pruned. Raises what the session raises."""
         [(oldest,)] = self._session.fetch(sql.oldest, [(1,)])
         return bool(oldest > self._heard + 1)
 
     def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
-        """What is left to write of a failed group: without what is stored already, else one by one."""
+        """Return what is left to write of a failed group: without what is stored already, else one by one."""
         try:
             left = answer_known(self._session, group)
         except ConnectionLost:
@@ -282,8 +286,8 @@ class Writer:
         return []
 
     def _transact(self, act: Callable[[], T], recover: Callable[[CommitUnknown], T | None]) -> T:
-        """One transaction, repeated after errors of the connection and collisions. `recover` returns what an
-        unknown commit has done; None if it is to be repeated."""
+        """Run one transaction, repeated after errors of the connection and collisions. `recover` returns what
+        an unknown commit has done; None if it is to be repeated."""
         for _ in range(_TRIES):
             try:
                 return act()
@@ -338,7 +342,7 @@ class Writer:
                 for unit in work.units:
                     unit.on_failed(work.answer)
             refused += works
-        self._answer((), refused)
+        self.answer((), refused)
 
     def _run_alone(self, act: Callable[[Session], Any]) -> Any:
         """A transaction of its own. It is idempotent, so an unknown commit is repeated."""

@@ -3,17 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
+from msgspec import Struct
 
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.backends import CallBackend, CallFailed, CallReply, CallStream, Metadata, Trouble
 
 
-@dataclass(frozen=True, slots=True)
-class TritonRpcServer:
+class TritonRpcServer(Struct, frozen=True):
     """Where a server is, and how to connect."""
 
     name: str

@@ -6,12 +6,12 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import structlog
 from google.protobuf.message import DecodeError
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
 from gpubroker_server.adapters.triton.model_config import ModelConfig, config_in, config_of
@@ -56,7 +56,7 @@ _NO_MEMORY: Final = (
     "failed to allocate",
     "memory limit set for",
 )
-"""What backends say, in lowercase: there is no code for it."""
+"""The words in which backends say it, in lowercase: there is no code for it."""
 
 _OF_A_VERSION: Final = re.compile(r"version \d+ is at [A-Z]+ state: ")
 """Before what a version's backend says."""
@@ -71,7 +71,7 @@ _BYTES_OF: Final = {
     "BOOL": 1, "UINT8": 1, "INT8": 1, "UINT16": 2, "INT16": 2, "FP16": 2, "BF16": 2, "UINT32": 4, "INT32": 4,
     "FP32": 4, "UINT64": 8, "INT64": 8, "FP64": 8, "BYTES": 4,
 }  # fmt: skip
-"""Of one value; of BYTES an empty one, which is its length alone."""
+"""Bytes of one value. A value of BYTES takes its length alone, for an empty one."""
 
 _GONE_LOOK_SECONDS: Final = 0.05
 
@@ -162,7 +162,7 @@ class TritonHost(ModelHost):
     async def _error_of(
         self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
     ) -> str:
-        """To a request with zeros; empty if it is answered. Raises HostRefused."""
+        """Send a request with zeros and return its error; empty if it is answered. Raises HostRefused."""
         request = messages.ModelMetadataRequest(name=model)
         metadata = await self._ask("ModelMetadata", request, within_seconds, messages.ModelMetadataResponse)
         if unknown := sorted(set(shapes) - {tensor.name for tensor in metadata.inputs}):
@@ -213,11 +213,9 @@ class TritonHost(ModelHost):
     async def _load_grouping(
         self, model: str, web: ModelBackend, rules: BatchRules, within_seconds: Seconds
     ) -> None:
-        """With dynamic batching, if the model takes batches and its configuration has none.
-
-        Only a loaded model's configuration is told as a whole. Another load beside it would have both copies
-        in memory, so it is unloaded first. Later loads of the same files need one load.
-        """
+        """Load the model with dynamic batching, if it takes batches and its configuration has none. Only a
+        loaded model's configuration is told as a whole. Another load beside it would have both copies in
+        memory, so the model is unloaded first. Later loads of the same files need one load."""
         until = asyncio.get_running_loop().time() + within_seconds
         revision = (await asyncio.to_thread(self._files_of, model)).revision
         known = self._grouping.get(model, _Grouping())
@@ -262,7 +260,8 @@ class TritonHost(ModelHost):
             ) from None
 
     def _files_of(self, model: str) -> _Files:
-        """In the repository, as far as this machine sees it. Raises HostRefused NOT_FOUND."""
+        """Return the model's files in the repository, as far as this machine sees it. Raises HostRefused
+        NOT_FOUND."""
         if self._repository is None:
             return _Files()
         folder = self._repository / model
@@ -322,7 +321,8 @@ def _refused(failed: CallFailed, what: str) -> HostRefused:
 
 
 def fault_of_load(said: str) -> HostFault:
-    """What a server's words say of a load that it has refused. They name the model, and may quote it."""
+    """Return the fault that a server's refusal of a load means. Its words name the model, and may quote
+    it."""
     _, *of_versions = _OF_A_VERSION.split(said)
     for words in of_versions or [said]:
         if _OF_PYTHON not in words and any(sign in words.lower() for sign in _NO_MEMORY):
@@ -331,7 +331,7 @@ def fault_of_load(said: str) -> HostFault:
 
 
 def _indexed(rows: Any) -> dict[str, IndexedModel]:
-    """By model; an index has a row for each version."""
+    """Return the models of an index, which has a row for each version."""
     models: dict[str, IndexedModel] = {}
     for row in rows:
         stage = _STAGES.get(row.state, ModelState.ABSENT)

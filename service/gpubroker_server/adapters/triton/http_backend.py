@@ -3,19 +3,22 @@
 import asyncio
 import ssl
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 from gpubroker_server.adapters.triton.http_connection import HttpRequest, ServerConnection
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.backends import (
+    Fetched,
     Header,
     ModelBackend,
+    NotFetched,
     RequestHead,
     ResponseHandler,
     Trouble,
     UpstreamRequest,
 )
+from gpubroker_server.settings.triton import ServerConnections
 
 HEAD_BYTES: Final = 8000
 """Triton closes the connection without an answer when a head is longer than about this."""
@@ -28,8 +31,7 @@ WAITING_PER_CONNECTION: Final = 16
 """How many requests may wait for each connection; more are refused as BUSY."""
 
 
-@dataclass(frozen=True, slots=True)
-class TritonServer:
+class TritonServer(ServerConnections, frozen=True):
     """Where a server is, and how to connect."""
 
     name: str
@@ -40,9 +42,6 @@ class TritonServer:
     headers: tuple[Header, ...] = ()
     """Credentials, which only this server gets."""
     tls: ssl.SSLContext | None = None
-    connections: int = 128
-    connect_seconds: Seconds = Seconds(5.0)
-    silence_seconds: Seconds = Seconds(300.0)
 
 
 class HttpBackend(ModelBackend):
@@ -90,6 +89,21 @@ class HttpBackend(ModelBackend):
             self._waiting.append(request)
             self._open_more(loop)
         return request
+
+    async def fetch(
+        self, head: RequestHead, body: bytes = b"", within_seconds: float = 10.0, *, is_check: bool = False
+    ) -> Fetched:
+        whole = WholeResponse()
+        request = self.ask(head._replace(body_bytes=len(body)), whole, is_check=is_check)
+        try:
+            request.write(body)
+            request.end()
+            async with asyncio.timeout(within_seconds):
+                return await whole.fetched
+        except TimeoutError:
+            raise NotFetched(Trouble.SILENT, f"nothing came for {within_seconds:g} s") from None
+        finally:
+            request.cancel()
 
     async def close(self) -> None:
         if self._sweep_timer is not None:
@@ -147,7 +161,7 @@ class HttpBackend(ModelBackend):
         return None
 
     def _open_more(self, loop: asyncio.AbstractEventLoop) -> None:
-        """As many as requests wait for, within the limit; for checks beyond it."""
+        """Open as many connections as requests wait for, within the limit; for checks beyond it."""
         most = max(0, self._server.connections - len(self._connections))
         while len(self._opening) < min(len(self._waiting), most) + len(self._checks):
             task = loop.create_task(self._open(loop))
@@ -187,3 +201,27 @@ class HttpBackend(ModelBackend):
             self._idle.popleft().close()
         busy = self._connections or self._opening
         self._sweep_timer = loop.call_later(self._sweep_seconds, self._sweep, loop) if busy else None
+
+
+class WholeResponse(ResponseHandler):
+    """Collect the answer to a request of the service's own."""
+
+    def __init__(self) -> None:
+        self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._headers: Sequence[Header] = ()
+        self._body: list[bytes] = []
+
+    def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:  # noqa: ARG002  # it is counted as it comes
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_end(self) -> None:
+        if not self.fetched.done():
+            self.fetched.set_result(Fetched(self._status, self._headers, b"".join(self._body)))
+
+    def on_trouble(self, trouble: Trouble, detail: str) -> None:
+        if not self.fetched.done():
+            self.fetched.set_exception(NotFetched(trouble, detail))

@@ -10,7 +10,8 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from gpubroker_server.ports.backends import Header, ResponseHandler, Trouble, UpstreamRequest, write_together
+from gpubroker_server.core.serving.pieces import joined
+from gpubroker_server.ports.backends import Header, ResponseHandler, Trouble, UpstreamRequest
 
 OF_THE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -64,7 +65,7 @@ class HttpRequest(UpstreamRequest):
         self.is_over = False
         self.connection: ServerConnection | None = None
         self._held = [head]
-        """What is written next, together."""
+        """The bytes that are written next, together."""
         self._held_bytes = 0
         self._body: list[bytes] = []
         """The next chunk."""
@@ -161,7 +162,7 @@ class ServerConnection(asyncio.Protocol):
 
     def write(self, parts: Sequence[bytes]) -> None:
         self.moved_at = self._loop.time()
-        write_together(self._transport, parts)
+        self._transport.writelines(joined(parts))
 
     def pause(self) -> None:
         self._is_paused = True

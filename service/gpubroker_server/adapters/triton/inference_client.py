@@ -63,8 +63,8 @@ class TritonInferenceClient(InferenceClient):
             raise InferenceFailed(InferenceFault.FAILED, detail) from None
 
     async def _check_version(self, model: str, version: str, refusal: str) -> None:
-        """Raises InferenceFailed FAILED if the model is there and has only other versions: waiting would not
-        help."""
+        """Check that waiting may help. Raises InferenceFailed FAILED if the model is there and has only other
+        versions."""
         response = await self._ask(b"GET", f"/v2/models/{quote(model, safe='')}".encode(), [], [])
         try:
             versions = [str(one) for one in json.loads(response.body)["versions"]]
@@ -101,7 +101,7 @@ def _path(model: str, version: str, what: str) -> bytes:
 
 
 def _failure(response: "_Response") -> InferenceFailed:
-    """By status; only the message says that a model's process is gone."""
+    """Return the failure that the status means; only the message says that a model's process is gone."""
     text = response.body[:_SHOWN_BYTES].decode("utf-8", "replace")
     try:
         message = str(json.loads(response.body)["error"])[:_SHOWN_BYTES]

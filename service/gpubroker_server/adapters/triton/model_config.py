@@ -1,11 +1,11 @@
 """What a model's `config.pbtxt` says that matters before a load: steps of an ensemble, versions, and CPUs."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
+from msgspec import Struct
 
 from gpubroker_server.ports.triton_messages import messages
 
@@ -18,10 +18,9 @@ _BEFORE_LIST = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\#[^\n]*)|(\w
 """A string or a comment, or a field's name before a list."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(Struct, frozen=True):
     steps: tuple[str, ...] = ()
-    """Of an ensemble, each model once."""
+    """The models of an ensemble, each once."""
     latest: int | None = 1
     """How many of the highest versions are loaded; None: all."""
     specific: tuple[str, ...] = ()
@@ -39,7 +38,7 @@ class ModelConfig:
 
 
 def config_of(config: Any) -> ModelConfig:
-    """Of a ModelConfig message."""
+    """Return the parts of a ModelConfig message that the broker uses."""
     policy = config.version_policy
     return ModelConfig(
         steps=tuple(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step)),
@@ -51,7 +50,7 @@ def config_of(config: Any) -> ModelConfig:
 
 
 def config_in(file: Path) -> ModelConfig:
-    """As a `config.pbtxt` says, which the server may complete. Raises OSError, ValueError."""
+    """Read a `config.pbtxt`, which the server may complete. Raises OSError, ValueError."""
     # The library passes over an unknown list of messages only with a colon before it, which is optional.
     text = _BEFORE_LIST.sub(lambda found: found[1] or f"{found[2]}: [", file.read_text(encoding="utf-8"))
     try:

@@ -11,7 +11,8 @@ import psutil
 _LOOPBACK: Final = ("127.", "::1")
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _START_TIME: Final = 19
-"""Its place in /proc/PID/stat after the name of the process, which may hold anything."""
+"""The place of the start time in /proc/PID/stat, counted after the name of the process, which may hold
+anything."""
 
 
 class ListeningProcess:
@@ -50,8 +51,8 @@ class ListeningProcess:
 
 
 def is_gone(process: str) -> bool:
-    """Whether that process has ended. False for one of another machine, or of another namespace of
-    processes, which can't be seen here."""
+    """Return True if that process has ended. A process of another machine, or of another namespace of
+    processes, cannot be seen here and counts as there."""
     machine, _, found = process.rpartition("/")
     pid, _, started = found.partition("@")
     try:
@@ -73,8 +74,8 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """In ticks since the boot, which no change of the clock moves; empty if there is no such process. Raises
-    OSError if it can't be seen."""
+    """Return the start in ticks since the boot, which no change of the clock moves; empty if there is no such
+    process. Raises OSError if it cannot be seen."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

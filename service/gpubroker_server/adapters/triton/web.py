@@ -7,8 +7,7 @@ from urllib.parse import quote
 
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.batching import BatchRules
-from gpubroker_server.ports.backends import ModelBackend, RequestHead, Trouble
-from gpubroker_server.ports.fetch import NotFetched, fetch
+from gpubroker_server.ports.backends import ModelBackend, NotFetched, RequestHead, Trouble
 from gpubroker_server.ports.models import HostFault, HostRefused
 
 _GPU: Final = re.compile(rb'^nv_gpu_memory_total_bytes\{[^}]*gpu_uuid="([^"]+)"', re.MULTILINE)
@@ -31,7 +30,7 @@ async def visible_gpus(metrics: ModelBackend, within_seconds: Seconds) -> tuple[
 
 
 async def model_config(web: ModelBackend, model: str, within_seconds: Seconds) -> dict[str, Any]:
-    """Of a loaded model. Raises HostRefused."""
+    """Return the configuration of a loaded model. Raises HostRefused."""
     try:
         config = json.loads(await _get(web, f"/v2/models/{quote(model, safe='')}/config", within_seconds))
     except (NotFetched, ValueError) as fault:
@@ -55,8 +54,8 @@ def with_dynamic_batching(config: dict[str, Any], rules: BatchRules) -> str:
 
 
 async def _get(web: ModelBackend, path: str, within_seconds: Seconds) -> bytes:
-    """Raises NotFetched."""
-    response = await fetch(web, RequestHead(b"GET", path.encode(), (), 0), b"", within_seconds)
+    """Return the body that the server answers with status 200. Raises NotFetched for anything else."""
+    response = await web.fetch(RequestHead(b"GET", path.encode(), (), 0), b"", within_seconds)
     if response.status != 200:
         raise NotFetched(Trouble.BROKEN, f"status {response.status} for {path}")
     return response.body

@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,8 +14,10 @@ from urllib.parse import urlsplit
 
 import psutil
 from gpubroker.cli.lookup import connect
-from gpubroker.cluster.fleet import Finding as FoundByDoctor
 from gpubroker.errors import BrokerError
+from gpubroker.transport.decoding import decode
+from gpubroker.wire.fleet import Diagnosis
+from gpubroker.wire.fleet import Finding as FoundByDoctor
 
 from gpubroker_server.adapters.ray.head.raylet import raylet_socket
 from gpubroker_server.adapters.sql.postgres import server_addresses
@@ -41,7 +43,7 @@ _PACKAGES = ("gpubroker", "gpubroker-server", "ray")
 
 
 def findings_for(settings: Settings) -> list[FoundByDoctor]:
-    """Of this machine and, if it answers, of the service, the worst first."""
+    """Return the findings about this machine and, if it answers, the service, the worst first."""
     machine = list(about_machine(look_at_machine(settings)))
     # A service is found as the SDK finds it, with these settings' data directory.
     os.environ.setdefault("GPUBROKER_DATA_DIR", str(settings.data_dir))
@@ -58,11 +60,9 @@ def findings_for(settings: Settings) -> list[FoundByDoctor]:
 
 
 def _told(one: Finding) -> FoundByDoctor:
-    evidence: Mapping[str, str | float] = dict(one.evidence)
-    texts = one.kind, one.subject, one.severity.value, one.cause
-    names = "kind", "subject", "severity", "cause", "evidence", "remedy"
-    raw = dict(zip(names, (*texts, evidence, one.remedy), strict=True))
-    return FoundByDoctor(*texts, evidence, one.remedy, raw=raw)
+    """Return what was found on this machine as if the service had found it. Nobody knows since when."""
+    told = {name: getattr(one, name) for name in Diagnosis.__struct_fields__}
+    return decode(FoundByDoctor, {**told, "evidence": dict(one.evidence)})
 
 
 def look_at_machine(settings: Settings) -> MachineSeen:
@@ -91,7 +91,7 @@ def look_at_machine(settings: Settings) -> MachineSeen:
 
 
 def _taken_ports(settings: Settings) -> Iterator[TakenPort]:
-    """By others than a service of ours."""
+    """Yield the ports that others than a service of ours have taken."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     for setting, port in (("port", settings.port), ("triton.grpc_port", settings.triton.grpc_port)):
         # Where the service answers, its other ports are its own as well.

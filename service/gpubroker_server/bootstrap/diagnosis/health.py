@@ -6,30 +6,31 @@ file, a Ray node by its raylet's socket. Whether it can do its work at the momen
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
+from msgspec import Struct
+
 from gpubroker_server.adapters.ray.head.raylet import raylet_fault, raylet_socket
 from gpubroker_server.bootstrap.broker_file import LATE_SECONDS, ages_of_brokers
 
 ANSWER_SECONDS = 5.0
 MOST_BYTES = 4096
-"""Of an answer."""
+"""The most bytes that are read of an answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Liveness:
+class Liveness(Struct, frozen=True):
     is_alive: bool
     sentence: str
 
 
 def health_of(data_dir: Path, role: Literal["serve", "gateway", "broker", "node"] | None) -> Liveness:
-    """By the command that started the process. Without a role: of the service or gateway that has started
-    with this data directory, else of its broker. A node is what `ray start` started on this machine."""
+    """Return the health of the process that this command started. Without a role: of the service or gateway
+    that has started with this data directory, else of its broker. A node is what `ray start` started on this
+    machine."""
     client = data_dir / "client.json"
     if role == "node":
         return _node()
@@ -39,8 +40,8 @@ def health_of(data_dir: Path, role: Literal["serve", "gateway", "broker", "node"
 
 
 def health_at(url: str) -> Liveness:
-    """Of the service or gateway at this address, also through a proxy with TLS: certificates are trusted as
-    SSL_CERT_FILE says."""
+    """Return the health of the service or gateway at this address, also through a proxy with TLS:
+    certificates are trusted as SSL_CERT_FILE says."""
     # Not through the proxy of the environment, which is for the way out.
     direct = build_opener(ProxyHandler({}))
     try:

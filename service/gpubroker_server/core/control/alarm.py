@@ -1,21 +1,32 @@
 """A measured value that has been above a threshold for a while, and is not yet back below a lower one."""
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from gpubroker.wire.bounds import Amount
+from msgspec import Struct
+from msgspec.structs import replace
 
+from gpubroker_server.core.domain.setting_marks import NonNegativeSeconds, PositiveAmount
 from gpubroker_server.core.domain.units import Instant, Seconds
 
 
-class Threshold(NamedTuple):
-    high: float
+class Threshold(Struct, frozen=True):
+    high: PositiveAmount
     """At or above it for `seconds`: on."""
-    low: float
+    low: Amount
     """Below it for `seconds`: off."""
-    seconds: Seconds = Seconds(0.0)
+    seconds: NonNegativeSeconds = Seconds(0.0)
+
+    def __post_init__(self) -> None:
+        """Check that `low` is below `high`. Raises ValueError."""
+        check_order("low", self.low, "high", self.high)
 
 
-@dataclass(frozen=True, slots=True)
-class Alarm:
+def check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    """Raise ValueError unless `low` is below `high`; the text names both by their settings."""
+    if low >= high:
+        raise ValueError(f"{low_name} {low:g} is not below {high_name} {high:g}; make it smaller")
+
+
+class Alarm(Struct, frozen=True):
     is_on: bool = False
     since: Instant = Instant(0.0)
     """Since when it is on, or off."""

@@ -48,7 +48,8 @@ def follow(
 
 
 def threshold_name(name: str, thresholds: Mapping[str, Threshold]) -> str:
-    """Its own, or that of all of its kind."""
+    """Return the name of the measure's own threshold if there is one, else of the threshold of all of its
+    kind."""
     return name if name in thresholds else f"{name.partition(':')[0]}:*"
 
 
@@ -66,9 +67,9 @@ def closed_below(alarm: Alarm, now: Instant, next_band_seconds: Seconds) -> int:
 
 
 def longest_wait_seconds(world: World, now: Instant) -> Seconds:
-    """Of the tasks above background that have waited for nothing but their turn: how long the oldest has.
-    Others were held, had a time or other tasks to wait for, or have run: nothing says since when it is their
-    turn that they wait for."""
+    """Return how long the oldest task above background has waited for nothing but its turn. Tasks that were
+    held, that had a time or other tasks to wait for, or that have run do not count: nothing says since when
+    they wait for their turn only."""
     since = now
     for group in world.queue.groups.values():
         if group.priority > BACKGROUND_TOP:

@@ -4,29 +4,31 @@ As in Åström and Hägglund, "Advanced PID Control" (2006), chapter 3: a filter
 back-calculation, and a start without a bump.
 """
 
-from dataclasses import dataclass
 from math import exp
+from typing import Annotated
 
+from gpubroker.wire.bounds import Amount
+from msgspec import Meta, Struct
+
+from gpubroker_server.core.domain.setting_marks import NonNegativeSeconds
 from gpubroker_server.core.domain.units import Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Gains:
-    proportional: float = 0.1
-    integral: float = 0.01
+class Gains(Struct, frozen=True):
+    proportional: Amount = 0.1
+    integral: Amount = 0.01
     """Per second."""
-    derivative: float = 0.05
+    derivative: Amount = 0.05
     """Seconds."""
-    smoothing_seconds: Seconds = Seconds(60.0)
+    smoothing_seconds: NonNegativeSeconds = Seconds(60.0)
     """Time constant with which the measured value is smoothed; 0: not at all."""
-    filter_seconds: Seconds = Seconds(20.0)
+    filter_seconds: NonNegativeSeconds = Seconds(20.0)
     """Time constant of the derivative's filter; 0: no filter."""
-    most_step: float = 0.05
+    most_step: Annotated[float, Meta(gt=0, le=1)] = 0.05
     """The most that the share changes in one step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(Struct, frozen=True):
     """Where a controller stands after a step. Values and shares are from 0 to 1."""
 
     share: float
@@ -35,7 +37,7 @@ class Control:
     """The measured value, smoothed."""
     integral: float
     slope: float
-    """Of the error, filtered, per second."""
+    """The filtered change of the error per second."""
 
 
 def switch_on(share: float, value: float, set_point: float, gains: Gains) -> Control:
@@ -58,5 +60,5 @@ def step(before: Control, value: float, set_point: float, seconds: Seconds, gain
 
 
 def _weight(seconds: Seconds, time_constant: Seconds) -> float:
-    """Of the newest value, in an exponential average."""
+    """Return the weight of the newest value in an exponential average."""
     return 1.0 - exp(-seconds / time_constant) if time_constant else 1.0

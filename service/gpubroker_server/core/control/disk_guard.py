@@ -2,11 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Meta, Struct, field
+
+from gpubroker_server.core.control.alarm import check_order
 from gpubroker_server.core.domain.device import FileClass, Node, NodeSample, WatchedRoot
+from gpubroker_server.core.domain.setting_marks import ELSEWHERE, Share
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
@@ -15,16 +18,19 @@ SHARD_SECONDS = Seconds(3600.0)
 """The files of one checkpoint are written within this time."""
 
 
-class DiskRules(NamedTuple):
+class DiskRules(Struct, frozen=True):
     """Shares of a disk that is in use. A node may have rules of its own."""
 
-    warn: float = 0.60
-    clean: float = 0.65
+    warn: Share = 0.60
+    clean: Share = 0.65
     """From here on it is cleaned, down to `warn`."""
-    block: float = 0.70
+    block: Share = 0.70
     """From here on nothing new starts on the node."""
-    old_seconds: Seconds = WEEK_SECONDS
-    """Younger files stay, whatever they are."""
+
+    def __post_init__(self) -> None:
+        """Check that the levels rise. Raises ValueError."""
+        check_order("warn_percent", self.warn * 100, "clean_percent", self.clean * 100)
+        check_order("clean_percent", self.clean * 100, "block_percent", self.block * 100)
 
 
 class DiskLevel(IntEnum):
@@ -48,25 +54,25 @@ def level_of(used_share: float | None, rules: DiskRules) -> DiskLevel:
 CLASSES = tuple(FileClass)
 
 
-@dataclass(frozen=True, slots=True)
-class DiskGuard:
+class DiskGuard(DiskRules, frozen=True, kw_only=True):
     """The operator's choices. Without `roots` it only reports: it deletes nothing and closes no node."""
 
-    rules: DiskRules = field(default_factory=DiskRules)
-    labelled: tuple[tuple[str, DiskRules], ...] = ()
-    """Of nodes with a label `KEY=VALUE`; the first that applies, before `rules`."""
-    nodes: tuple[tuple[NodeName, DiskRules], ...] = ()
-    """Of single nodes; before those of labels."""
-    roots: tuple[WatchedRoot, ...] = ()
-    spared: tuple[str, ...] = ()
-    """Directories of the service: nothing in them is deleted by this guard."""
-    clean_seconds: Seconds = Seconds(600.0)
+    overrides: Mapping[str, DiskRules] = field(default_factory=dict)
+    """Rules of single nodes (`node:NAME`), and of nodes with a label (`label:KEY=VALUE`). A node's own go
+    before those of its labels, of which the first that applies counts."""
+    old_seconds: Annotated[Seconds, Meta(ge=3600)] = WEEK_SECONDS
+    """Younger files stay, whatever they are."""
+    clean_every_seconds: Annotated[Seconds, Meta(ge=60)] = Seconds(600.0)
     """A node is cleaned unasked no more often than this."""
+    roots: tuple[WatchedRoot, ...] = ()
+    spared: Annotated[tuple[str, ...], ELSEWHERE] = ()
+    """Directories of the service: nothing in them is deleted by this guard."""
 
     def rules_of(self, node: Node) -> DiskRules:
-        labels = {f"{key}={text}" for key, text in node.labels}
-        by_label = next((rules for label, rules in self.labelled if label in labels), self.rules)
-        return dict(self.nodes).get(node.name, by_label)
+        if (own := self.overrides.get(f"node:{node.name}")) is not None:
+            return own
+        labels = {f"label:{key}={text}" for key, text in node.labels}
+        return next((rules for scope, rules in self.overrides.items() if scope in labels), self)
 
 
 FALL = 0.01
@@ -81,7 +87,7 @@ class DiskStanding(NamedTuple):
     used_share: float
     level: DiskLevel
     threshold: float
-    """Of that level; 0 if it has none."""
+    """The threshold of that level; 0 if it has none."""
     at: Instant = Instant(0.0)
     """When it was measured."""
 
@@ -103,7 +109,8 @@ def follow_disks(
 
 
 def nodes_to_clean(world: World, guard: DiskGuard, fresh_since: Instant) -> list[NodeName]:
-    """Those with a root on a disk that is to be cleaned, by a sample of this time or later."""
+    """Return the nodes with a root on a disk that is to be cleaned, by samples not older than
+    `fresh_since`."""
     roots = {root.path for root in guard.roots}
     found = []
     for name, node in sorted(world.nodes.items()):
@@ -127,7 +134,7 @@ class FileSeen(NamedTuple):
     has_journal: bool = False
     """SQLite's `-wal` or `-journal` lies beside it."""
     is_empty: bool = False
-    """Of a database: it has no row."""
+    """True for a database without rows."""
     is_synced: bool = False
     """The listing of the copy has it, with this size."""
     inode: int = 0
@@ -152,8 +159,7 @@ class KeptBecause(StrEnum):
     """Enough goes without it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cleaning:
+class Cleaning(Struct, frozen=True):
     """What would go, in this order, and why the rest stays."""
 
     files: tuple[FileSeen, ...]
@@ -170,7 +176,7 @@ def choose(
     live_checkpoints: Iterable[str],
     needed_bytes: int,
     now: Instant,
-    rules: DiskRules,
+    old_seconds: Seconds,
     why_left: Callable[[FileSeen], str],
 ) -> Cleaning:
     """The files that free `needed_bytes`, by class and the oldest first.
@@ -185,7 +191,7 @@ def choose(
     kept: Counter[str] = Counter()
     may_go = []
     for one in files:
-        why = _why_kept(one, newest, live, now, rules)
+        why = _why_kept(one, newest, live, now, old_seconds)
         if why is None:
             may_go.append(one)
         else:
@@ -203,10 +209,10 @@ def choose(
     return Cleaning(tuple(chosen), dict(kept))
 
 
-def needed_bytes(total_bytes: int, free_bytes: int, rules: DiskRules) -> int:
-    """What has to go so that the disk is used up to `warn` only; 0 if nothing has."""
+def needed_bytes(total_bytes: int, free_bytes: int, warn: float) -> int:
+    """Return how many bytes have to go so that the disk is used up to `warn` only; 0 if none have."""
     used_bytes = total_bytes - free_bytes
-    return max(0, used_bytes - int(total_bytes * rules.warn))
+    return max(0, used_bytes - int(total_bytes * warn))
 
 
 def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
@@ -247,15 +253,15 @@ def _entries(one: FileSeen) -> Iterator[tuple[str, str]]:
 
 
 def _is_in(one: FileSeen, places: frozenset[str]) -> bool:
-    """Whether it, or a directory that it is in, is one of these whole paths."""
+    """Return True if the file, or a directory that holds it, is one of these whole paths."""
     parts = one.whole_path.split("/")
     return any("/".join(parts[:end]) in places for end in range(2, len(parts) + 1))
 
 
 def _why_kept(
-    one: FileSeen, newest: frozenset[str], live: tuple[str, ...], now: Instant, rules: DiskRules
+    one: FileSeen, newest: frozenset[str], live: tuple[str, ...], now: Instant, old_seconds: Seconds
 ) -> KeptBecause | None:
-    if now - one.modified_at < rules.old_seconds:
+    if now - one.modified_at < old_seconds:
         return KeptBecause.YOUNG
     if one.whole_path.startswith(live):
         return KeptBecause.OF_LIVE_TASK

@@ -1,10 +1,12 @@
 """Fleet control: what one leader makes of its measurements, step by step. In its memory; the next leader
 goes on with what it published."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf, nextafter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpubroker_server.core.control.alarm import Alarm, Threshold
 from gpubroker_server.core.control.backpressure import Pressure, closed_below, tenant_of, threshold_name
@@ -23,37 +25,39 @@ from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.control.waiting_calls import WaitingCalls, waiting_calls
 from gpubroker_server.core.domain.decisions import Notice
 from gpubroker_server.core.domain.demand import may_use_device, may_use_node
+from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.setting_marks import ELSEWHERE, NonNegativeSeconds, PositiveSeconds
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.world.background import BackgroundRoom, gives_way, is_background, is_idle_work
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 WELL_BELOW = 0.95
-"""Of the most that a target allows. What is above that again and again is told once."""
+"""The share of the most that a target allows. A value that rises above it again and again is reported
+once."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetRules:
+class FleetRules(Struct, frozen=True):
     """The operator's choices. Shares are from 0 to 1."""
 
     targets: tuple[FleetTarget, ...] = ()
-    constraint_seconds: Seconds = Seconds(60.0)
-    """What has been above its target for so long is told."""
-    controls: bool = False
+    constraint_seconds: NonNegativeSeconds = Seconds(60.0)
+    """A measure that has been above its target for so long is reported."""
+    controller: bool = False
     """Hold background work back so that GPU utilisation stays inside its targets."""
     gains: Gains = field(default_factory=Gains)
-    idle: IdleRules = field(default_factory=IdleRules)
-    idle_check_seconds: Seconds = Seconds(60.0)
-    thresholds: Mapping[str, Threshold] = field(default_factory=dict)
-    """Of backpressure, by name; `queue:*` is for each tenant by itself."""
-    next_band_seconds: Seconds = Seconds(60.0)
-    retry_after_seconds: Seconds = Seconds(30.0)
+    idle: Annotated[IdleRules, ELSEWHERE] = field(default_factory=IdleRules)
+    idle_check_seconds: PositiveSeconds = Seconds(60.0)
+    thresholds: Annotated[Mapping[str, Threshold], ELSEWHERE] = field(default_factory=dict)
+    """Name -> threshold of backpressure; `queue:*` is for each tenant by itself."""
+    next_band_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(60.0)
+    retry_after_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(30.0)
     disk: DiskGuard = field(default_factory=DiskGuard)
-    overload: Mapping[str, Threshold] = field(default_factory=dict)
-    """Of nodes, by measure."""
+    overload_thresholds: Annotated[Mapping[str, Threshold], ELSEWHERE] = field(default_factory=dict)
+    """Measure -> threshold of a node."""
     throughput: ThroughputRules = field(default_factory=ThroughputRules)
 
 
@@ -73,8 +77,7 @@ class TargetSeen(NamedTuple):
     """Since when the log has it as a constraint; None: it has not."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetSeen:
+class FleetSeen(Struct, frozen=True):
     """What a leader publishes of it: plain values."""
 
     targets: tuple[TargetSeen, ...] = ()
@@ -84,13 +87,13 @@ class FleetSeen:
     """Devices by key, and nodes by name."""
     pressures: tuple[Pressure, ...] = ()
     pressure_values: dict[str, float] = field(default_factory=dict)
-    """What backpressure looks at, by name; of single tenants only where it is on."""
+    """Name -> the measure that backpressure compares; single tenants are listed only where it is on."""
     templates: tuple[TemplateSeen, ...] = ()
     memory_failures: tuple[MemoryFailures, ...] = ()
-    """Of tasks that failed so again and again."""
+    """The tasks that failed for lack of memory again and again."""
     waiting_calls: tuple[WaitingCalls, ...] = ()
     stream_weights: dict[str, float] = field(default_factory=dict)
-    """By which every process orders the queue."""
+    """Stream -> weight, by which every process orders the queue."""
     full_disks: dict[NodeName, str] = field(default_factory=dict)
     """Nodes where nothing may start, and which disk is too full."""
     low_disks: tuple[DiskStanding, ...] = ()
@@ -101,7 +104,17 @@ class FleetSeen:
     events: dict[str, int] = field(default_factory=dict)
     """... and how many events of each kind there were."""
     idle_grace_seconds: Seconds = Seconds(300.0)
-    """What is idle has been so for longer."""
+    """A device that is listed as idle has been idle for longer than this."""
+
+
+def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[NodeName, str], DiskLevel]:
+    """The level of each watched disk, by node and path; BLOCK only where that closes the node. A disk that
+    does not answer now keeps its level."""
+    levels = {(sample.node, disk.path): DiskLevel.ROOMY for sample in samples for disk in sample.disks}
+    for disk in seen.low_disks:
+        most = DiskLevel.BLOCK if disk.node in seen.full_disks else DiskLevel.CLEAN
+        levels[disk.node, disk.path] = min(disk.level, most)
+    return levels
 
 
 class FleetControl:
@@ -131,8 +144,10 @@ class FleetControl:
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
         self.loads: dict[TaskId, Loaded] = {}
-        """What workers of sets last told."""
-        self.nodes = NodeWatch(rules.overload, Seconds(policy.sample_period_seconds), before.overloaded)
+        """The loads that workers of sets last reported."""
+        self.nodes = NodeWatch(
+            rules.overload_thresholds, Seconds(policy.sample_period_seconds), before.overloaded
+        )
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
         """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
@@ -166,7 +181,7 @@ class FleetControl:
         return notices
 
     def is_idle_check_due(self, now: Instant) -> bool:
-        """Whether the next step looks for what is idle, and takes other templates over."""
+        """Return True if the next step looks for what is idle, and takes other templates over."""
         return self._idle_pace.is_due(now)
 
     def _target_seen(self, target: FleetTarget) -> TargetSeen:
@@ -176,7 +191,8 @@ class FleetControl:
         return TargetSeen(*_about(target), *self._standings[target], share, since)
 
     def _constraints(self, now: Instant) -> Iterator[Notice]:
-        """What has been above its target for a while, until it is well below."""
+        """Yield a notice for each target that begins to be above its limit for a while, until it is well
+        below."""
         for target, standing in self._standings.items():
             known, most = self._constrained.get(target, Alarm()), target.most
             threshold = Threshold(nextafter(most, inf), most * WELL_BELOW, self._rules.constraint_seconds)
@@ -188,7 +204,7 @@ class FleetControl:
     def _follow_controls(self, world: World, now: Instant) -> dict[str, int]:
         """Scope -> MiB that are left for background work."""
         left_mb: dict[str, int] = {}
-        for target in self._rules.targets if self._rules.controls else ():
+        for target in self._rules.targets if self._rules.controller else ():
             value = self._standings[target].value
             if target.measure is not Measure.GPU_UTILIZATION:
                 continue
@@ -224,7 +240,7 @@ class FleetControl:
                 yield Notice("fleet.IDLE_RESOURCE_DETECTED", one.name, about)
 
     def _readings(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Reading]:
-        """Of all devices that take work, and of the CPUs of all nodes."""
+        """Yield the utilization of all devices that take work, and of the CPUs of all nodes."""
         period = self._policy.sample_period_seconds
         for key, ledger in world.ledgers.items():
             if ledger.device.offers and ledger.device.node not in gone:
@@ -307,7 +323,7 @@ def _about(target: FleetTarget) -> tuple[str, str, float, float]:
 
 
 def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) -> BackgroundRoom:
-    """What of each scope is left, for each node that is in it."""
+    """Return what of each scope is left, for each node in it."""
     scopes: dict[NodeName, tuple[str, ...]] = {}
     for name in left_mb:
         for node in sorted({node for node, _ in _devices(world, _scope(name), policy)}):

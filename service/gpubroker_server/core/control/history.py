@@ -42,7 +42,8 @@ class History:
         self._means[place] = before + (value - before) / self._count
 
     def means(self, steps: range) -> list[float | None]:
-        """Of each of these steps, in their order; None: there was no value, or it is too long ago."""
+        """Return the mean of each of these steps, in order; None where there was no value or it is too long
+        ago."""
         first = min(max(steps.start, self._newest - POINTS + 1), steps.stop)
         count = max(0, min(steps.stop, self._newest + 1) - first)
         oldest_first = self._means[first % POINTS :] + self._means[: first % POINTS]
@@ -56,11 +57,11 @@ def step_of(at: Instant) -> int:
 
 
 class FleetHistory:
-    """Of the values of all nodes and devices: a part of the World's past, for people to see."""
+    """The past values of all nodes and devices, for people to see."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, History]] = {}
-        """By the name of the node or the key of the device, then by measure."""
+        """Node name or device key -> measure -> values."""
         self._taken: dict[str, Instant] = {}
         """When the last sample was measured that was taken over."""
 
@@ -76,16 +77,17 @@ class FleetHistory:
                 ledger = world.ledgers[key]
                 if ledger.sample is not None:
                     health = seen.gpus.get(ledger.device.uuid) if seen is not None else None
-                    watts, celsius, *_ = health or GpuHealth()
+                    health = health or GpuHealth()
                     about = {"used_mb": ledger.sample.used_mb, "utilization": ledger.sample.utilization}
-                    about |= {"power_watts": watts, "temperature_celsius": celsius}
+                    about["power_watts"] = health.power_watts
+                    about["temperature_celsius"] = health.temperature_celsius
                     self._add(key, ledger.sample.at, about)
             yield
         for gone in self._values.keys() - world.nodes.keys() - world.ledgers.keys():
             del self._values[gone], self._taken[gone]
 
     def means(self, name: str, steps: range) -> dict[str, list[float | None]]:
-        """By measure; without those that were never measured."""
+        """Return the means by measure, without the measures that were never taken."""
         return {measure: values.means(steps) for measure, values in self._values.get(name, {}).items()}
 
     def _add(self, name: str, at: Instant, measured: Mapping[str, float | None]) -> None:

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 
 class IdleRules(NamedTuple):
     below: float = 0.05
-    """What uses less than this share of it is as good as nothing."""
+    """A device that uses less than this share counts as unused."""
     grace_seconds: Seconds = Seconds(300.0)
     """It counts as idle after so long."""
 
@@ -34,8 +34,8 @@ class Idle(NamedTuple):
 def follow(
     before: Mapping[str, Idle], readings: Iterable[Reading], now: Instant, rules: IdleRules
 ) -> dict[str, Idle]:
-    """What is below the threshold now, and since when. What is not measured stays what it was: a driver that
-    does not answer for a moment says nothing about the work."""
+    """Return what is below the threshold now, and since when. What is not measured stays what it was: a
+    driver that does not answer for a moment says nothing about the work."""
     after: dict[str, Idle] = {}
     for reading in readings:
         known = before.get(reading.name)
@@ -50,5 +50,5 @@ def follow(
 
 
 def idle(quiet: Mapping[str, Idle], now: Instant, rules: IdleRules) -> list[Idle]:
-    """In name order."""
+    """Return what has been quiet for the whole grace period, in name order."""
     return [quiet[name] for name in sorted(quiet) if now - quiet[name].since >= rules.grace_seconds]

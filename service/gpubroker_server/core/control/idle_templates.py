@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device
+from gpubroker_server.core.domain.holders import Run
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.world.background import gives_way
@@ -20,7 +21,7 @@ MEMORY_SECONDS = Seconds(3600.0)
 """After so long without work, hardly a third of what a template has used still counts."""
 
 MOST_WAITING = 32
-"""Of the tasks of one template: gateways submit them one by one, and a look has to be short."""
+"""Waiting tasks of one template: gateways submit them one by one, and a look has to be short."""
 
 FIRST_PAUSE_SECONDS = Seconds(2.0)
 LONGEST_PAUSE_SECONDS = Seconds(600.0)
@@ -36,7 +37,7 @@ class Template(NamedTuple):
 
     @property
     def seats(self) -> int:
-        """That one task takes."""
+        """The number of seats that one task takes."""
         return max(1, self.demand.gpus)
 
 
@@ -55,7 +56,7 @@ class TemplateSeen(NamedTuple):
     running: int = 0
     waiting: int = 0
     number: int = 0
-    """Of its next task, in this term: all gateways choose the same key for it."""
+    """The number of its next task in this term: all gateways choose the same key for it."""
     missing: int = 0
     """So many are to be submitted now, with this number and the following ones."""
     paused_until: Instant | None = None
@@ -70,7 +71,7 @@ class Pause(NamedTuple):
 
 
 def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> list[Seat]:
-    """Of these devices (by key) and nodes (by name), in the order of nodes."""
+    """Return the seats on these devices (by key) and nodes (by name), in the order of nodes."""
     found = []
     for name in idle:
         ledger = world.ledgers.get(DeviceKey(name))
@@ -100,7 +101,7 @@ def missing(
     used_seconds: Mapping[str, float],
     paused: Container[str] = (),
 ) -> Counter[str]:
-    """How many more tasks of each template fill these seats. `alive`: tasks that run or wait, by template.
+    """Return how many more tasks of each template fill these seats. `alive`: tasks that run or wait.
     Each seat goes to the template for which (what it has, with this task, and has used lately) / weight is
     least, as far as its `max_running` allows; first to those with tasks that wait already. So a few seats are
     shared by weight at each moment, and one seat as time goes by."""
@@ -120,7 +121,7 @@ def missing(
         return not to_come[one.name], used / one.weight, one.name
 
     for _, group in groupby(open_seats, attrgetter("node")):
-        left = [LikeSeats(takers, len(list(same))) for takers, same in groupby(group, attrgetter("takers"))]
+        left = [SeatGroup(takers, len(list(same))) for takers, same in groupby(group, attrgetter("takers"))]
         while able := [one for one in _able(left) if is_wanted(one)]:
             chosen = min(able, key=cost)
             left = _without(left, chosen)
@@ -133,33 +134,33 @@ def missing(
     return more
 
 
-class LikeSeats(NamedTuple):
+class SeatGroup(NamedTuple):
     """So many seats of one node for the same templates."""
 
     takers: tuple[Template, ...]
     seats: int
 
 
-def _able(left: Sequence[LikeSeats]) -> Iterable[Template]:
-    """Those that find enough seats among these."""
+def _able(left: Sequence[SeatGroup]) -> Iterable[Template]:
+    """Return the templates that find enough seats among these."""
     if len(left) == 1:
         return (one for one in left[0].takers if one.seats <= left[0].seats)
-    found = {one.name: one for alike in left for one in alike.takers}
+    found = {one.name: one for seat_group in left for one in seat_group.takers}
     count = Counter[str]()
-    for alike in left:
-        for one in alike.takers:
-            count[one.name] += alike.seats
+    for seat_group in left:
+        for one in seat_group.takers:
+            count[one.name] += seat_group.seats
     return (one for name, one in found.items() if one.seats <= count[name])
 
 
-def _without(left: Sequence[LikeSeats], chosen: Template) -> list[LikeSeats]:
-    """What remains when a task of it has its seats."""
-    need, after = chosen.seats, list[LikeSeats]()
-    for alike in left:
-        taken = min(need, alike.seats) if chosen in alike.takers else 0
+def _without(left: Sequence[SeatGroup], chosen: Template) -> list[SeatGroup]:
+    """Return the seats that remain when a task of the chosen template has its own."""
+    need, after = chosen.seats, list[SeatGroup]()
+    for seat_group in left:
+        taken = min(need, seat_group.seats) if chosen in seat_group.takers else 0
         need -= taken
-        if taken < alike.seats:
-            after.append(LikeSeats(alike.takers, alike.seats - taken))
+        if taken < seat_group.seats:
+            after.append(SeatGroup(seat_group.takers, seat_group.seats - taken))
     return after
 
 
@@ -185,8 +186,8 @@ class IdleFill:
             self._submitted[name] += is_new
 
     def end(self, task: Task, now: Instant) -> None:
-        """One that fails at once must not be submitted again at once, for ever. Those that fail in a pause
-        were submitted before it."""
+        """Note how a task of a template ended: a template whose tasks fail at once pauses, so that they are
+        not submitted for ever. Tasks that fail in a pause were submitted before it and do not count."""
         name = _template_of(task)
         if name is None:
             return
@@ -201,7 +202,7 @@ class IdleFill:
         return name in self._pauses and now < self._pauses[name].until
 
     def find(self, world: World, idle: Iterable[str]) -> None:
-        """What is idle has changed, or the templates have."""
+        """Find the seats anew: what is idle has changed, or the templates have."""
         self._seats = seats(world, idle, self.templates) if self.templates else ()
         names = {one.name for one in self.templates}
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
@@ -250,8 +251,8 @@ class IdleFill:
         return running, waiting
 
     def _age(self, alive: Mapping[str, int], now: Instant) -> None:
-        """What was to be submitted counts as used too, whether it came or not: a template with refused
-        tasks keeps no seat from the others."""
+        """Age the use of each template. What was to be submitted counts as used too, whether it came or not:
+        a template with refused tasks keeps no seat from the others."""
         seconds = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
         asked = {one.name: one.missing for one in self.seen}
         kept = max(0.0, 1.0 - seconds / MEMORY_SECONDS)
@@ -264,4 +265,11 @@ class IdleFill:
 
 
 def _template_of(task: Task) -> str | None:
-    return task.name.removeprefix(NAME_PREFIX) if task.is_run and task.name.startswith(NAME_PREFIX) else None
+    name = task.name
+    if not name or not name.startswith(NAME_PREFIX):
+        return None
+    match task.holder:
+        case Run():
+            return name.removeprefix(NAME_PREFIX)
+        case _:
+            return None

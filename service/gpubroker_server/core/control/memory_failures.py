@@ -36,7 +36,7 @@ class MemoryFailures(NamedTuple):
 
 
 def memory_of(failure: Failure | None) -> str | None:
-    """What ran out; None if it was not memory."""
+    """Return which memory ran out; None if the failure was another."""
     if failure is None:
         return None
     return _OF_OURS.get(failure.kind) or ("cuda" if _OF_FRAMEWORKS.search(failure.message) else None)

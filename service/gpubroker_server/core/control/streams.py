@@ -6,6 +6,8 @@ from itertools import accumulate
 from math import exp
 from typing import NamedTuple
 
+from gpubroker.wire.streams import Factors
+
 from gpubroker_server.core.domain.decisions import StreamState, known_streams
 from gpubroker_server.core.domain.policy import Policy, StreamRules
 from gpubroker_server.core.domain.units import Instant
@@ -13,19 +15,6 @@ from gpubroker_server.core.domain.units import Instant
 STEADY_WITHIN = 0.05
 """A weight in the queue stays as it is until the stream's own differs by more than this share of it: each
 change puts the queue in another order."""
-
-
-class Factors(NamedTuple):
-    """The weight is their product."""
-
-    curriculum: float
-    velocity: float
-    staleness: float
-    quality: float
-
-    @property
-    def weight(self) -> float:
-        return self.curriculum * self.velocity * self.staleness * self.quality
 
 
 class Draw(NamedTuple):
@@ -63,8 +52,8 @@ def steady_weights(
 def draws(
     streams: Mapping[str, StreamState], now: Instant, rules: StreamRules, paused: Set[str] = frozenset()
 ) -> list[Draw]:
-    """Each stream's chance, in name order. A paused one has none; the sum of the others is 1, and none of
-    them is less than `least_share` over their number."""
+    """Return each stream's chance, in name order. A paused stream has none; the sum of the others is 1, and
+    none of them is less than `least_share` over their number."""
     factors = {name: factors_of(streams[name], now, rules) for name in sorted(streams)}
     weights = [one.weight for name, one in factors.items() if name not in paused]
 

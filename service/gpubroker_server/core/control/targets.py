@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Struct
+
+from gpubroker_server.core.control.alarm import check_order
 from gpubroker_server.core.domain.demand import (
     Demand,
     Labels,
@@ -14,6 +17,7 @@ from gpubroker_server.core.domain.demand import (
 )
 from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.setting_marks import Share, text, written
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
@@ -29,7 +33,7 @@ class Measure(StrEnum):
     HOST_MEMORY = "host_memory"
     """In use, of all nodes together."""
     DISK = "disk"
-    """Of the fullest watched disk."""
+    """The measure of the fullest watched disk."""
 
 
 class FleetScope(NamedTuple):
@@ -38,7 +42,19 @@ class FleetScope(NamedTuple):
     kind: str = "all"
     """`all`, `pool`, `label` or `node`."""
     name: str = ""
-    """Of the pool or node; of a label `KEY=VALUE`."""
+    """The name of the pool or node, or the label as `KEY=VALUE`."""
+
+    @classmethod
+    def of(cls, text: str) -> "FleetScope":
+        """Return the part that the operator means. Raises ValueError."""
+        kind, _, name = text.partition(":")
+        if text != "all" and not (kind in ("pool", "label", "node") and name):
+            raise ValueError(
+                f"{text!r} is no part of the fleet; write all, pool:NAME, label:KEY=VALUE or node:NAME"
+            )
+        if kind == "label" and "=" not in name:
+            raise ValueError(f"{text!r} has no value; write label:KEY=VALUE")
+        return cls(kind, name)
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}" if self.name else self.kind
@@ -53,7 +69,7 @@ class FleetScope(NamedTuple):
                 return _on(((key, (value,)),))
             case "pool":
                 pool = next((pool for pool in policy.pools if pool.name == self.name), None)
-                return None if pool is None else _on(pool.nodes, pool.kinds)
+                return None if pool is None else _on(pool.labels, pool.kinds)
         return _on(())
 
 
@@ -61,13 +77,17 @@ def _on(nodes: Labels, kinds: tuple[str, ...] = ()) -> Demand:
     return Demand(gpus=1, where=PlacementConstraints(kinds=kinds, nodes=nodes))
 
 
-class FleetTarget(NamedTuple):
+class FleetTarget(Struct, frozen=True):
     """Where a measure shall be: from `least` to `most`, both included."""
 
-    measure: Measure
-    least: float
-    most: float
-    scope: FleetScope = FleetScope()
+    measure: Measure = Measure.GPU_UTILIZATION
+    least: Annotated[Share, written("min_percent", {})] = 0.0
+    most: Annotated[Share, written("max_percent", {})] = 1.0
+    scope: Annotated[FleetScope, text(FleetScope.of)] = FleetScope()
+
+    def __post_init__(self) -> None:
+        """Check that the least is below the most. Raises ValueError."""
+        check_order("min_percent", self.least * 100, "max_percent", self.most * 100)
 
     @property
     def set_point(self) -> float:
@@ -128,7 +148,7 @@ def _share(used: int, total: int) -> float | None:
 def measured(
     world: World, scopes: Iterable[FleetScope], policy: Policy, now: Instant
 ) -> dict[FleetScope, dict[Measure, float | None]]:
-    """What each scope shows now. What was not measured for three periods counts nowhere."""
+    """Return the measures of each scope. What was not measured for three periods counts nowhere."""
     found: dict[FleetScope, dict[Measure, float | None]] = {}
     for scope in dict.fromkeys(scopes):
         sums, selector = _Sums(), scope.selector(policy)
@@ -145,7 +165,7 @@ def measured(
 
 
 def _fresh(world: World, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
-    """Its devices that are measured, without those that only stand for their instances."""
+    """Yield the node's measured devices, without those that only stand for their instances."""
     for key in world.by_node.get(node, ()):
         ledger = world.ledgers[key]
         if ledger.device.offers and not ledger.is_stale(now, policy.sample_period_seconds):
@@ -158,7 +178,7 @@ def follow(
     values: Mapping[FleetScope, Mapping[Measure, float | None]],
     now: Instant,
 ) -> dict[FleetTarget, Standing]:
-    """How all targets fare now. One that is not measured stays in, or out, as it was."""
+    """Return how all targets fare now. A target that is not measured stays in, or out, as it was."""
     after = {}
     for target in targets:
         value, known = values[target.scope][target.measure], before.get(target)

@@ -2,9 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from gpubroker_server.core.domain.decisions import Notice
+from gpubroker_server.core.domain.setting_marks import PositiveAmount, Share
 from gpubroker_server.core.domain.task import TERMINAL, Move
 from gpubroker_server.core.domain.units import Instant, Seconds
 
@@ -15,12 +18,12 @@ COMPONENTS = (*_MOVES.values(), "finished", ITEMS, INFERENCES, CALLS)
 """Published."""
 
 
-class ThroughputRules(NamedTuple):
-    seconds: Seconds = Seconds(300.0)
+class ThroughputRules(Struct, frozen=True):
+    seconds: Annotated[Seconds, Meta(ge=1)] = Seconds(300.0)
     """Rates are means over this time."""
-    change: float = 0.5
+    change: Share = 0.5
     """A rate is told when it differs from the one that was told last by this share of it ..."""
-    least_per_second: float = 0.1
+    least_per_second: PositiveAmount = 0.1
     """... and by so much."""
 
 

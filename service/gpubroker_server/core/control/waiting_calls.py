@@ -21,11 +21,12 @@ class WaitingCalls(NamedTuple):
     running: int
     waiting: int
     cpu_percent: float
-    """Of one core, on the average of the workers."""
+    """The average use of the workers, in percent of one core."""
 
 
 def waiting_calls(world: World, loads: Mapping[TaskId, Loaded]) -> Iterator[WaitingCalls]:
-    """By what the workers last told."""
+    """Yield the worker sets whose calls wait while all workers are busy, by what the workers last
+    reported."""
     for one in world.worker_sets.values():
         told = [loads[it] for it in one.workers if it in loads and _runs(world, loads[it])]
         running, waiting = sum(it.running for it in told), sum(it.waiting for it in told)

@@ -1,8 +1,10 @@
 """Decisions: what should change, as values. Each commits whole or not at all; nothing acts before that."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.device import Device, DiskOrder, Node
 from gpubroker_server.core.domain.estimates import Observation, SketchKey
@@ -14,14 +16,12 @@ from gpubroker_server.core.domain.submission import Request as Request
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.domain.values import value
 
 AnyOrder = Order | DiskOrder | ModelOrder | InferenceOrder
 """To a node agent, to a model server, or to the sender of inferences."""
 
 
-@value
-class TaskWrite:
+class TaskWrite(Struct, frozen=True):
     """A changed task row. The store writes it only where the row's version is `task.version - 1`."""
 
     task: Task
@@ -35,16 +35,14 @@ def write_move(task: Task, what: Move, **changes: Any) -> TaskWrite:
     return TaskWrite(move(task, what, **changes), what, tuple(changes))
 
 
-@dataclass(frozen=True, slots=True)
-class PledgeWrite:
+class PledgeWrite(Struct, frozen=True):
     """A new pledge (`end` is None), or the end of one."""
 
     pledge: Pledge
     end: PledgeEnd | None = None
 
 
-@value
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What a run left behind. The newest accepted outcome of a task is its result."""
 
     task: TaskId
@@ -59,8 +57,7 @@ class Outcome:
     log_tail: bytes = b""
 
 
-@value
-class ItemPage:
+class ItemPage(Struct, frozen=True):
     """Results of consecutive items of an array, which were reported together."""
 
     array: TaskId
@@ -75,11 +72,10 @@ class ItemPage:
     """A line of JSON for each item; empty if `digest` names the blob that has them."""
     digest: str | None = None
     size_bytes: int = 0
-    """Of the lines, wherever they are."""
+    """The length of the lines, wherever they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuditNote:
+class AuditNote(Struct, frozen=True):
     """Who did what, when and why; written in the transaction that carries it out."""
 
     at: Instant
@@ -91,8 +87,7 @@ class AuditNote:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(Struct, frozen=True):
     """What the log says in no row's event."""
 
     kind: str
@@ -102,8 +97,7 @@ class Notice:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePause:
+class QueuePause(Struct, frozen=True):
     """The queue of one tenant, or of one work stream, starts nothing until it is resumed. One row."""
 
     queue: str
@@ -120,8 +114,7 @@ class QueuePause:
         return name if kind == "tenant" else ""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamState:
+class StreamState(Struct, frozen=True):
     """What operators and clients have told of a work stream. One row, unless nothing is told of it."""
 
     name: str
@@ -149,8 +142,7 @@ def known_streams(
     return known
 
 
-@value
-class WorkerSetWrite:
+class WorkerSetWrite(Struct, frozen=True):
     """The row of a worker set."""
 
     workers: WorkerSet
@@ -160,8 +152,7 @@ class WorkerSetWrite:
     """Names of the changed fields: the event carries exactly these."""
 
 
-@value
-class Decision:
+class Decision(Struct, frozen=True):
     """Rows that change together, and the orders to send after the commit.
 
     Guarded by the leader's term and by the version of every task and lease in it. A lease of version 1 is

@@ -2,21 +2,20 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import lru_cache
-from operator import attrgetter
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from gpubroker_server.core.domain.device import Device, Node, is_of_kind
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.core.domain.values import value
 
 Labels = tuple[tuple[str, tuple[str, ...]], ...]
 """(label, values), sorted: a node needs one of the values of each. The label `node` is the node's name."""
 
 
-@value
-class PlacementConstraints:
+class PlacementConstraints(Struct, frozen=True, omit_defaults=True):
     """Constraints on devices and nodes, all of which must hold, and preferences."""
 
     kinds: tuple[str, ...] = ()
@@ -34,14 +33,7 @@ class PlacementConstraints:
 NO_CONSTRAINTS = PlacementConstraints()
 
 
-class _HashedOnce:
-    __slots__ = ("_hash",)
-
-    _hash: int
-
-
-@value
-class Demand(_HashedOnce):
+class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
     """Sizes are per device, `cpu` and `memory_mb` of the one node that the task runs on. With neither
     `gpu_mb` nor `gpu_fraction`, `gpus` are whole devices. `custom` is sorted by name: equal demands compare
     and hash equal."""
@@ -57,10 +49,10 @@ class Demand(_HashedOnce):
     where: PlacementConstraints = NO_CONSTRAINTS
     pool: str = ""
     slots: tuple[tuple[str, float], ...] = ()
-    """Amounts that count against limits shared by many tasks, sorted by name."""
+    """Amounts that count against limits shared by many tasks, sorted by name. Of a bundle: of its pool."""
     bundles: tuple["Demand", ...] = ()
-    """Of a gang: the demand of each rank. The gang's own demand says only `custom` (the sum), `slots` and
-    `pool`."""
+    """The demand of each rank of a gang. The gang's own demand says only `custom` and `slots` (of the ranks
+    that it needs at least) and `pool`."""
     strategy: str = "pack"
     """How ranks are spread over nodes: `pack` on few, `spread` on many, `strict_pack` on one, `strict_spread`
     one each."""
@@ -69,14 +61,6 @@ class Demand(_HashedOnce):
     answered_by: str = ""
     """The model that is to answer an inference. Such a task needs nothing of nodes or devices: the model
     holds it."""
-
-    def __hash__(self) -> int:
-        """Computed once, which `bench accept` notices."""
-        try:
-            return self._hash
-        except AttributeError:
-            self._hash = hash(_values(self))
-            return self._hash
 
     @property
     def least_ranks(self) -> int:
@@ -89,8 +73,8 @@ class Demand(_HashedOnce):
 
     @property
     def amounts(self) -> tuple[tuple[str, float], ...]:
-        """Those that a run gives back to others: custom resources, and what a pool's tasks have together. A
-        place under a limit of running tasks is none."""
+        """The amounts that a run gives back to others: custom resources, and what a pool's tasks have
+        together. A place under a limit of running tasks is none."""
         return self.custom + tuple(slot for slot in self.slots if slot[0].startswith("pool:"))
 
     @property
@@ -103,13 +87,19 @@ class Demand(_HashedOnce):
         return self.takes_whole_devices and not self.exclusive
 
 
-_values = attrgetter(*(f.name for f in fields(Demand)))
-
-
 @lru_cache(4096)
 def interned(demand: Demand) -> Demand:
-    """One object for all equal demands: many tasks share few demands, and identical objects compare fast."""
-    return demand
+    """Return one object for all equal demands: many tasks share few demands, and identical objects compare
+    fast.
+
+    A field that equals its default is that default itself. An encoder that leaves out defaults knows them by
+    identity, so a computed `cpu=0.0` would be written with every task.
+    """
+    defaults = {name: it for name, it in _DEFAULTS.items() if getattr(demand, name) == it}
+    return replace(demand, **defaults)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Demand)}
 
 
 def need_mb(demand: Demand, device: Device) -> Mib | None:

@@ -2,20 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Annotated, Final, NamedTuple
 
+from gpubroker.wire.devices import GpuHealth as ShownHealth
+from gpubroker.wire.policy import GpuKind
+from msgspec import Meta, Struct, field
+
+from gpubroker_server.core.domain.setting_marks import written
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Seconds
-
-
-class GpuKind(NamedTuple):
-    name: str
-    power: int
-    context_mb: Mib = Mib(0)
-    """Memory of a process's CUDA context, on top of what was asked for."""
-
 
 SHIPPED_KINDS = (
     GpuKind("H200", 2500),
@@ -31,8 +27,8 @@ _WORDS = re.compile(r"[a-z0-9]+")
 
 @lru_cache(4096)
 def is_of_kind(reported: str, name: str) -> bool:
-    """Whether the driver's name of a device contains the kind's words in sequence, in any case. `H100` is in
-    `NVIDIA H100 80GB HBM3`; `L40` is not in `NVIDIA L40S`."""
+    """Return True if the driver's name of a device contains the kind's words in sequence, in any case. `H100`
+    is in `NVIDIA H100 80GB HBM3`; `L40` is not in `NVIDIA L40S`."""
     words, wanted = _WORDS.findall(reported.lower()), _WORDS.findall(name.lower())
     starts = range(len(words) - len(wanted) + 1)
     return any(words[at : at + len(wanted)] == wanted for at in starts)
@@ -44,8 +40,7 @@ def kind_of(reported: str, kinds: Iterable[GpuKind]) -> GpuKind | None:
     return min(found, key=lambda kind: (-len(kind.name), kind.name), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Struct, frozen=True, dict=True):
     """One GPU. `physical_mb` is the whole; `reserve_mb` is never leased."""
 
     key: DeviceKey
@@ -56,7 +51,7 @@ class Device:
     physical_mb: Mib
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mib = Mib(0)
-    """What the operator says that other programs always use: set aside, and expected to be in use."""
+    """The MiB that the operator declares for other programs: set aside, and expected to be in use."""
     power: int = 0
     """The rank of its kind: more is stronger; 0 if it has none."""
     context_mb: Mib = Mib(0)
@@ -66,22 +61,23 @@ class Device:
     split: bool = False
     """It has MIG instances: they are leased, it is not."""
     present: bool = True
-    """Its node's agent finds it. A removed device takes nothing new; its leases stay until their holders are
-    confirmed gone."""
+    """True if its node's agent finds it. A removed device takes nothing new; its leases stay until their
+    holders are confirmed gone."""
     version: int = 1
-    allocatable_mb: Mib = field(init=False, compare=False, repr=False)
-    """The most that all leases may sum up to; a whole device is this much."""
-    sort: str = field(init=False, compare=False, repr=False)
-    """Equal for devices that a demand can tell apart by name only. Computed once, like `allocatable_mb`:
-    every placement reads both."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def allocatable_mb(self) -> Mib:
+        """The most that all leases may sum up to, in MiB. A whole-device lease is this large."""
         usable_mb = self.physical_mb - self.reserve_mb - self.declared_foreign_mb
-        allocatable_mb = Mib(max(0, usable_mb)) if self.offers else Mib(0)
+        return Mib(max(0, usable_mb)) if self.offers else Mib(0)
+
+    @cached_property
+    def sort(self) -> str:
+        """Equal for devices that a demand can tell apart by name only. Cached because each placement reads
+        it."""
         part = "part" if self.parent else "whole"
-        sizes = f"{self.physical_mb}/{allocatable_mb}/{self.context_mb}"
-        object.__setattr__(self, "allocatable_mb", allocatable_mb)
-        object.__setattr__(self, "sort", f"{self.kind}/{sizes}/{self.power}/{part}")
+        sizes = f"{self.physical_mb}/{self.allocatable_mb}/{self.context_mb}"
+        return f"{self.kind}/{sizes}/{self.power}/{part}"
 
     @property
     def offers(self) -> bool:
@@ -92,8 +88,7 @@ class Device:
         return f"{self.node}/gpu{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSample:
+class DeviceSample(Struct, frozen=True):
     device: DeviceKey
     at: Instant
     used_mb: Mib
@@ -104,8 +99,7 @@ class DeviceSample:
     utilization: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """A machine with a node agent. `incarnation` changes with each start of the agent."""
 
     name: NodeName
@@ -122,7 +116,7 @@ class Node:
     draining_since: Instant | None = None
     """Since when what runs here is asked to leave; cordoned as well."""
     drain_deadline_at: Instant | None = None
-    """By when it is ended, whatever its priority; None: never."""
+    """The time at which every run is ended, whatever its priority; None: never."""
     labels: tuple[tuple[str, str], ...] = ()
     custom: tuple[tuple[str, float], ...] = ()
     """Amounts of the custom resources that every node has for itself, sorted by name."""
@@ -136,7 +130,7 @@ class DiskSample(NamedTuple):
     total_bytes: int
     """Without what is reserved, for root or by a quota."""
     free_bytes: int
-    """What a process without privileges may still write."""
+    """The bytes that a process without privileges may still write."""
 
     @property
     def used_share(self) -> float:
@@ -160,21 +154,11 @@ class UnreachedNode(NamedTuple):
     fault: str
 
 
-class GpuHealth(NamedTuple):
-    """What the driver says of a whole GPU besides its use; None where it does not."""
-
-    power_watts: float | None = None
-    temperature_celsius: float | None = None
-    sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
-    ecc_errors: int | None = None
-    """Uncorrected ones since the driver was loaded."""
-    xid: int | None = None
-    """The number of the last critical error that the driver told this agent; None: of none."""
+class GpuHealth(ShownHealth, frozen=True, array_like=True):
+    """A reading of a GPU's health. Agents report it, and leaders publish it, as an array."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSample:
+class NodeSample(Struct, frozen=True):
     """The machine of a node; a report of its agent, which is kept in memory and is no event."""
 
     node: NodeName
@@ -187,12 +171,13 @@ class NodeSample:
     """The share of the last 10 s in which processes waited for memory (PSI); None if the kernel has none."""
     disks: tuple[DiskSample, ...] = ()
     received_bytes: int = 0
-    """By all interfaces but loopback, since the machine booted; so `sent_bytes`."""
+    """Bytes received by all interfaces but loopback since the machine booted. `sent_bytes` counts
+    likewise."""
     sent_bytes: int = 0
     store: StoreSample | None = None
     """None where Ray does not say."""
     gpus: Mapping[str, GpuHealth] = field(default_factory=dict)
-    """By UUID; without simulated ones and without those that do not answer now."""
+    """UUID -> health, without simulated GPUs and without those that do not answer now."""
     network: float | None = None
     """The share of its speed that the busiest interface used since the sample before, in the busier
     direction; None if the kernel tells no speed."""
@@ -200,12 +185,12 @@ class NodeSample:
     """Among those that it has tried lately."""
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
-        """As the sample of a device is: it is older than three periods."""
+        """Return True if the sample is older than three periods, as for the sample of a device."""
         return now - self.at > 3 * period_seconds
 
     @property
     def disk_share(self) -> float | None:
-        """Of its fullest disk; None if none is watched."""
+        """The used share of the fullest disk; None if no disk is watched."""
         return max((disk.used_share for disk in self.disks), default=None)
 
 
@@ -220,14 +205,23 @@ class FileClass(StrEnum):
     """The operator's sync command has confirmed that there is a copy elsewhere."""
 
 
-class WatchedRoot(NamedTuple):
+FILE_CLASSES: Final = {
+    "logs": FileClass.LOG,
+    "databases": FileClass.EMPTY_DATABASE,
+    "checkpoints": FileClass.CHECKPOINT,
+    "redundant": FileClass.REDUNDANT,
+}
+"""The names that the settings use."""
+
+
+class WatchedRoot(Struct, frozen=True):
     """A directory of nodes below which the disk guard may delete files of one class."""
 
     path: str
-    file_class: FileClass
+    file_class: Annotated[FileClass, written("class", FILE_CLASSES)]
     sync_command: tuple[str, ...] = ()
-    """Of redundant files: the program and its arguments."""
-    sync_seconds: float = 600.0
+    """The program, with its arguments, that copies redundant files."""
+    sync_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
     """The command gets no longer."""
 
 
@@ -247,13 +241,11 @@ class FoundFile(NamedTuple):
         return f"{self.root}/{self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class DiskOrder:
+class DiskQuestion(Struct, frozen=True):
     """Look for what may be deleted, or delete what such a look has found."""
 
-    node: NodeName
     request: str
-    """What the DiskReport answers."""
+    """The request that the DiskReport answers."""
     roots: tuple[WatchedRoot, ...]
     spared: tuple[str, ...]
     warn: float
@@ -269,18 +261,23 @@ class DiskOrder:
     """A disk of which a smaller share is used is left as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskReport:
+class DiskOrder(DiskQuestion, frozen=True, kw_only=True):
+    """A question to the agent of one node."""
+
+    node: NodeName
+
+
+class DiskReport(Struct, frozen=True):
     """The answer to a DiskOrder. Kept by the leader that asked; not an event."""
 
     node: NodeName
     at: Instant
     request: str
     files: tuple[FoundFile, ...] = ()
-    """What may go, in this order; or what has gone."""
+    """The files that may go, in this order; or those that are gone."""
     kept: tuple[tuple[str, int], ...] = ()
     """Why the other files stay, and how many for each reason."""
     is_first: bool = False
     """Nothing was looked at with these roots and rules before, so this may only be a dry run."""
     message: str = ""
-    """What went wrong; empty if nothing did."""
+    """The fault; empty if there was none."""

@@ -8,8 +8,9 @@ from bisect import bisect_left
 from enum import StrEnum
 from math import ceil, log
 
+from msgspec import Struct
+
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.domain.values import value
 
 RELATIVE_ERROR = 0.02
 """The largest relative error of a quantile."""
@@ -23,14 +24,13 @@ _SMALLEST = 1e-3
 """Smaller values, zero and negatives included, count as this one."""
 
 
-@value
-class Sketch:
+class Sketch(Struct, frozen=True):
     counts: tuple[tuple[int, int], ...] = ()
     """(bucket, count), ordered by bucket, counts above 0. Bucket i holds values up to growth**i."""
 
     @property
     def n(self) -> int:
-        """How many values it holds; forgotten ones do not count."""
+        """The number of values that the sketch holds, without forgotten ones."""
         return sum(count for _, count in self.counts)
 
     def add(self, value: float) -> "Sketch":
@@ -79,18 +79,16 @@ class What(StrEnum):
     held."""
 
 
-@value
-class SketchKey:
+class SketchKey(Struct, frozen=True):
     tenant: str
     subject: str
-    """As `Task.subject`: runs of one subject are taken to be alike."""
+    """The name that `Task.subject` has: runs of one subject are taken to be alike."""
     kind: str
     """Kind of the runs' devices; empty for runs without a device."""
     what: What
 
 
-@value
-class Observation:
+class Observation(Struct, frozen=True):
     """A value that the end of a run adds to a sketch."""
 
     topic: SketchKey

@@ -7,15 +7,15 @@ stops a margin early. So it has stopped before another leader can begin, however
 long its process was suspended, as long as the two clocks' rates differ by less than the margin.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.units import Instant, Lineage, MonotonicSeconds, Seconds, Term
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderTermRules:
+class LeaderTermRules(Struct, frozen=True):
     """`renew_seconds` leaves time for more than one retry before the term ends."""
 
     ttl_seconds: Seconds = Seconds(3.0)
@@ -28,8 +28,8 @@ class LeaderTermRules:
         return MonotonicSeconds(asked_at + self.ttl_seconds - self.margin_seconds)
 
     def renew_at(self, until: MonotonicSeconds) -> MonotonicSeconds:
-        """When to renew a lease that is trusted until then: counted from when it was asked for, not from the
-        answer."""
+        """Return when to renew a lease that is trusted until then: counted from when it was asked for, not
+        from the answer."""
         return MonotonicSeconds(until - self.ttl_seconds + self.margin_seconds + self.renew_seconds)
 
 
@@ -81,8 +81,7 @@ class LeaderTerm:
 FIRST_LINEAGE = Lineage(0)
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderRow:
+class LeaderRow(Struct, frozen=True):
     term: Term
     holder: str
     lease_until: Instant
@@ -119,8 +118,7 @@ def refused_term(row: LeaderRow, own: Term, known: tuple[Lineage, Term]) -> Refu
     return RefusedTerm.ELSEWHERE if lineage > row.lineage else RefusedTerm.NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedLeader:
+class ObservedLeader(Struct, frozen=True):
     """A leader row, and when a candidate first saw it on its own clock."""
 
     row: LeaderRow
@@ -131,7 +129,7 @@ class ObservedLeader:
         return ObservedLeader(row, self.since if same else now)
 
     def may_take(self, now: MonotonicSeconds, rules: LeaderTermRules) -> bool:
-        """Whether the lease has expired by the database's clock, or was not renewed for its whole duration by
-        ours. The second rule matters if the database's clock was set back, which makes a lease look longer
-        than it is."""
+        """Return True if the lease has expired by the database's clock, or was not renewed for its whole
+        duration by ours. The second rule matters if the database's clock was set back, which makes a lease
+        look longer than it is."""
         return self.row.is_past or now - self.since > rules.ttl_seconds

@@ -1,12 +1,14 @@
 """Leases and pledges: which holder has, or will have, how many MiB of which device."""
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, assert_never
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.errors import IllegalTransition
+from gpubroker_server.core.domain.holders import External, Gang, Holder, Inference, Model, Run, WorkerSeat
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, TaskId, mark_of
-from gpubroker_server.core.domain.values import changed, value
 
 
 class HolderKind(StrEnum):
@@ -27,6 +29,23 @@ HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, H
 
 HOLDERS_ON_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
 """Held by a model server; no agent knows its process."""
+
+
+def holder_kind_of(holder: Holder) -> HolderKind:
+    """Return the kind of the leases that a task has. Raises ValueError for an inference, which has none."""
+    match holder:
+        case Run() | WorkerSeat():
+            return HolderKind.RUN
+        case Gang():
+            return HolderKind.GANG_MEMBER
+        case Model(model=name):
+            return HolderKind.MODEL if name else HolderKind.SERVER
+        case External():
+            return HolderKind.EXTERNAL
+        case Inference():
+            raise ValueError("an inference holds no memory; its model does")
+        case _:
+            assert_never(holder)
 
 
 class LeaseState(StrEnum):
@@ -72,23 +91,22 @@ class Proof(StrEnum):
     SHARED_PROCESS = "shared_process"
     """It ran in a process of others and had no memory of its own."""
     NOT_YOUR_PROCESS = "not_your_process"
-    """Of external leases: the process that it named belongs to something else, which has a lease."""
+    """The process that an external lease named belongs to something else, which has a lease."""
     AGENT_RESTARTED = "agent_restarted"
     """A later agent of the machine found neither its mark nor GPU memory of its process."""
     DEVICE_REMOVED = "device_removed"
     """The device is no longer in the machine."""
     UNLOADED = "unloaded"
-    """Of models: the server's index no longer lists it."""
+    """The server's index no longer lists the model."""
     HELD_ANEW = "held_anew"
-    """Of models: another lease of the same device covers what is still there."""
+    """Another lease of the same device covers what is still there of the model."""
     HOLDER = "released"
-    """Of external leases: the holder said so."""
+    """The holder of an external lease said so."""
     STATEMENT = "statement"
     """A named operator said so and gave a reason."""
 
 
-@value
-class Lease:
+class Lease(Struct, frozen=True):
     """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
     `priority` and `tenant` are the holder's, so that a device's ledger needs no look-up of it."""
 
@@ -131,7 +149,7 @@ def moved_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
     """The same for a change that was committed, whatever release wrote it. Raises IllegalTransition."""
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
-    return changed(lease, state=state, version=lease.version + 1, **changes)
+    return replace(lease, state=state, version=lease.version + 1, **changes)
 
 
 def quarantine(lease: Lease, now: Instant) -> Lease:
@@ -145,7 +163,7 @@ def release(lease: Lease, proof: Proof) -> Lease:
 
 
 def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
-    return changed(lease, overused_mb=measured_mb, version=lease.version + 1)
+    return replace(lease, overused_mb=measured_mb, version=lease.version + 1)
 
 
 class PledgeEnd(StrEnum):
@@ -159,8 +177,7 @@ class PledgeEnd(StrEnum):
     """A victim was not confirmed gone in time, and its task goes elsewhere or has waited for long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pledge:
+class Pledge(Struct, frozen=True):
     """MiB of one device that are being freed for one waiting preemptor. Identity: (preemptor, device).
 
     CPU, host memory, a run slot and custom resources of the node are kept with it. A preemptor without GPUs
@@ -193,8 +210,8 @@ STATEMENTS = frozenset({Proof.HOLDER, Proof.STATEMENT})
 
 
 def is_unproven(lease: Lease) -> bool:
-    """Whether a released lease's memory must be seen free in a new sample: after a person's word about memory
-    in quarantine, and on model servers, which may keep memory after an unload."""
+    """Return True if a released lease's memory must be seen free in a new sample: after a person's word about
+    memory in quarantine, and on model servers, which may keep memory after an unload."""
     if lease.quarantined_at is not None and lease.proof in STATEMENTS:
         return True
     return lease.state is LeaseState.RELEASED and lease.holder_kind in HOLDERS_ON_SERVERS

@@ -5,10 +5,11 @@ order's answer, but from its index, which is read again and again.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gpubroker_server.core.domain.task import Task
+from msgspec import Struct
+
+from gpubroker_server.core.domain.task import Task, model_of
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId
 
 
@@ -21,8 +22,7 @@ class ModelState(StrEnum):
     """It takes no new requests and still has earlier ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedModel:
+class IndexedModel(Struct, frozen=True):
     """One model of the repository. With several versions, the first of READY, UNLOADING, LOADING, ABSENT that
     one is in."""
 
@@ -33,50 +33,49 @@ class IndexedModel:
     """Why it is not loaded, in the server's words; empty if it was never loaded or was unloaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelOrder:
+class _AtServer(Struct, frozen=True):
     task: TaskId
     fence: Fence
     server: str
     model: str
-    steps: tuple[str, ...] = field(default=(), kw_only=True)
-    """Of an ensemble: the models that come and go with it."""
+
+
+class _ModelOrder(_AtServer, frozen=True, kw_only=True):
+    steps: tuple[str, ...] = ()
+    """The models that are loaded and unloaded with an ensemble."""
 
     def concerns(self, other: "_ModelOrder") -> bool:
-        """Whether both change a model of one server."""
+        """Return True if both orders change a model of one server."""
         mine, others = {self.model, *self.steps}, {other.model, *other.steps}
         return self.server == other.server and not mine.isdisjoint(others)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOrder(_ModelOrder):
+class LoadOrder(_ModelOrder, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    sized: bool = field(default=False, kw_only=True)
+    sized: bool = False
     """Its size is known, so other models of known size may be loaded on its devices meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnloadOrder(_ModelOrder):
+class UnloadOrder(_ModelOrder, frozen=True):
     """Its current requests may take up to `grace_seconds`."""
 
     grace_seconds: Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class CheckOrder(_ModelOrder):
+class CheckOrder(_ModelOrder, frozen=True):
     """Requests fail as if the model's process were gone: check, and if it is, load it again on its
     devices."""
 
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    sized: bool = field(default=False, kw_only=True)
+    sized: bool = False
 
 
 ModelOrder = LoadOrder | UnloadOrder | CheckOrder
 
 
 def is_in_the_way(under_way: ModelOrder, order: ModelOrder) -> bool:
-    """Whether an order has to wait for one that is being carried out: they change one model, or load on one
-    device, and the size of either model has yet to be measured there."""
+    """Return True if an order has to wait for one that is being carried out: they change one model, or load
+    on one device, and the size of either model has yet to be measured there."""
     if order.concerns(under_way):
         return True
     if isinstance(order, UnloadOrder) or isinstance(under_way, UnloadOrder):
@@ -86,22 +85,19 @@ def is_in_the_way(under_way: ModelOrder, order: ModelOrder) -> bool:
     return not {key for key, _ in order.devices}.isdisjoint(key for key, _ in under_way.devices)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelsInUse:
+class ModelsInUse(Struct, frozen=True):
     """Models that have a request, under way or waiting, at any gateway."""
 
     names: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class ServerGone:
-    """The process of a server, as in ModelTerms, is no longer there."""
+class ServerGone(Struct, frozen=True):
+    """The process of a server, as `Model` has it, is no longer there."""
 
     process: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServerIndex:
+class ServerIndex(Struct, frozen=True):
     """The index of a server. Reports of one server arrive in the order in which they were read."""
 
     server: str
@@ -111,7 +107,7 @@ class ServerIndex:
     """Claims with an unanswered order: the index says nothing about those."""
     address: str = ""
     process: str = ""
-    """As in ModelTerms: what has answered."""
+    """The process of `Model` that has answered."""
 
     def stage_of(self, model: str) -> ModelState:
         """The server itself (no model) is READY: it has answered."""
@@ -124,34 +120,31 @@ class ServerIndex:
 
 
 def load_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> LoadOrder:
-    return LoadOrder(*_about(task), devices, steps=task.terms.steps, sized=task.terms.sized)
+    model = model_of(task)
+    return LoadOrder(*_about(task), devices, steps=model.steps, sized=model.sized)
 
 
 def check_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> CheckOrder:
-    return CheckOrder(*_about(task), devices, steps=task.terms.steps, sized=task.terms.sized)
+    model = model_of(task)
+    return CheckOrder(*_about(task), devices, steps=model.steps, sized=model.sized)
 
 
 def unload_order(task: Task, grace_seconds: Seconds) -> UnloadOrder:
-    return UnloadOrder(*_about(task), grace_seconds, steps=task.terms.steps)
+    return UnloadOrder(*_about(task), grace_seconds, steps=model_of(task).steps)
 
 
 def _about(task: Task) -> tuple[TaskId, Fence, str, str]:
-    return task.id, task.fence, task.terms.server, task.terms.model
+    model = model_of(task)
+    return task.id, task.fence, model.server, model.model
 
 
-@dataclass(frozen=True, slots=True)
-class InferOrder:
+class InferOrder(_AtServer, frozen=True):
     """Send this inference. Dispatch adds its input."""
 
-    task: TaskId
-    fence: Fence
-    server: str
-    model: str
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DropOrder:
+class DropOrder(Struct, frozen=True):
     """Drop the answer. What the server has begun, it finishes."""
 
     task: TaskId

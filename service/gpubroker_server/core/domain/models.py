@@ -7,17 +7,20 @@ daily ranks high for days.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from math import ceil, exp, log
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from gpubroker_server.core.domain.units import Instant, Mib, Seconds
+from gpubroker.wire.bounds import Priority
+from msgspec import Meta, Struct
+
+from gpubroker_server.core.domain.setting_marks import NonNegativeMib, NonNegativeSeconds
+from gpubroker_server.core.domain.units import MIB_BYTES, Instant, Mib, Seconds
 
 HALF_LIVES_SECONDS = (60.0, 900.0, 14_400.0, 216_000.0)
 """1 min, 15 min, 4 h, 60 h: each about fifteen times the one before."""
 
 WEIGHTS = (1, 2, 3, 5)
-"""Of the rates at these half-lives. A rate counted over a longer time depends less on chance."""
+"""The weights of the rates at these half-lives. A rate counted over a longer time depends less on chance."""
 
 HORIZON_SECONDS = Seconds(600.0)
 """A use within this time after an eviction counts as a loss."""
@@ -37,8 +40,17 @@ _PER_SECOND = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelUsage:
+class ModelRules(Struct, frozen=True):
+    """What the operator says of a model on a server whose models are in the ledger."""
+
+    gpu_mb: NonNegativeMib | None = None
+    priority: Priority | None = None
+    load_seconds: NonNegativeSeconds = Seconds(0.0)
+    gpus: Annotated[int, Meta(ge=1, le=64)] = 1
+    """On so many it takes `gpu_mb` each."""
+
+
+class ModelUsage(Struct, frozen=True):
     """How often a model was used: five numbers, however many uses there were."""
 
     at: Instant = Instant(0.0)
@@ -73,12 +85,12 @@ NEVER_USED = ModelUsage()
 
 
 def min_residency_seconds(load_seconds: Seconds, least_seconds: Seconds) -> Seconds:
-    """How long after its load a model is protected from preemption; not at all if `least_seconds` is 0."""
+    """Return how long after its load a model is protected from preemption; 0 if `least_seconds` is 0."""
     return Seconds(max(least_seconds, LOAD_TIME_FACTOR * load_seconds)) if least_seconds else Seconds(0.0)
 
 
 def turn_seconds(load_seconds: Seconds) -> Seconds:
-    """How long after its load a model that is asked all the time keeps its memory from its equals."""
+    """Return how long after its load a model that is asked all the time keeps its memory from its equals."""
     return Seconds(max(TURN_SECONDS, TURN_LOAD_TIMES * load_seconds))
 
 
@@ -92,53 +104,6 @@ class ModelKey(NamedTuple):
 
     server: str
     model: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTerms:
-    """A model that is wanted or loaded. Its server loads and unloads it; node agents do not know it."""
-
-    server: str
-    model: str
-    wanted_seconds: Seconds = Seconds(300.0)
-    """How long it stays wanted after each request. While wanted it waits for memory, and then stays with the
-    priority of its requests."""
-    asked_priority: int = 50
-    asked_at: Instant = Instant(0.0)
-    queued: bool = False
-    """Queued inferences want it at that priority: the leader knows when they no longer do."""
-    pinned: bool = False
-    yields: bool = False
-    """An equal that waits may have its memory: no request is under way or queued, or its turn is over."""
-    left_at: Instant | None = None
-    """When it last left for another holder: its place in the queue is behind those that waited then."""
-    load_seconds: Seconds = Seconds(0.0)
-    usage: ModelUsage = NEVER_USED
-    steps: tuple[str, ...] = ()
-    """Of an ensemble: the models loaded with it; its size includes theirs."""
-    versions: tuple[str, ...] = ()
-    """The versions loaded when it was last ready, sorted; empty if unknown."""
-    measured: bool = False
-    """It is loaded to be measured: what it takes until it leaves is its size, however late."""
-    address: str = ""
-    """Where its server is asked; empty if unknown. A server is known by this, or by its process: its name may
-    change."""
-    process: str = ""
-    """The server's process, as its machine knows it; empty where that cannot be seen."""
-    sized: bool = False
-    """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
-    device, so that its size can be measured."""
-
-    @property
-    def home(self) -> ModelKey:
-        return ModelKey(self.server, self.model)
-
-    def is_at(self, server: str, address: str, process: str) -> bool:
-        """Whether that is its server: the same process, or else the same address; by name if it has no
-        address."""
-        if self.process and self.process == process:
-            return True
-        return self.address == address if self.address and address else self.server == server
 
 
 MOST_GPUS_NAMED = 8
@@ -166,8 +131,6 @@ def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
 
 FILE_FACTOR = 1.25
 """Memory over file size: weights are laid out differently, and requests need working memory."""
-
-MIB_BYTES = 2**20
 
 
 def first_guess_mb(file_bytes: int | None, least_mb: Mib) -> Mib:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import may_use_node
 from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.holders import Gang
+from gpubroker_server.core.domain.ranks import counted_by
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import TaskId
 
@@ -47,7 +49,12 @@ class NodeUsage:
 
 def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
     """Add or subtract a task's custom resources; rounded, so that a sum returns to what it was."""
-    for name, amount in task.demand.counted:
+    match task.holder:
+        case Gang():
+            counted = counted_by(task)
+        case _:
+            counted = task.demand.counted
+    for name, amount in counted:
         use[name] = round(use.get(name, 0.0) + sign * amount, 6)
 
 
@@ -82,7 +89,7 @@ class NodeHeadroom(NamedTuple):
         return [name for name, left in self.custom if asked.get(name, 0.0) > max(0.0, left)]
 
     def with_room_of(self, *tasks: Task, sign: int = 1) -> "NodeHeadroom":
-        """As if these tasks had left (or, with sign -1, arrived)."""
+        """Return the headroom as if these tasks had left (or, with sign -1, arrived)."""
         cpu, memory_mb, custom = self.cpu, self.memory_mb, self.custom
         for task in tasks:
             demand = task.demand

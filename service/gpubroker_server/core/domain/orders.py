@@ -8,6 +8,8 @@ it has already started.
 from enum import StrEnum
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from gpubroker_server.core.domain.device import DeviceSample, DiskReport, Node, NodeSample
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import ServerReport
@@ -23,7 +25,6 @@ from gpubroker_server.core.domain.units import (
     TaskId,
     Term,
 )
-from gpubroker_server.core.domain.values import value
 
 RunId = tuple[TaskId, Fence, int]
 ItemRange = tuple[int, int]
@@ -42,16 +43,14 @@ class LogName(NamedTuple):
     """`stdout` or `stderr`."""
 
 
-@value
-class _RunOrder:
+class _RunOrder(Struct, frozen=True):
     task: TaskId
     fence: Fence
     node: NodeName
     incarnation: str
 
 
-@value
-class StartOrder(_RunOrder):
+class StartOrder(_RunOrder, frozen=True):
     """Start one run. Dispatch adds the payload (entrypoint, arguments, checkpoint)."""
 
     devices: tuple[tuple[DeviceKey, Mib], ...]
@@ -68,8 +67,7 @@ class StartOrder(_RunOrder):
     """MiB, and share of each device's memory, that libraries may allocate beside the context; empty: all."""
 
 
-@value
-class GoOrder(_RunOrder):
+class GoOrder(_RunOrder, frozen=True):
     """All ranks are ready: the run leaves its barrier. Void for a run that has begun."""
 
     rank_zero_address: str
@@ -77,8 +75,7 @@ class GoOrder(_RunOrder):
     rank: int = 0
 
 
-@value
-class WorldOrder(_RunOrder):
+class WorldOrder(_RunOrder, frozen=True):
     """Ranks have joined a running gang, or have left it."""
 
     ranks: tuple[int, ...]
@@ -88,8 +85,7 @@ class WorldOrder(_RunOrder):
     """The higher of two orders is the newer. None while none has joined: then the one with fewer ranks is."""
 
 
-@value
-class WatchOrder(_RunOrder):
+class WatchOrder(_RunOrder, frozen=True):
     """Watch an external holder's process on these devices: attribute its use to it, and report Gone when it
     ends. Starts nothing; repeating it is void."""
 
@@ -98,8 +94,7 @@ class WatchOrder(_RunOrder):
     rank: int = 0
 
 
-@value
-class ItemsOrder(_RunOrder):
+class ItemsOrder(_RunOrder, frozen=True):
     """Answers a report of items: its results are durable, and the run holds these. The newest counts."""
 
     number: int
@@ -109,8 +104,7 @@ class ItemsOrder(_RunOrder):
     rank: int = 0
 
 
-@value
-class StopOrder(_RunOrder):
+class StopOrder(_RunOrder, frozen=True):
     """Give notice; kill what is left after `grace_seconds` (0: kill at once)."""
 
     reason: StopReason
@@ -118,8 +112,7 @@ class StopOrder(_RunOrder):
     rank: int = 0
 
 
-@value
-class StackOrder(_RunOrder):
+class StackOrder(_RunOrder, frozen=True):
     """Read the stacks of the run's Python threads while they go on, and report them as a Stacked."""
 
     request: str
@@ -127,8 +120,7 @@ class StackOrder(_RunOrder):
     rank: int = 0
 
 
-@value
-class ForgetOrder(_RunOrder):
+class ForgetOrder(_RunOrder, frozen=True):
     """The outcome of this run is durable: the agent may drop what it keeps of it."""
 
     rank: int = 0
@@ -137,8 +129,7 @@ class ForgetOrder(_RunOrder):
 Order = StartOrder | GoOrder | WorldOrder | WatchOrder | ItemsOrder | StopOrder | StackOrder | ForgetOrder
 
 
-@value
-class _RunReport:
+class RunReport(Struct, frozen=True):
     task: TaskId
     fence: Fence
     at: Instant
@@ -156,8 +147,7 @@ class Ending(StrEnum):
     """The agent refused the order, or does not know the run that it was asked about."""
 
 
-@value
-class Failure:
+class Failure(Struct, frozen=True):
     """Why a run failed, for people. `traceback` is text, at most 64 KiB."""
 
     kind: str
@@ -169,16 +159,14 @@ class Failure:
     traceback: str = ""
 
 
-@value
-class Started(_RunReport):
+class Started(RunReport, frozen=True):
     pid: int
     rank: int = 0
     ordered_at: Instant | None = None
     """When the agent had the order; None if it does not say."""
 
 
-@value
-class Ready(_RunReport):
+class Ready(RunReport, frozen=True):
     """A run with a barrier has imported or unpickled its user code and waits for the GoOrder."""
 
     address: str
@@ -186,15 +174,13 @@ class Ready(_RunReport):
     rank: int = 0
 
 
-@value
-class Progressed(_RunReport):
+class Progressed(RunReport, frozen=True):
     fraction: float | None
     message: str
     rank: int = 0
 
 
-@value
-class Loaded(_RunReport):
+class Loaded(RunReport, frozen=True):
     """A worker of a set: its calls under way, waiting and answered so far, and per cent of one core."""
 
     running: int
@@ -204,8 +190,7 @@ class Loaded(_RunReport):
     answered: int = 0
 
 
-@value
-class Checkpointed(_RunReport):
+class Checkpointed(RunReport, frozen=True):
     """The run saved its state: `data`, or the `uri` of a checkpoint that is too large to send."""
 
     sequence: int
@@ -226,8 +211,7 @@ class ItemResult(NamedTuple):
     failure: Failure | None
 
 
-@value
-class ItemsReported(_RunReport):
+class ItemsReported(RunReport, frozen=True):
     """A worker of an array: all results that were not answered yet, the items that it holds, and how many it
     would like to hold. It gives all of them back if it wants none."""
 
@@ -239,8 +223,7 @@ class ItemsReported(_RunReport):
     rank: int = 0
 
 
-@value
-class Ended(_RunReport):
+class Ended(RunReport, frozen=True):
     """The outcome of a run. Its memory is freed by a Gone only."""
 
     ending: Ending
@@ -250,10 +233,12 @@ class Ended(_RunReport):
     failure: Failure | None = None
     log_tail: bytes = b""
     rank: int = 0
+    is_unproven: bool = False
+    """An agent or a run process of an earlier release says that a command succeeded because it ended with
+    exit code 0, which it may have done to obey a stop notice."""
 
 
-@value
-class Stacked(_RunReport):
+class Stacked(RunReport, frozen=True):
     """The answer to a StackOrder."""
 
     request: str
@@ -263,8 +248,7 @@ class Stacked(_RunReport):
     rank: int = 0
 
 
-@value
-class Logged(_RunReport):
+class Logged(RunReport, frozen=True):
     """A part of what the run printed. An agent tells what is new when it is asked, and what is kept of the
     whole log before the Ended."""
 
@@ -274,7 +258,7 @@ class Logged(_RunReport):
     data: bytes
     """Empty if nothing is new."""
     is_final: bool = False
-    """Of the whole log: its first such part begins at 0 and replaces all that was told before."""
+    """True for the whole log: its first part begins at 0 and replaces all parts that were sent before."""
     rank: int = 0
 
     @property
@@ -286,8 +270,7 @@ class Logged(_RunReport):
         return self.first_byte + len(self.data)
 
 
-@value
-class Gone(_RunReport):
+class Gone(RunReport, frozen=True):
     """Proof that no process of this run is left. `samples` were taken after that."""
 
     proof: Proof
@@ -295,8 +278,7 @@ class Gone(_RunReport):
     rank: int = 0
 
 
-@value
-class NodeReport:
+class NodeReport(Struct, frozen=True):
     """An agent answered this leader's term: its node, its devices, and every run that it knows.
 
     A run that is not named is proven absent. So the agent answers only after it has handled every earlier
@@ -313,13 +295,13 @@ class NodeReport:
     faults: tuple[tuple[str, str], ...] = ()
     """GPUs that cannot be used: (UUID, or what people call it while that is unknown; why)."""
     complete: bool = True
-    """What is not named is removed or lost, and unused. False while the agent does not know all its GPUs."""
+    """True if devices that are not named are removed or lost, and unused. False while the agent does not know
+    all its GPUs."""
     versions: tuple[tuple[str, str], ...] = ()
-    """Of `python` and `ray` there; empty if unknown."""
+    """The versions of `python` and `ray` there; empty if unknown."""
 
 
-@value
-class ReportedDevice:
+class ReportedDevice(Struct, frozen=True):
     uuid: str
     kind: str
     index: int
@@ -331,8 +313,7 @@ class ReportedDevice:
     """Only its MIG instances can be used, even if it has none."""
 
 
-@value
-class NodeLost:
+class NodeLost(Struct, frozen=True):
     """The node is dead, or its agent does not answer. Its processes may still run."""
 
     node: NodeName
@@ -343,16 +324,14 @@ class NodeLost:
     """The cluster's own control service says that the node is dead."""
 
 
-@value
-class NodesListed:
+class NodesListed(Struct, frozen=True):
     """The cluster's own control service answers, and has these nodes. Kept in memory; not an event."""
 
     nodes: frozenset[NodeName]
     at: Instant
 
 
-@value
-class TermRefused:
+class TermRefused(Struct, frozen=True):
     """An agent takes no orders of this term: it knows a later one, perhaps one that the database has lost."""
 
     node: NodeName
@@ -360,16 +339,14 @@ class TermRefused:
     term: Term
 
 
-@value
-class Heartbeat:
+class Heartbeat(Struct, frozen=True):
     """The agent is alive. Kept in memory; not an event."""
 
     node: NodeName
     at: Instant
 
 
-@value
-class Sampled:
+class Sampled(Struct, frozen=True):
     """The newest samples. Kept in memory; not an event."""
 
     node: NodeName

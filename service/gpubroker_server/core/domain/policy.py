@@ -1,16 +1,28 @@
 """The operator's choices that decisions depend on, as one value."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
-from typing import NamedTuple
+from functools import cache, cached_property
+from typing import Annotated, Literal
+
+from gpubroker.wire.bounds import MOST_PRIORITY, Amount, Count, Priority
+from gpubroker.wire.policy import Pool as ShownPool
+from gpubroker.wire.policy import TaskMaximum
+from gpubroker.wire.policy import TenantPolicy as ShownTenantPolicy
+from msgspec import Meta, Struct
 
 from gpubroker_server.core.domain.demand import Labels
-from gpubroker_server.core.domain.units import Instant, Mib, Position, Seconds
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.core.domain.setting_marks import (
+    ELSEWHERE,
+    NonNegativeSeconds,
+    PositiveSeconds,
+    by_name,
+    written,
+)
+from gpubroker_server.core.domain.units import Instant, Position, Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceServers:
+class InferenceServers(Struct, frozen=True):
     """The model servers that answer queued inferences, by name, in the order of the settings."""
 
     ledger: tuple[str, ...] = ()
@@ -31,7 +43,7 @@ NO_SERVERS = InferenceServers()
 HALF_LIFE_SECONDS = Seconds(86_400.0)
 
 BANDS: tuple[tuple[str, int, int], ...] = (
-    ("critical", 90, 100),
+    ("critical", 90, MOST_PRIORITY),
     ("interactive", 70, 89),
     ("batch", 40, 69),
     ("background", 10, 39),
@@ -41,6 +53,15 @@ BANDS: tuple[tuple[str, int, int], ...] = (
 
 BAND_NAMES: dict[str, int] = {name: (low + high) // 2 for name, low, high in BANDS}
 """A band's name stands for its middle value wherever a priority is accepted."""
+
+PRIORITIES_IN_WORDS = f"0 to {MOST_PRIORITY} or one of {', '.join(BAND_NAMES)}"
+
+
+def priority_of(text: str) -> int | None:
+    """Return the priority that a number or the name of a band means; None for other text."""
+    if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= MOST_PRIORITY:
+        return int(text)
+    return BAND_NAMES.get(text)
 
 
 @cache
@@ -53,54 +74,44 @@ AGEING_SECONDS_PER_POINT = 60.0
 
 
 def aged_priority(priority: int, waited_seconds: float, seconds_per_point: float) -> int:
-    """One point more per `seconds_per_point`, at most up to the top of its band."""
+    """Return the priority plus one point per `seconds_per_point`, at most up to the top of its band."""
     points = int(waited_seconds / seconds_per_point) if waited_seconds > 0 else 0
     return min(band_of(priority)[2], priority + points) if points else priority
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRules:
+class StreamRules(Struct, frozen=True):
     """How a work stream's weight follows from what clients tell of it."""
 
-    velocity_gain: float = 0.01
+    velocity_gain: Annotated[float, Meta(ge=0, le=1000)] = 0.01
     """How much the weight rises with each point of progress per hour."""
-    least_velocity_factor: float = 0.5
-    most_velocity_factor: float = 2.0
-    velocity_seconds: Seconds = Seconds(3600.0)
+    least_velocity_factor: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    most_velocity_factor: Annotated[float, Meta(ge=1, le=1000)] = 2.0
+    velocity_seconds: PositiveSeconds = Seconds(3600.0)
     """Time constant with which the velocity forgets."""
-    stale_seconds: Seconds = Seconds(3600.0)
+    stale_seconds: PositiveSeconds = Seconds(3600.0)
     """For each such span that its data are old, a stream counts once more."""
-    most_staleness_factor: float = 3.0
-    least_quality_factor: float = 0.1
+    most_staleness_factor: Annotated[float, Meta(ge=1, le=1000)] = 3.0
+    least_quality_factor: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """At quality 0."""
-    least_share: float = 0.1
+    least_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """This share of all draws is given out evenly, so that no stream starves."""
 
 
-class CustomLimit(NamedTuple):
+class CustomLimit(Struct, frozen=True, order=True):
     name: str
-    amount: float
-    per_node: bool = False
+    amount: Annotated[Amount, written("limit", {})]
+    per_node: Annotated[bool, written("per", {"cluster": False, "node": True})] = False
     """Each node has this much; otherwise the cluster has it in all."""
-    priority_threshold: int = 0
+    priority_threshold: Priority = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A named part of the cluster: some of its devices and nodes, some amounts of it, or both."""
+class Pool(ShownPool, frozen=True, dict=True):
+    """A named part of the cluster."""
 
-    name: str
-    kinds: tuple[str, ...] = ()
-    nodes: Labels = ()
-    fractions: bool = True
-    """Shares of a GPU are allowed, not only whole ones."""
-    cpu: float | None = None
-    """This and the following: limits on the sum over all tasks of the pool; None is no limit."""
-    gpus: int | None = None
-    gpu_mb: Mib | None = None
-    memory_mb: Mib | None = None
-    custom: tuple[tuple[str, float], ...] = ()
-    """Of custom resources, such as storage; sorted by name."""
+    @cached_property
+    def labels(self) -> Labels:
+        """The labels of its nodes, as a demand states them."""
+        return tuple((label, tuple(sorted(values))) for label, values in sorted(self.nodes.items()))
 
     def amounts(self) -> Iterator[tuple[str, float]]:
         """(name, amount) of each limit: `custom/NAME` for custom resources, else the field's name."""
@@ -108,126 +119,127 @@ class Pool:
             amount = getattr(self, name)
             if amount is not None:
                 yield name, float(amount)
-        yield from ((f"custom/{name}", amount) for name, amount in self.custom)
+        yield from ((f"custom/{name}", amount) for name, amount in sorted(self.custom.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class TaskMaximum:
-    """The most that one task may ask for, whatever the cluster has; None is no limit."""
+class TenantPolicy(ShownTenantPolicy, frozen=True):
+    """The share and the limits of a tenant."""
 
-    gpus: int | None = None
-    gpu_mb: Mib | None = None
-    """Per GPU."""
-    cpu: float | None = None
-    memory_mb: Mib | None = None
-    timeout_seconds: Seconds | None = None
-    max_retries: int | None = None
-    grace_seconds: Seconds | None = None
-
-
-class TenantPolicy(NamedTuple):
-    name: str
-    """`*`: each tenant that is not listed."""
-    cohort: str = ""
-    """Members of a cohort borrow what the others' guarantees leave unused."""
-    guaranteed_mb: Mib | None = None
-    """GPU memory. None: no quota, neither guarantee nor limit."""
-    borrow_mb: Mib | None = None
-    """The most beyond its guarantee; None: as much as its cohort leaves."""
-    weight: float = 1.0
-    max_priority: int = 100
+    def __post_init__(self) -> None:
+        """Refuse a cohort without a guarantee, and borrowing without a cohort. Raises ValueError."""
+        if self.cohort and self.guaranteed_mb is None:
+            raise ValueError(f"cohort {self.cohort!r} needs guaranteed_mb (0: the tenant only borrows)")
+        if self.borrow_mb is not None and not self.cohort:
+            raise ValueError(f"borrow_mb {self.borrow_mb} without a cohort; name the cohort to borrow from")
 
 
 DEFAULT_TENANT = TenantPolicy("*")
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    ageing_seconds_per_point: Seconds = Seconds(60.0)
+class Policy(Struct, frozen=True, dict=True):
+    ageing_seconds_per_point: PositiveSeconds = Seconds(60.0)
     """A pending task gains one point of order per this time, at most up to the top of its band. Ageing
     changes the order of the queue; it never allows preemption."""
-    placement: str = "stranded"
+    placement: Literal["stranded", "fgd", "best_fit", "spread"] = "stranded"
     """How to choose between placements: `stranded` and `fgd` (what is left over is of most use to typical
     demands, by our measure or the published one), `best_fit`, or `spread`."""
     preemption: bool = True
-    preemption_budget: int = 3
+    preemption_budget: Count = 3
     """After this many preemptions a task is shielded until its next checkpoint or `shield_seconds` of
     running. Critical tasks ignore the shield."""
-    shield_seconds: Seconds = Seconds(600.0)
+    shield_seconds: NonNegativeSeconds = Seconds(600.0)
     """For this long, too, a task admitted ahead of others by age is not preempted by those of its band."""
-    pledge_patience_seconds: Seconds = Seconds(600.0)
+    pledge_patience_seconds: PositiveSeconds = Seconds(600.0)
     """How long after its victims' deadline a pledge is kept, unless its task finds another way."""
-    kill_patience_seconds: Seconds = Seconds(10.0)
+    kill_patience_seconds: PositiveSeconds = Seconds(10.0)
     """How long after its stop deadline, or its end, an unconfirmed run's leases stay out of quarantine."""
-    sample_period_seconds: Seconds = Seconds(2.0)
+    sample_period_seconds: PositiveSeconds = Seconds(2.0)
     """A device with a sample older than three periods takes nothing new."""
-    beat_seconds: Seconds = Seconds(2.0)
-    beats_missed: int = 3
+    beat_seconds: Annotated[Seconds, Meta(ge=0.1, le=60)] = Seconds(2.0)
+    beats_missed: Annotated[int, Meta(ge=2, le=1000)] = 3
     """A node is lost after this many missed heartbeats."""
-    pause_share: float = 0.2
-    pause_nodes: int = 2
+    pause_share: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    pause_nodes: Annotated[int, Meta(ge=1)] = 2
     """If at least this many nodes, with more than that share of all runs, fall silent at once, none of them
     is declared lost."""
-    gang_start_seconds: Seconds = Seconds(300.0)
+    gang_start_seconds: PositiveSeconds = Seconds(300.0)
     """How long after its admission all ranks of a gang must be ready; otherwise it is requeued."""
-    retry_first_seconds: Seconds = Seconds(1.0)
-    retry_factor: float = 2.0
-    retry_cap_seconds: Seconds = Seconds(300.0)
-    learned_margin: float = 0.15
+    retry_first_seconds: PositiveSeconds = Seconds(1.0)
+    retry_factor: Annotated[float, Meta(ge=1)] = 2.0
+    retry_cap_seconds: PositiveSeconds = Seconds(300.0)
+    learned_margin: Annotated[float, Meta(ge=0, le=10)] = 0.15
     """A learned size is the 95 % quantile plus this share."""
-    learned_least_runs: int = 5
+    learned_least_runs: Annotated[int, Meta(ge=1, le=1000)] = 5
     """With fewer measured runs no size is learned."""
-    overuse: str = "report"
+    overuse: Literal["report", "stop"] = "report"
     """`report` or `stop`: what happens to a run that is measured above its lease."""
-    overuse_tolerance: float = 0.05
+    overuse_tolerance: Annotated[float, Meta(ge=0, le=10)] = 0.05
     """How much more than its lease a run may use, as a share of it."""
-    forecasts: int = 8
+    forecasts: Annotated[int, Meta(ge=0, le=1000)] = 8
     """The number of tasks, first in order among those that wait for room, that get a start forecast, which no
     task behind them may delay."""
-    backfill_depth: int = 64
+    backfill_depth: Annotated[int, Meta(ge=1)] = 64
     """After this many tasks were refused because of forecasts, a cycle tries no more of them."""
-    consolidation: int = 0
+    consolidation: Annotated[int, Meta(ge=0, le=10_000)] = 0
     """The most runs to move per hour so that a task fits that is only kept out by fragmentation; 0: none."""
-    custom_limits: tuple[CustomLimit, ...] = ()
+    autoscaler: Annotated[str, Meta(max_length=100)] = ""
+    """The name of what adds nodes for waiting tasks. Tasks that no node could take yet then wait, instead of
+    being refused; empty: nothing adds nodes."""
+    autoscaler_tasks: Annotated[int, Meta(ge=1)] = 1000
+    """So many such tasks of one tenant may wait."""
+    custom_limits: Annotated[tuple[CustomLimit, ...], by_name(alone="limit")] = ()
     """Sorted by name. Names with a colon are slots: how many tasks may run at once (`tenant:NAME`,
     `label:KEY=VALUE`; `*` is each by itself), and a pool's amounts (`pool:NAME:gpus`)."""
-    pools: tuple[Pool, ...] = ()
-    tenants: tuple[TenantPolicy, ...] = ()
-    usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
-    streams: tuple[tuple[str, float], ...] = ()
+    pools: Annotated[tuple[Pool, ...], ELSEWHERE] = ()
+    tenants: Annotated[tuple[TenantPolicy, ...], by_name()] = ()
+    usage_half_life_seconds: PositiveSeconds = HALF_LIFE_SECONDS
+    streams: tuple[tuple[str, Annotated[float, Meta(ge=1e-6, le=1e6)]], ...] = ()
     """(name, weight) of work streams, until another weight is put: of tasks with equal aged priority the
     heavier stream goes first."""
-    stream_rules: StreamRules = StreamRules()  # frozen
-    min_run_seconds: Seconds = Seconds(0.0)
+    stream_rules: Annotated[StreamRules, ELSEWHERE] = StreamRules()  # frozen
+    min_run_seconds: NonNegativeSeconds = Seconds(0.0)
     """A run is not preempted for this long after its start, except by critical tasks."""
-    min_residency_seconds: Seconds = Seconds(5.0)
+    min_residency_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(5.0)
     """The same for a model, from its load; longer for one that loads slowly. 0: no protection at all."""
     maximum: TaskMaximum = TaskMaximum()  # frozen
-    array_result_bytes: int = 4 * 1024**3
-    """What the results of one array may take."""
-    serving: InferenceServers = NO_SERVERS
+    array_result_bytes: Annotated[int, ELSEWHERE] = ServiceLimits().array_result_bytes
+    """The most bytes of the results of one array."""
+    serving: Annotated[InferenceServers, ELSEWHERE] = NO_SERVERS
 
-    has_quotas: bool = field(init=False, repr=False, compare=False)
-    _by_name: dict[str, TenantPolicy] = field(init=False, repr=False, compare=False)
-    _cohorts: dict[str, int] = field(init=False, repr=False, compare=False)
-    """Cohort -> MiB guaranteed to its members."""
-    _limits: dict[str, float] = field(init=False, repr=False, compare=False)
+    @cached_property
+    def has_quotas(self) -> bool:
+        """True if any tenant has a guarantee."""
+        return any(tenant.guaranteed_mb is not None for tenant in self.tenants)
 
-    def __post_init__(self) -> None:
-        """Compute what is looked up for every task that is examined."""
-        cohorts: dict[str, int] = {}
+    @cached_property
+    def _by_name(self) -> dict[str, TenantPolicy]:
+        return {tenant.name: tenant for tenant in self.tenants}
+
+    @cached_property
+    def _cohorts(self) -> dict[str | None, int]:
+        """Cohort -> MiB guaranteed to its members."""
+        cohorts: dict[str | None, int] = {}
         for tenant in self.tenants:
             cohorts[tenant.cohort] = cohorts.get(tenant.cohort, 0) + (tenant.guaranteed_mb or 0)
-        object.__setattr__(self, "_by_name", {tenant.name: tenant for tenant in self.tenants})
-        object.__setattr__(self, "_cohorts", cohorts)
-        object.__setattr__(self, "_limits", {limit.name: limit.amount for limit in self.custom_limits})
-        object.__setattr__(self, "has_quotas", any(t.guaranteed_mb is not None for t in self.tenants))
+        return cohorts
+
+    @cached_property
+    def _limits(self) -> dict[str, float]:
+        return {limit.name: limit.amount for limit in self.custom_limits}
 
     def tenant(self, name: str) -> TenantPolicy:
         return self._by_name.get(name) or self._by_name.get("*", DEFAULT_TENANT)
 
-    def guaranteed_mb(self, cohort: str) -> int:
+    def guaranteed_mb(self, cohort: str | None) -> int:
         return self._cohorts.get(cohort, 0)
+
+    def most_mb(self, tenant: str) -> int | None:
+        """Return the most that a tenant could ever hold, guaranteed and borrowed; None without a quota."""
+        mine = self.tenant(tenant)
+        if mine.guaranteed_mb is None or not mine.cohort:
+            return mine.guaranteed_mb
+        others = self.guaranteed_mb(mine.cohort) - mine.guaranteed_mb
+        return mine.guaranteed_mb + (others if mine.borrow_mb is None else min(others, mine.borrow_mb))
 
     def weight_of(self, stream: str) -> float:
         """1 for no stream, or one that is no longer configured."""
@@ -257,8 +269,7 @@ def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:
     return Instant(now + min(policy.retry_cap_seconds, policy.retry_first_seconds * factor))
 
 
-@dataclass(frozen=True, slots=True)
-class Cutoffs:
+class Cutoffs(Struct, frozen=True):
     """Rows that ended, were submitted with a key, were audited or expired before these instants may be
     deleted."""
 
@@ -271,13 +282,14 @@ class Cutoffs:
     jumps far ahead makes all of them old at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    finished_seconds: Seconds
+class Retention(Struct, frozen=True):
+    finished_seconds: PositiveSeconds = Seconds(7 * 86_400.0)
     """From a task's end, with all that belongs to it; for events, from when they happened."""
-    idempotency_seconds: Seconds
+    idempotency_seconds: PositiveSeconds = Seconds(86_400.0)
     """A task submitted with a key stays at least this long after its submit."""
-    audit_seconds: Seconds
+    audit_seconds: PositiveSeconds = Seconds(365 * 86_400.0)
+    object_seconds: PositiveSeconds = Seconds(86_400.0)
+    """From the last use of an uploaded object."""
 
     def cutoffs(self, now: Instant, heard: Position) -> Cutoffs:
         return Cutoffs(

@@ -1,170 +1,254 @@
 """Ranks of tasks. A task that is not a gang is its own rank 0."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
+from typing import assert_never
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.task import Member, Task, TaskState
+from gpubroker_server.core.domain.holders import (
+    RUN,
+    External,
+    Gang,
+    Inference,
+    Member,
+    Model,
+    Run,
+    WorkerSeat,
+)
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName
 
 MOST_RANKS = 256
-"""Of one claim, those that have left included: every report of a rank writes the whole list."""
+"""The most ranks of one claim, those that have left included: every report of a rank writes the whole
+list."""
 
 MOST_FAILED_JOINS = 3
 """After so many a gang grows no more before its next start: it may be unable to."""
 
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
-    """(rank, node) of each run of an active task, without a gang's ranks that are gone. Empty for external
-    holders, models and inferences, which no agent starts."""
-    if not task.is_run:
-        return ()
-    if task.members:
-        return tuple((member.rank, member.node) for member in task.members if not member.gone)
-    assert task.node is not None, "an active task has a node"
-    return ((0, task.node),)
+    """Return (rank, node) of each run of an active task, without a gang's ranks that are gone. Empty for
+    external holders, models and inferences, which no agent starts."""
+    match task.holder:
+        case Run() | WorkerSeat():
+            assert task.node is not None, "an active task has a node"
+            return ((0, task.node),)
+        case Gang(members):
+            return tuple((member.rank, member.node) for member in members if not member.gone)
+        case External() | Model() | Inference():
+            return ()
+        case _:
+            assert_never(task.holder)
+
+
+def rank_count(task: Task) -> int:
+    """Return how many ranks the newest claim has that node agents start, those that are gone included."""
+    match task.holder:
+        case Run() | WorkerSeat():
+            return 1
+        case Gang(members):
+            return len(members)
+        case External() | Model() | Inference():
+            return 0
+        case _:
+            assert_never(task.holder)
 
 
 def rank_tasks(task: Task) -> tuple[tuple[NodeName, Task], ...]:
-    """(node, task) of each run, each rank as a task of its own. External holders and models are where they
-    hold memory; inferences are nowhere."""
-    if task.is_inference:
-        return ()
-    if task.members:
-        return tuple((node, rank_task(task, rank)) for rank, node in ranks_of(task))
-    assert task.node is not None, "an active task has a node"
-    return ((task.node, task),)
+    """Return (node, task) of each run, each rank as a task of its own. External holders and models are where
+    they hold memory; inferences are nowhere."""
+    match task.holder:
+        case Run() | WorkerSeat() | External() | Model():
+            assert task.node is not None, "an active task has a node"
+            return ((task.node, task),)
+        case Gang():
+            return tuple((node, rank_task(task, rank)) for rank, node in ranks_of(task))
+        case Inference():
+            return ()
+        case _:
+            assert_never(task.holder)
 
 
 def rank_tasks_on(task: Task, node: NodeName) -> Iterator[Task]:
-    """Its parts on one node, on which it has some."""
-    if not task.members:
+    """Yield the parts of a task on one node, on which it has some."""
+    if not isinstance(task.holder, Gang):
         yield task
-    for rank, there in ranks_of(task) if task.members else ():
+        return
+    for rank, there in ranks_of(task):
         if there == node:
             yield rank_task(task, rank)
 
 
 def rank_task(task: Task, rank: int) -> Task:
-    """One rank of a gang as a task of its own with the same id: STOPPING if the rank is to leave."""
-    part = replace(task, demand=demand_of(task, rank), members=()) if task.demand.bundles else task
-    if not task.members or (member := task.members[rank]).takes_part:
-        return part
-    until = member.stop_deadline_at
-    return replace(part, state=TaskState.STOPPING, freeing_for=member.freeing_for, stop_deadline_at=until)
+    """Return one rank of a gang as a run of its own with the same id: STOPPING if the rank is to leave."""
+    match task.holder:
+        case Gang(members):
+            part = replace(task, demand=demand_of(task, rank), holder=RUN)
+            if not members or (member := members[rank]).takes_part:
+                return part
+            until = member.stop_deadline_at
+            return replace(
+                part, state=TaskState.STOPPING, freeing_for=member.freeing_for, stop_deadline_at=until
+            )
+        case _:
+            return task
 
 
-def bundle_of(task: Task, rank: int) -> int:
-    """Which bundle of the gang's demand a rank has."""
-    late = task.members[rank].bundle if task.members else None
+def bundle_of(members: Sequence[Member], rank: int) -> int:
+    """Return which bundle of the gang's demand a rank has."""
+    late = members[rank].bundle if members else None
     return rank if late is None else late
 
 
 def demand_of(task: Task, rank: int) -> Demand:
-    return task.demand.bundles[bundle_of(task, rank)] if task.demand.bundles else task.demand
+    """Return the demand of one rank."""
+    match task.holder:
+        case Gang(members):
+            return task.demand.bundles[bundle_of(members, rank)]
+        case _:
+            return task.demand
+
+
+def counted_by(task: Task) -> Iterable[tuple[str, float]]:
+    """Yield what an active task holds of custom resources and shared limits: a gang, what its ranks that are
+    not gone do, and its own place under limits of running tasks."""
+    if not members_of(task):
+        return task.demand.counted
+    # A gang of an earlier release has the amounts of its pool on itself, for all of its ranks.
+    is_by_rank = any(bundle.slots for bundle in task.demand.bundles)
+    amounts = [slot for slot in task.demand.slots if not (is_by_rank and slot[0].startswith("pool:"))]
+    for rank, _ in ranks_of(task):
+        amounts += demand_of(task, rank).counted
+    return amounts
 
 
 def stop_deadline_of(task: Task, rank: int) -> Instant | None:
-    """The stop deadline of a run; None if it is not asked to stop."""
-    if task.members and not (member := task.members[rank]).takes_part:
-        return member.stop_deadline_at
-    return task.stop_deadline_at
+    """Return the stop deadline of a run; None if it is not asked to stop."""
+    match task.holder:
+        case Gang(members) if members and not (member := members[rank]).takes_part:
+            return member.stop_deadline_at
+        case _:
+            return task.stop_deadline_at
 
 
 def removable_ranks(task: Task) -> tuple[int, ...]:
-    """The ranks that a running elastic gang can lose."""
-    if task.state is not TaskState.RUNNING or not task.members:
-        return ()
-    beyond = task.members[task.demand.least_ranks :]
-    return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
+    """Return the ranks that a running elastic gang can lose."""
+    match task.holder:
+        case Gang(members) if task.state is TaskState.RUNNING:
+            beyond = members[task.demand.least_ranks :]
+            return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
+        case _:
+            return ()
 
 
 def vacant_bundles(task: Task) -> tuple[int, ...]:
-    """The bundles for which a running elastic gang may get ranks now; none while ranks are joining, and once
-    one is done or too many have failed."""
+    """Return the bundles for which a running elastic gang may get ranks now; none while ranks are joining,
+    and once one is done or too many have failed."""
     demand = task.demand
-    if task.state is not TaskState.RUNNING or demand.least_ranks == len(demand.bundles):
+    match task.holder:
+        case Gang(members) if task.state is TaskState.RUNNING and demand.least_ranks < len(demand.bundles):
+            pass
+        case _:
+            return ()
+    if any(member.is_joining or member.has_finished for member in members):
         return ()
-    if any(member.is_joining or member.has_finished for member in task.members):
+    if failed_joins(members) >= MOST_FAILED_JOINS:
         return ()
-    if failed_joins(task) >= MOST_FAILED_JOINS:
-        return ()
-    taken = {bundle_of(task, member.rank) for member in task.members if not member.has_ended}
+    taken = {bundle_of(members, member.rank) for member in members if not member.has_ended}
     vacant = (bundle for bundle in range(len(demand.bundles)) if bundle not in taken)
-    return tuple(vacant)[: max(0, MOST_RANKS - len(task.members))]
+    return tuple(vacant)[: max(0, MOST_RANKS - len(members))]
 
 
-def failed_joins(task: Task) -> int:
-    """Ranks that were added to it while it ran and failed by themselves."""
-    return sum(m.is_late and m.has_ended and m.stop_deadline_at is None for m in task.members)
+def failed_joins(members: Iterable[Member]) -> int:
+    """Return how many ranks were added to a gang while it ran and failed by themselves."""
+    return sum(m.is_late and m.has_ended and m.stop_deadline_at is None for m in members)
 
 
-def workers(task: Task) -> tuple[int, ...]:
-    """The ranks at work in a running gang; those that are done stay."""
-    return tuple(m.rank for m in task.members if m.takes_part and not m.is_joining)
+def workers(members: Iterable[Member]) -> tuple[int, ...]:
+    """Return the ranks at work in a running gang; those that are done stay."""
+    return tuple(m.rank for m in members if m.takes_part and not m.is_joining)
 
 
-def world_number(task: Task) -> int:
-    """Rises whenever ranks join a running gang or leave it; 0 at its start."""
-    return sum(member.changes_of_world for member in task.members)
+def world_number(members: Iterable[Member]) -> int:
+    """Return a number that rises whenever ranks join a running gang or leave it; 0 at its start."""
+    return sum(member.changes_of_world for member in members)
 
 
 def leaving_members(task: Task) -> tuple[Member, ...]:
-    """The ranks that were asked to leave a running gang and are not gone yet."""
-    if task.state is not TaskState.RUNNING:
-        return ()
-    return tuple(member for member in task.members if not (member.takes_part or member.gone))
+    """Return the ranks that were asked to leave a running gang and are not gone yet."""
+    match task.holder:
+        case Gang(members) if task.state is TaskState.RUNNING:
+            return tuple(member for member in members if not (member.takes_part or member.gone))
+        case _:
+            return ()
 
 
 def unready_members(task: Task) -> tuple[Member, ...]:
-    """The ranks that were added to a running gang and are not ready yet."""
-    if task.state is not TaskState.RUNNING:
-        return ()
-    return tuple(member for member in task.members if member.is_joining and not member.address)
+    """Return the ranks that were added to a running gang and are not ready yet."""
+    match task.holder:
+        case Gang(members) if task.state is TaskState.RUNNING:
+            return tuple(member for member in members if member.is_joining and not member.address)
+        case _:
+            return ()
 
 
 def may_be_late_at(task: Task) -> Instant:
-    """The earliest instant at which a limit of an active task, or the stop deadline of one of its ranks, can
-    pass."""
+    """Return the earliest instant at which a limit of an active task, or the stop deadline of one of its
+    ranks, can pass."""
     if task.state is TaskState.STOPPING:
         return Instant(inf) if task.stop_deadline_at is None else task.stop_deadline_at
     claimed_at = task.admitted_at or Instant(0.0)
-    moving = (*leaving_members(task), *unready_members(task))
-    limits = [member.stop_deadline_at or claimed_at for member in moving]
+    limits: list[Instant] = []
+    match task.holder:
+        case Gang():
+            moving = (*leaving_members(task), *unready_members(task))
+            limits = [member.stop_deadline_at or claimed_at for member in moving]
+            if task.started_at is None:
+                limits.append(claimed_at)
+        case _:
+            pass
     if task.timeout_seconds is not None:
         limits.append(Instant((task.started_at or claimed_at) + task.timeout_seconds))
     if task.deadline_at is not None:
         limits.append(task.deadline_at)
-    if task.members and task.started_at is None:
-        limits.append(claimed_at)
     return min(limits, default=Instant(inf))
 
 
-def with_member(task: Task, member: Member) -> tuple[Member, ...]:
-    before = task.members
-    return (*before[: member.rank], member, *before[member.rank + 1 :])
+def with_member(members: tuple[Member, ...], member: Member) -> tuple[Member, ...]:
+    """Return the ranks of a gang with one changed."""
+    return (*members[: member.rank], member, *members[member.rank + 1 :])
 
 
 def node_of(task: Task, rank: int) -> NodeName:
-    if task.members:
-        return task.members[rank].node
-    assert task.node is not None, "an active task has a node"
-    return task.node
+    """Return the node of one rank of an active task."""
+    match task.holder:
+        case Gang(members) if members:
+            return members[rank].node
+        case _:
+            assert task.node is not None, "an active task has a node"
+            return task.node
 
 
 def nodes_of(task: Task) -> set[NodeName]:
-    if task.members:
-        return {member.node for member in task.members}
-    return set() if task.node is None else {task.node}
+    """Return the nodes of all ranks."""
+    match task.holder:
+        case Gang(members) if members:
+            return {member.node for member in members}
+        case _:
+            return set() if task.node is None else {task.node}
 
 
 def gpus_of(task: Task) -> int:
-    if not task.members:
-        return task.demand.gpus
-    return sum(demand_of(task, rank).gpus for rank, _ in ranks_of(task))
+    """Return how many GPUs an active task has."""
+    match task.holder:
+        case Gang():
+            return sum(demand_of(task, rank).gpus for rank, _ in ranks_of(task))
+        case _:
+            return task.demand.gpus
 
 
 def needs_gpus(demand: Demand) -> bool:
-    """Of a gang: whether any of its ranks does."""
+    """True if the demand, or that of a rank of a gang, has GPUs."""
     return demand.gpus > 0 or any(bundle.gpus for bundle in demand.bundles)

@@ -1,7 +1,8 @@
 """Why a task waits: stable tokens in a total order, the most structural first."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class Reason(StrEnum):
@@ -15,7 +16,7 @@ class Reason(StrEnum):
     EXCEEDS_CAPACITY = "ExceedsCapacity"
     """It can never fit: no device, node or limit is large enough."""
     NO_MATCHING_DEVICE = "NoMatchingDevice"
-    """What is large enough is not ready, or has another kind."""
+    """The devices that are large enough are not ready, or have another kind."""
     NODE_CORDONED = "NodeCordoned"
     """An operator has closed what is large enough."""
     DISK_FULL = "DiskFull"
@@ -72,13 +73,12 @@ _TIERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     code: str
     """exceeds-capacity, exceeds-maximum, exceeds-quota, no-matching-device, pool-mismatch,
     unknown-resource or priority-too-low."""
     message: str
-    """What was asked, what there is, what to do."""
+    """Says what was asked, what there is and what to do."""
     field: str
     """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, kinds, min_power,
     min_device_mb, devices, nodes, custom/NAME."""

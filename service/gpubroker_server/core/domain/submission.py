@@ -1,15 +1,19 @@
 """Tasks on their way in, which entrypoints they may name, and the store's answers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.domain.values import value
+from gpubroker.wire.arrays import ArrayState
+from gpubroker.wire.forecasts import Sizing
+from gpubroker.wire.worker_sets import Scaling
+from msgspec import Struct, convert, field, json
+from msgspec.structs import replace
+
+from gpubroker_server.core.domain.task import RetryOn, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, TaskId
 
 Fields = Mapping[str, Any]
 """Plain JSON values: what an event carries and `World.apply` reads."""
@@ -18,8 +22,35 @@ EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
 """`RunSpec.kind` of tasks that no node agent starts."""
 
 
-@value
-class RunSpec:
+class ItemTerms(Struct, frozen=True):
+    """How a worker of an array treats each item. Its process reads this from its environment as JSON."""
+
+    id: TaskId
+    """The id of the array."""
+    item_retries: int = 0
+    item_timeout_seconds: float | None = None
+    pickled: bool = False
+    """The worker unpickles the items; otherwise they are JSON."""
+    retry_on: tuple[RetryOn, ...] = tuple(RetryOn)
+    """The causes that use a retry of an item."""
+
+
+class SeatTerms(Struct, frozen=True):
+    """How a worker of a set takes calls. Its process reads this from its environment as JSON."""
+
+    id: TaskId
+    """The id of the set."""
+    max_concurrency: int = 1
+    """Calls at once."""
+    start_seconds: float = 3600.0
+    """A worker that has not made its objects within this time has failed to start."""
+    health: Mapping[str, Any] | None = None
+    """The method that is called to see whether it is well, how often, and how many failures end it."""
+    roles: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> the entrypoint of a further object in the same process, with its arguments."""
+
+
+class RunSpec(Struct, frozen=True):
     """What a task runs: the cold half of a task, as submitted. Large parts are blobs."""
 
     kind: str
@@ -41,18 +72,39 @@ class RunSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str = ""
     working_directory: str = ""
-    sizing: Mapping[str, Any] | None = None
-    """How its `gpu_mb` was learned at submit (fields of `Size`); None if the client stated it."""
+    sizing: Sizing | None = None
+    """The way in which `gpu_mb` was learned at submit; None if the client stated it."""
+    roles: tuple[str, ...] = ()
+    """Names of the roles that take turns in its process, sorted."""
+    profile: str = ""
+    """The profile whose sizes and limits hold for what its submit left out."""
+    max_concurrency: int | None = None
+    """A number for its own code, which is shown and has no other effect."""
+    retry_of: TaskId | None = None
+    """The ended task that it does again."""
+    items: ItemTerms | None = None
+    """Set for a worker of an array."""
+    seat: SeatTerms | None = None
+    """Set for a worker of a set."""
+
+    @property
+    def is_told_more(self) -> bool:
+        """True if its process finds variables of ours, beside those of `env`, in its environment."""
+        return bool(
+            self.roles
+            or self.profile
+            or self.max_concurrency is not None
+            or self.retry_of is not None
+            or self.items is not None
+            or self.seat is not None
+        )
 
 
-ARRAY_VARIABLE = "GPUBROKER_ARRAY"
-"""Of the workers of an array: its id, and the limits of an item."""
 WORKER_LABELS = ARRAY_LABEL, WORKER_SET_LABEL = "array", "worker_set"
-"""Of the workers of arrays and of sets: the id of what they belong to, which is that of the first."""
+"""The labels of workers of arrays and of sets: the id of the whole, which is that of its first worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayTerms:
+class ArrayTerms(Struct, frozen=True):
     """What an array does; it never changes. Its workers are the tasks of a batch, and `id` is the first."""
 
     id: TaskId
@@ -65,45 +117,43 @@ class ArrayTerms:
     """How many items are handed out together; None: about 100 ms of work."""
     item_retries: int
     item_timeout_seconds: float | None
-    result_format: str
+    result_format: Literal["json", "cloudpickle"]
     submitted_at: float
     retry_of: TaskId | None = None
     pickled: bool = False
     """Its workers unpickle the items; otherwise they are JSON."""
     objects: tuple[str, ...] = ()
     """Ids of those that its items name."""
+    retry_on: tuple[RetryOn, ...] = tuple(RetryOn)
+    """The causes that use a retry of an item."""
 
     @property
     def total(self) -> int:
         return sum(behind - first for first, behind in self.numbers)
 
+    def retries_on(self, cause: RetryOn) -> int:
+        """Return how often an item is tried again after this."""
+        return self.item_retries if cause in self.retry_on else 0
+
+
+def state_of_array(terms: ArrayTerms, done: int, failed: int, workers: Collection[TaskState]) -> ArrayState:
+    """Return the state that follows from how many items are done, how many of those failed, and the states of
+    the workers that have a row. It may be an end while workers are still about to end."""
+    left = [state for state in workers if not state.is_terminal]
+    if done >= terms.total:
+        return ArrayState.FAILED if failed else ArrayState.SUCCEEDED
+    if not left:
+        return ArrayState.CANCELLED if TaskState.CANCELLED in workers else ArrayState.FAILED
+    has_begun = done > 0 or len(left) < len(workers) or set(left) != {TaskState.PENDING}
+    return ArrayState.RUNNING if has_begun else ArrayState.PENDING
+
 
 def array_terms_from(fields: Mapping[str, Any]) -> ArrayTerms:
-    """From JSON of its fields."""
-    workers = tuple(TaskId(worker) for worker in fields["workers"])
-    numbers = tuple((first, behind) for first, behind in fields["numbers"])
-    objects = tuple(fields.get("objects", ()))
-    return ArrayTerms(**{**fields, "workers": workers, "numbers": numbers, "objects": objects})
+    """Return the terms of which these are the fields in JSON."""
+    return convert(fields, ArrayTerms)
 
 
-WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
-"""Of the workers of a set: how each takes calls."""
-
-
-@value
-class Scaling:
-    """What the number of workers follows."""
-
-    by: str
-    """calls (under way and waiting), cpu (per cent of one core) or signal (a posted number)."""
-    target: float
-    """How much of it one worker is to have."""
-    down_after_seconds: Seconds
-    """Fewer workers are wanted only after less was enough for so long."""
-
-
-@value
-class WorkerSet:
+class WorkerSet(Struct, frozen=True):
     """A set of workers that take calls. Each has a place: an ordinary task, held while it is not wanted."""
 
     id: TaskId
@@ -125,12 +175,8 @@ class WorkerSet:
 
 
 def worker_set_from(fields: Mapping[str, Any]) -> WorkerSet:
-    """From JSON of its fields."""
-    scaling = fields["scaling"]
-    workers = tuple(TaskId(worker) for worker in fields["workers"])
-    return WorkerSet(
-        **{**fields, "workers": workers, "scaling": None if scaling is None else Scaling(**scaling)}
-    )
+    """Return the set of which these are the fields in JSON."""
+    return convert(fields, WorkerSet)
 
 
 SECRET_PREFIX = "secret:"  # noqa: S105  # not a secret: it marks one
@@ -147,27 +193,89 @@ def secrets_named(env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def bytes_of(spec: RunSpec) -> int:
-    """What a task keeps for its run. `spec` has its arguments, also those that become an object."""
+    """Return how many bytes a task keeps for its run. `spec` has its arguments, also those that become an
+    object."""
+    is_told_more = spec.is_told_more
+    if not (spec.env or spec.labels or spec.command or spec.objects or is_told_more):
+        return len(spec.arguments)  # most tasks keep nothing else
     pairs = (*spec.env.items(), *spec.labels.items())
+    if is_told_more:
+        pairs = (*pairs, *told_variables(spec).items())
     texts = (*spec.command, *spec.objects, *(text for pair in pairs for text in pair))
     return len(spec.arguments) + sum(len(text.encode()) for text in texts)
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """One task on its way in. Its id is made before the commit, so that repeating the commit is harmless."""
+ROLES_VARIABLE = "GPUBROKER_ROLES"
+PROFILE_VARIABLE = "GPUBROKER_PROFILE"
+CONCURRENCY_VARIABLE = "GPUBROKER_MAX_CONCURRENCY"
+RETRY_VARIABLE = "GPUBROKER_RETRY_OF"
+ARRAY_VARIABLE = "GPUBROKER_ARRAY"
+WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
+_TOLD = frozenset(
+    {
+        ROLES_VARIABLE,
+        PROFILE_VARIABLE,
+        CONCURRENCY_VARIABLE,
+        RETRY_VARIABLE,
+        ARRAY_VARIABLE,
+        WORKER_SET_VARIABLE,
+    }
+)
+
+
+def told_variables(spec: RunSpec) -> dict[str, str]:
+    """Return what the process of a task finds of its specification in its environment, beside `env`."""
+    told = {
+        ROLES_VARIABLE: ",".join(spec.roles),
+        PROFILE_VARIABLE: spec.profile,
+        CONCURRENCY_VARIABLE: "" if spec.max_concurrency is None else str(spec.max_concurrency),
+        RETRY_VARIABLE: spec.retry_of or "",
+        ARRAY_VARIABLE: "" if spec.items is None else json.encode(spec.items).decode(),
+        WORKER_SET_VARIABLE: "" if spec.seat is None else json.encode(spec.seat).decode(),
+    }
+    return {name: text for name, text in told.items() if text}
+
+
+def with_told(spec: RunSpec) -> RunSpec:
+    """Return the specification of a stored row, in whose `env` the fields above are variables.
+
+    Rows have them there because earlier releases, which may lead while this one is installed, hand a run
+    nothing but its `env`. No client can set variables with these names.
+    """
+    if spec.sizing is not None and spec.sizing.kind == "":  # rows of earlier releases have it for None
+        spec = replace(spec, sizing=replace(spec.sizing, kind=None))
+    if _TOLD.isdisjoint(spec.env):
+        return spec
+    env = {name: text for name, text in spec.env.items() if name not in _TOLD}
+    roles, concurrency = spec.env.get(ROLES_VARIABLE), spec.env.get(CONCURRENCY_VARIABLE)
+    retry_of = spec.env.get(RETRY_VARIABLE)
+    items, seat = spec.env.get(ARRAY_VARIABLE), spec.env.get(WORKER_SET_VARIABLE)
+    return replace(
+        spec,
+        env=env,
+        roles=() if roles is None else tuple(roles.split(",")),
+        profile=spec.env.get(PROFILE_VARIABLE, ""),
+        max_concurrency=None if concurrency is None else int(concurrency),
+        retry_of=None if retry_of is None else TaskId(retry_of),
+        items=None if items is None else json.decode(items, type=ItemTerms),
+        seat=None if seat is None else json.decode(seat, type=SeatTerms),
+    )
+
+
+class AdmittedTask(Struct, frozen=True):
+    """An admitted task on its way into the store. Its id is made before the commit, so that repeating the
+    commit is harmless."""
 
     task: Task
     spec: RunSpec
     idempotency_key: str | None = None
     body_hash: str = ""
-    like: "Submission | None" = None
-    """A submission that differs in task id, run and `queued_bytes` only, so that its encoded fields can be
+    like: "AdmittedTask | None" = None
+    """A new task that differs in task id, run and `queued_bytes` only, so that its encoded fields can be
     reused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """What a client asks of an existing task. A gateway inserts it; only the leader carries it out.
 
     `what` and its fields:
@@ -193,11 +301,10 @@ class Request:
     made_at: Instant
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSubmission:
+class BatchSubmission(Struct, frozen=True):
     """One or more tasks that are written together or not at all, in order."""
 
-    submissions: Sequence[Submission]
+    submissions: Sequence[AdmittedTask]
     idempotency_key: str | None = None
     body_hash: str = ""
     answer: str = ""
@@ -216,6 +323,16 @@ class BatchSubmission:
         return self.submissions[0].task.id
 
 
+class StoredState(Struct, frozen=True):
+    """The state of a task that others may depend on."""
+
+    tenant: str
+    state: TaskState
+    failed_by: TaskId | None = None
+    array: TaskId | None = None
+    """The array of a worker; its id is that of its first worker."""
+
+
 class SubmitVerdict(StrEnum):
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -223,14 +340,12 @@ class SubmitVerdict(StrEnum):
     KEY_REUSED = "key_reused"
 
 
-@dataclass(frozen=True, slots=True)
-class KnownKey:
+class KnownKey(Struct, frozen=True):
     task: TaskId
     body_hash: str
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitOutcome:
+class SubmitOutcome(Struct, frozen=True):
     verdict: SubmitVerdict
     task: TaskId
 
@@ -256,13 +371,13 @@ def is_entrypoint_allowed(patterns: EntrypointPatterns, entrypoint: str) -> bool
 
 
 def named_patterns(patterns: EntrypointPatterns) -> str:
-    """What is allowed, for people."""
+    """Return the text that names the allowed entrypoints to people."""
     return ", ".join(patterns) or "nothing yet"
 
 
 def withdrawn_entrypoints(patterns: EntrypointPatterns, waiting: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Of the entrypoints of waiting tasks those that are not allowed, and how many tasks name each. The most
-    frequent first."""
+    """Return those entrypoints of waiting tasks that are not allowed, with the number of tasks that name
+    each, the most frequent first."""
     found = [(name, count) for name, count in waiting.items() if not is_entrypoint_allowed(patterns, name)]
     return sorted(found, key=lambda each: (-each[1], each[0]))
 

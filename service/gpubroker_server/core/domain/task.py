@@ -1,92 +1,16 @@
 """A task, its states, and the table of its transitions."""
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import repeat
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.errors import IllegalTransition
-from gpubroker_server.core.domain.models import ModelTerms
+from gpubroker_server.core.domain.holders import RUN, Gang, Holder, Member, Model
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
-from gpubroker_server.core.domain.values import changed, value
-
-
-@dataclass(frozen=True, slots=True)
-class ExternalTerms:
-    """The terms of an external holder: it acquires, renews and releases by itself; no agent starts or stops
-    it."""
-
-    ttl_seconds: Seconds
-    """It is asked to leave this long after its admission or its last renewal."""
-    pid: int | None = None
-    """A process on its node: its use and its children's are the holder's. Once it is gone, the holder
-    is."""
-
-
-class MemberState(StrEnum):
-    PLACED = "placed"
-    """Its order is on its way, or its process is starting. Its agent's Ready moves it on; the gang's start
-    limit stops it. One that joins a running gang stays so until all that join are ready."""
-    READY = "ready"
-    """It waits at the barrier; once its task is RUNNING it has been sent the GoOrder. Its end moves it on."""
-    SUCCEEDED = "succeeded"
-    ENDED = "ended"
-    """It failed, was stopped or lost, or never started."""
-    LEAVING = "leaving"
-    """It was asked to leave and the gang goes on without it: its outcome does not count. Its end, or its stop
-    deadline, moves it on."""
-    LEFT = "left"
-    """It has left, or was given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One rank of a claim. A rank that is `gone` (confirmed or given up) uses nothing of its node."""
-
-    rank: int
-    node: NodeName
-    state: MemberState = MemberState.PLACED
-    gone: bool = False
-    address: str = ""
-    freeing_for: TaskId | None = None
-    """The preemptor that its memory is freed for while it leaves."""
-    stop_deadline_at: Instant | None = None
-    """When it has to have left, or, while it is joining, to be ready. None for one that failed by itself."""
-    bundle: int | None = None
-    """Of a rank that was added to a running gang: which bundle of the demand it has. None: that of its
-    rank."""
-
-    @property
-    def is_late(self) -> bool:
-        """It was added while its gang ran."""
-        return self.bundle is not None
-
-    @property
-    def is_joining(self) -> bool:
-        """It is not at work yet in a gang that runs."""
-        return self.is_late and self.state is MemberState.PLACED
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in (MemberState.SUCCEEDED, MemberState.ENDED, MemberState.LEFT)
-
-    @property
-    def has_finished(self) -> bool:
-        """It came to its own end, which counts for its gang."""
-        return self.state in (MemberState.SUCCEEDED, MemberState.ENDED)
-
-    @property
-    def changes_of_world(self) -> int:
-        """How often it joined a running gang or left it. One that joins and is never at work has no
-        address."""
-        joined = self.is_late and self.state is not MemberState.PLACED and bool(self.address)
-        left = not self.takes_part and (joined or not self.is_late)
-        return joined + left
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether the gang goes on with it."""
-        return self.state not in (MemberState.LEAVING, MemberState.LEFT)
 
 
 class TaskState(StrEnum):
@@ -178,10 +102,21 @@ class OnFailure(StrEnum):
     IGNORE = "ignore"
 
 
-@dataclass(frozen=True, slots=True)
-class Dependency:
+class Dependency(Struct, frozen=True, array_like=True):
     task: TaskId
     on_failure: OnFailure = OnFailure.FAIL
+
+
+class RetryOn(StrEnum):
+    """What uses a retry of a task, or of an item of an array."""
+
+    FAILURE = "failure"
+    """Its run failed, or ended without a report."""
+    TIMEOUT = "timeout"
+    """Its time limit ended it."""
+
+
+ON_FAILURE = (RetryOn.FAILURE,)
 
 
 class StopReason(StrEnum):
@@ -201,8 +136,7 @@ class StopReason(StrEnum):
     keeps this reason until it is admitted there."""
 
 
-@value
-class Task:
+class Task(Struct, frozen=True, omit_defaults=True):
     """The hot half of a task: what decisions need. Arguments, results and labels are in other tables.
 
     `version` counts changes of the row and guards every write. `fence` counts claims. `failures` counts
@@ -216,6 +150,7 @@ class Task:
     demand: Demand
     submitted_at: Instant
     max_retries: int = 0
+    retry_on: tuple[RetryOn, ...] = ON_FAILURE
     timeout_seconds: Seconds | None = None
     grace_seconds: Seconds = Seconds(30.0)
     shareable: bool = False
@@ -231,17 +166,12 @@ class Task:
     stream: str = ""
     """Its work stream: the weight orders tasks of equal aged priority."""
     subject: str = ""
-    """What its runs are alike in, for learning: its model type, else its name, else its entrypoint. Empty:
-    nothing is learned."""
-    array: TaskId | None = None
-    """Set for a worker of an array: the id of the array. It is a slot for items, which have retries of their
-    own."""
-    external: ExternalTerms | None = None
-    """Set for an external holder, which has its devices from its admission on."""
-    model: ModelTerms | None = None
+    """The name under which sizes and run times are learned: its model type, else its name, else its
+    entrypoint. Empty: nothing is learned."""
     queued_bytes: int = 0
-    """What it keeps for its run: arguments (also those in an object), command, env and labels."""
-    state: TaskState = TaskState.PENDING
+    """The bytes that it keeps for its run: arguments (also those in an object), command, env and labels."""
+    state: TaskState = field(default_factory=repeat(TaskState.PENDING).__next__)
+    """Always encoded, unlike other defaults: what reads the log asks each event for it."""
     version: int = 1
     fence: Fence = Fence(0)
     held: bool = False
@@ -267,14 +197,17 @@ class Task:
     stop_deadline_at: Instant | None = None
     freeing_for: TaskId | None = None
     """The preemptor that this run's memory is freed for while it is STOPPING."""
-    members: tuple[Member, ...] = ()
-    """The ranks of a gang's newest claim, by rank; empty for other tasks. `node` is that of rank 0."""
+    holder: Holder = RUN
+    """The kind of the task, with the fields that only tasks of this kind have."""
 
     @property
     def queued_at(self) -> Instant:
         """The time that its place in the queue and its age count from."""
-        left_at = None if self.model is None else self.model.left_at
-        return self.submitted_at if left_at is None else left_at
+        match self.holder:
+            case Model(left_at=left_at) if left_at is not None:
+                return left_at
+            case _:
+                return self.submitted_at
 
     @property
     def is_terminal(self) -> bool:
@@ -285,33 +218,37 @@ class Task:
         return self.state in ACTIVE
 
     @property
-    def is_run(self) -> bool:
-        """Whether node agents start and stop it: false for external holders, models and inferences."""
-        return self.external is None and self.model is None and not self.demand.answered_by
-
-    @property
-    def is_inference(self) -> bool:
-        """A model server answers it."""
-        return bool(self.demand.answered_by)
-
-    @property
-    def terms(self) -> ModelTerms:
-        """Of a model."""
-        assert self.model is not None
-        return self.model
-
-    @property
     def is_moving(self) -> bool:
-        """Its run is asked to stop, and room elsewhere is pledged to it."""
+        """True if the run is asked to stop, and room elsewhere is pledged to it."""
         return self.state is TaskState.STOPPING and self.stop_reason is StopReason.MOVE
 
     @property
     def waits_until(self) -> Instant | None:
-        """When it expires if still pending; None: never. The time limit to wait is for the first admission
-        only: a task that has run and comes back is not ended by it."""
-        if self.expires_at is None or (self.fence > 0 and self.model is None):
+        """The instant at which the task expires if it is still pending; None: never. The limit is for the
+        first admission only: a task that has run and comes back is not ended by it."""
+        if self.expires_at is None:
             return self.deadline_at
+        match self.holder:
+            case Model():
+                pass
+            case _ if self.fence > 0:
+                return self.deadline_at
         return self.expires_at if self.deadline_at is None else min(self.expires_at, self.deadline_at)
+
+
+def model_of(task: Task) -> Model:
+    """Return the model that the task holds, or wants to hold. Only for tasks that the index of models has."""
+    assert isinstance(task.holder, Model)
+    return task.holder
+
+
+def members_of(task: Task) -> tuple[Member, ...]:
+    """Return the ranks of a gang's newest claim, by rank. Tasks of other kinds have none."""
+    match task.holder:
+        case Gang(members):
+            return members
+        case _:
+            return ()
 
 
 HOT_FIELDS = (
@@ -336,8 +273,7 @@ HOT_FIELDS = (
     "stop_reason",
     "stop_deadline_at",
     "freeing_for",
-    "members",
-    "model",
+    "holder",
 )
 """The fields that change after submit."""
 
@@ -347,14 +283,21 @@ Notice = tuple[TaskId | None, bool]
 
 
 def stop_notice(task: Task, rank: int = 0) -> Notice:
-    """The notice of one rank; a rank may leave a gang that goes on."""
-    if task.members and not (member := task.members[rank]).takes_part:
-        return member.freeing_for, True
-    return task.freeing_for, task.state is TaskState.STOPPING
+    """Return the notice of one rank; a rank may leave a gang that goes on."""
+    match task.holder:
+        case Gang(members) if members and not (member := members[rank]).takes_part:
+            return member.freeing_for, True
+        case _:
+            return task.freeing_for, task.state is TaskState.STOPPING
 
 
 def stop_notices(task: Task) -> list[Notice]:
-    return [stop_notice(task, rank) for rank in range(max(1, len(task.members)))]
+    """Return the notices of all ranks of the claim."""
+    match task.holder:
+        case Gang(members) if members:
+            return [stop_notice(task, member.rank) for member in members]
+        case _:
+            return [stop_notice(task)]
 
 
 def move(task: Task, what: Move, **changes: Any) -> Task:
@@ -364,11 +307,10 @@ def move(task: Task, what: Move, **changes: Any) -> Task:
         state = TRANSITIONS[task.state, what]
     except KeyError:
         raise IllegalTransition(f"task {task.id} is {task.state}; it cannot be {what}") from None
-    return changed(task, state=state, version=task.version + 1, **changes)
+    return replace(task, state=state, version=task.version + 1, **changes)
 
 
-@value
-class Placement:
+class Placement(Struct, frozen=True):
     """Where a task will run: one node, and one (device, MiB) pair per GPU, ordered by key."""
 
     node: NodeName

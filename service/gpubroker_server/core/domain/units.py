@@ -3,6 +3,9 @@
 import re
 from typing import NewType
 
+MIB_BYTES = 2**20
+DAY_SECONDS = 86_400
+
 Mib = NewType("Mib", int)
 Seconds = NewType("Seconds", float)
 Instant = NewType("Instant", float)
@@ -34,7 +37,8 @@ def device_key(cluster: str, node: str, uuid: str) -> DeviceKey:
 
 
 def node_key(node: NodeName) -> DeviceKey:
-    """In a pledge, the node itself: its CPU, host memory, run slots and custom resources."""
+    """Return the key that stands in a pledge for the node itself: its CPU, host memory, run slots and custom
+    resources."""
     return device_key("", node, "")
 
 
@@ -50,7 +54,8 @@ def mark_of(holder: str, fence: Fence, rank: int) -> str:
 
 
 def release_numbers(release: str) -> tuple[int, ...]:
-    """To compare: '0.3.0.dev0' -> (0, 3, 0). An unknown release, an empty text, is before all others."""
+    """Return the numbers by which releases are compared: '0.3.0.dev0' -> (0, 3, 0). An unknown release, an
+    empty text, is before all others."""
     return tuple(map(int, re.findall(r"\d+", release)[:3]))
 
 
@@ -64,4 +69,4 @@ def in_time(seconds: float) -> str:
     for limit, size, unit in ((120.0, 1, "s"), (7_200.0, 60, "min"), (172_800.0, 3_600, "h")):
         if seconds < limit:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
+    return f"{seconds / DAY_SECONDS:.0f} d"

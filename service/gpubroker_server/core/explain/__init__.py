@@ -1,1 +1,1 @@
-"""Admission, why a task waits, what would help, and whether a fleet is large enough."""
+"""Why a task waits, what would help, and whether a fleet is large enough."""

@@ -1,22 +1,24 @@
 """When a waiting task is expected to start, and what would help. The costly part of an explanation."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from heapq import nsmallest
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.diagnosis import Diagnosis
-from gpubroker_server.core.explain.explain import is_deferred
+from gpubroker_server.core.explain.explain import Explanation, is_deferred
 from gpubroker_server.core.explain.preemption_verdict import PreemptionVerdict, explain_preemption
 from gpubroker_server.core.explain.remedies import remedies
 from gpubroker_server.core.explain.remedy_planner import Remedy
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.explain.what_if import WhatIf
-from gpubroker_server.core.planning.find_way import Evict, Way
+from gpubroker_server.core.planning.find_way import Evict, Wait, WaitReason, Way
 from gpubroker_server.core.planning.find_way import Start as StartNow
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_start
 from gpubroker_server.core.planning.forecasts.forecasts import forecast_alone
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
-from gpubroker_server.core.planning.forecasts.reservations import Basis
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Reservation
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.world.ledger import DeviceLedger
 
@@ -24,12 +26,17 @@ MAX_NODES = 8
 """Nodes for which a start is forecast, those that have room first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+_VERDICTS = {StartNow: "starts", Evict: "preempts", Wait: "waits"}
+
+
+class Advice(Struct, frozen=True):
+    verdict: str
+    """starts, preempts or waits. A deferred task waits."""
     way: Way
-    """What the planner would decide now; for a deferred task, if it were not deferred."""
+    """The decision that the planner would take now; for a deferred task, if it were not deferred."""
     start: ExpectedStart | None
-    """As pledged or forecast; else when it has room, unless another task takes that; None: unknown."""
+    """The start that is pledged or forecast; else the time at which it has room, unless another task takes
+    that. None: unknown, as for a task without a forecast whose room is reserved for others."""
     preemption: PreemptionVerdict
     remedies: tuple[Remedy, ...]
     """Empty where none is needed or none was found."""
@@ -37,24 +44,44 @@ class Advice:
     """When each device that it may use has enough for it, where known."""
     expected_ends: ExpectedEnds
 
+    def message(self, found: Explanation) -> str:
+        """Say what would become of the task if it were submitted now; `found` says what it would wait for."""
+        places, eviction = self.way.places, self.way.eviction
+        if self.verdict == "starts" and places is not None:
+            return f"the task would start now on {', '.join(sorted({one.node for one in places}))}"
+        if self.verdict == "preempts" and eviction is not None:
+            victims = self.preemption.message
+            return f"{victims}, and the task would start on {eviction.node}; until then: {found.message}"
+        return found.message
+
 
 def advise(found: Diagnosis, highest_priority: int = 100) -> Advice:
-    """For a pending task, or for one that has not been submitted."""
+    """Return the advice for a pending task, or for one that has not been submitted."""
     survey = found.survey
     task, draft = survey.task, survey.draft
     what_if = WhatIf(draft, survey.policy, survey.now, survey.forecasts, survey.known)
     way = what_if.way(task)
     expected_ends = ExpectedEnds(draft, survey.policy, survey.now)
     free_in = _free_in(found.device_survey, expected_ends)
-    may_start = isinstance(way, StartNow) and not is_deferred(task, draft.world)
+    verdict = "waits" if is_deferred(task, draft.world) else _VERDICTS[type(way)]
+    may_start = verdict == "starts"
     return Advice(
+        verdict,
         way,
         _at(survey.now) if may_start else _start(survey, way, free_in),
-        explain_preemption(survey, way),
+        explain_preemption(survey, way, _ahead(what_if, survey, way)),
         () if may_start else remedies(survey, way, expected_ends, what_if, highest_priority),
         free_in,
         expected_ends,
     )
+
+
+def _ahead(what_if: WhatIf, survey: Survey, way: Way) -> Sequence[Reservation]:
+    return what_if.keeps_from_preempting(survey.task) if _is_reserved(way) else ()
+
+
+def _is_reserved(way: Way) -> bool:
+    return isinstance(way, Wait) and way.reason is WaitReason.RESERVED
 
 
 def _free_in(survey: Survey, expected_ends: ExpectedEnds) -> dict[DeviceKey, Remaining]:
@@ -72,7 +99,7 @@ def _free_in(survey: Survey, expected_ends: ExpectedEnds) -> dict[DeviceKey, Rem
 def _end_of_need(
     ledger: DeviceLedger, missing_mb: int, task: TaskId, expected_ends: ExpectedEnds
 ) -> Remaining | None:
-    """When `missing_mb` more will be free on a device, without what is being freed for others."""
+    """Return when `missing_mb` more will be free on a device, without what is being freed for others."""
     within = Remaining(Seconds(0.0), Seconds(0.0), 0)
     if missing_mb <= 0:
         return within
@@ -93,7 +120,7 @@ def _end_of_need(
 
 
 def _later(one: Remaining, other: Remaining) -> Remaining:
-    """When both have ended; n is the smaller one."""
+    """Return when both have ended; n is the smaller one."""
     p50, p90 = max(one.p50_seconds, other.p50_seconds), max(one.p90_seconds, other.p90_seconds)
     return Remaining(p50, p90, min((end.n for end in (one, other) if end.n), default=0))
 
@@ -107,7 +134,7 @@ def _start(survey: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> Exp
         start = _at(now)
     elif start is None and isinstance(way, Evict):
         start = _at(way.eviction.deadline_at)
-    elif start is None:
+    elif start is None and not _is_reserved(way):
         nodes = survey.draft.world.nodes if task.demand.bundles else _nodes(survey, free_in)
         alone = forecast_alone(survey.draft, task, survey.policy, now, nodes)
         if alone is not None and alone.basis is not Basis.GUESS:

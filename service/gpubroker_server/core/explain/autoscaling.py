@@ -2,86 +2,72 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 from math import ceil, floor, inf
-from typing import NamedTuple
+
+from gpubroker.wire.fleet import Capacity, SpareNode, UnmetGroup
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device, is_of_kind
+from gpubroker_server.core.domain.holders import Gang
 from gpubroker_server.core.domain.policy import Policy, Pool
 from gpubroker_server.core.domain.ranks import vacant_bundles
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.domain.units import MIB_BYTES, Instant, NodeName, Seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.queue import QueueGroup
 from gpubroker_server.core.world.world import World
 
-MIB_BYTES = 2**20
 DIGITS = 3
-"""Of CPUs."""
+"""Decimal digits of a number of CPUs."""
 
 
-class CapacityAmounts(NamedTuple):
-    gpus: int = 0
-    """Whole ones, and as many as parts of GPUs fill."""
-    gpu_mb: int = 0
-    cpu: float = 0.0
-    memory_mb: int = 0
-
-    def plus(self, other: "CapacityAmounts") -> "CapacityAmounts":
-        cpu = round(self.cpu + other.cpu, DIGITS)
-        gpus, gpu_mb = self.gpus + other.gpus, self.gpu_mb + other.gpu_mb
-        return CapacityAmounts(gpus, gpu_mb, cpu, self.memory_mb + other.memory_mb)
+NOTHING = Capacity(0, 0, 0.0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class UnmetGroup:
-    """Tasks of one pool and one choice of kinds that wait, or run without all of their ranks."""
-
-    pool: str
-    """Empty: none."""
-    kinds: tuple[str, ...]
-    """As the tasks name them; empty: any, or no GPU."""
-    tasks: int
-    waiting_seconds: Seconds
-    """Of the task that has waited longest; one that lacks ranks has since its start."""
-    amounts: CapacityAmounts
+def total_of(amounts: Iterable[Capacity]) -> Capacity:
+    total = NOTHING
+    for each in amounts:
+        total = plus(total, each)
+    return total
 
 
-class SpareNode(NamedTuple):
-    """Nothing holds anything of it, and no waiting task could use it."""
-
-    name: NodeName
-    kinds: tuple[str, ...]
-    amounts: CapacityAmounts
+def plus(one: Capacity, other: Capacity) -> Capacity:
+    cpu = round(one.cpu + other.cpu, DIGITS)
+    return Capacity(one.gpus + other.gpus, one.gpu_mb + other.gpu_mb, cpu, one.memory_mb + other.memory_mb)
 
 
-@dataclass(frozen=True, slots=True)
-class AutoscalingDemand:
+class AutoscalingDemand(Struct, frozen=True):
     unmet: tuple[UnmetGroup, ...]
-    """By pool and kinds. A gang whose ranks differ in these is in several."""
+    """The groups by pool and kinds. A gang whose ranks differ in these is in several."""
     tasks: int
     """That lack room."""
     limited_tasks: int
     """Tasks that wait for a quota or a limit, which no further node would raise."""
-    used: CapacityAmounts
+    used: Capacity
     """GPUs that are held in whole or in part, and what runs hold of nodes."""
     spare: tuple[SpareNode, ...]
     """In name order."""
     bundles: Mapping[tuple[float, float, int], int]
     """(GPUs, CPUs, MiB) of each run and of each waiting task or rank, and how many ask for this."""
 
-    @property
-    def lacking(self) -> CapacityAmounts:
-        total = CapacityAmounts()
+    def unmet_gpus(self) -> Mapping[str, float]:
+        """The GPUs that waiting tasks lack, by pool; 0 of no pool if nothing is lacking."""
+        unmet = dict.fromkeys((group.pool for group in self.unmet), 0.0) or {"": 0.0}
         for group in self.unmet:
-            total = total.plus(group.amounts)
-        return total
+            unmet[group.pool] += group.gpus
+        return unmet
+
+    @property
+    def lacking(self) -> Capacity:
+        return total_of(self.unmet)
 
 
 MOST_BUNDLES = 1000
@@ -89,7 +75,7 @@ MOST_BUNDLES = 1000
 
 
 def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
-    """What Ray's autoscaler should have room for, in its words: a bundle for each run and each waiting task.
+    """Return the bundles that Ray's autoscaler should have room for: one for each run and each waiting task.
     Ray takes parts of one GPU only, so parts of several count as whole ones."""
     first: list[dict[str, float]] = []
     more: list[dict[str, float]] = []
@@ -106,8 +92,7 @@ def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
     return [*first, *more][:MOST_BUNDLES]
 
 
-@dataclass(frozen=True, slots=True)
-class DemandScope:
+class DemandScope(Struct, frozen=True):
     """What an autoscaler asks about: its pool, its kind of GPU, and tasks that have waited for so long."""
 
     pool: str | None = None
@@ -142,10 +127,9 @@ def autoscaling_demand(
         if _is_in_pool(world, name, pool)
         and (not scope.kind or any(True for _ in _present(draft, name, scope.kind)))
     ]
-    used = CapacityAmounts()
+    used = total_of(_used_of(draft, name, scope.kind) for name in nodes)
     bundles = Counter(waiting.bundles)
     for name in nodes:
-        used = used.plus(_used_of(draft, name, scope.kind))
         for run in draft.active_on(name):
             for part in run.demand.bundles or (run.demand,):
                 bundles[waiting.bundle_of(part)] += 1
@@ -158,7 +142,7 @@ class _Sum:
     tasks: int = 0
     since: float = inf
     gpus: Fraction = Fraction(0)
-    amounts: CapacityAmounts = field(default_factory=CapacityAmounts)
+    amounts: Capacity = NOTHING
 
 
 @dataclass(slots=True)
@@ -171,12 +155,12 @@ class _Waiting:
     limited: int = 0
     bundles: Counter[tuple[float, float, int]] = field(default_factory=Counter)
     demands: set[Demand] = field(default_factory=set)
-    """Of tasks that lack room; of gangs, of their ranks."""
+    """The demands of tasks that lack room; for gangs, those of their ranks."""
     _sums: dict[tuple[str, tuple[str, ...]], _Sum] = field(default_factory=dict)
     _taken: dict[str, float] = field(default_factory=dict)
-    """Of shared limits, by the tasks that were counted."""
+    """Shared limit -> the amount taken by the tasks that were counted."""
     _taken_mb: Counter[str] = field(default_factory=Counter)
-    """Of quotas, by tenant."""
+    """Tenant -> MiB of its quota that are taken."""
     _devices: list[Device] = field(default_factory=list)
     _pledged: Counter[QueueGroup] = field(default_factory=Counter)
     _quotas: Quotas = field(init=False)
@@ -201,18 +185,20 @@ class _Waiting:
         self._add(demand.pool, parts, allowed, group.member(0)[0])
 
     def count_missing_ranks(self, gang: Task) -> None:
-        """As many as its tenant's quota allows. What counts for the whole gang is counted already."""
+        """Count as many missing ranks as the tenant's quota and the limits of its pool allow."""
         since = gang.started_at or self.now
         is_too_new = self.now - since < self.scope.waited_seconds
         if is_too_new or not self._is_in_scope(gang.demand) or self.draft.world.queue.pause_of(gang):
             return
-        parts = [gang.demand.bundles[bundle] for bundle in vacant_bundles(gang)]
+        vacant = tuple(gang.demand.bundles[bundle] for bundle in vacant_bundles(gang))
+        missing = replace(gang, demand=replace(gang.demand, bundles=vacant, min_ranks=0), holder=Gang())
+        parts = vacant[: self.draft.ranks_within_limits(missing, self.policy.custom_limits)]
         quota = self._quotas.of(gang.tenant, gang.priority) if self.policy.has_quotas else None
         left_mb = inf if quota is None else quota.left_mb - self._taken_mb[gang.tenant]
         needs_mb = accumulate(map(self._quotas.need_mb, parts))
         allowed = parts[: sum(need_mb <= left_mb for need_mb in needs_mb)]
         self._taken_mb[gang.tenant] += sum(map(self._quotas.need_mb, allowed))
-        self.limited += bool(parts) and not allowed
+        self.limited += bool(vacant) and not allowed
         if allowed:
             self._add(gang.demand.pool, allowed, 1, since)
 
@@ -226,19 +212,19 @@ class _Waiting:
             found.since = min(found.since, since)
             gpus, need = self._gpus_of(part)
             found.gpus += allowed * gpus
-            amounts = CapacityAmounts(0, need, part.cpu, part.memory_mb)
-            found.amounts = found.amounts.plus(_times(amounts, allowed))
+            cpu, memory_mb = round(part.cpu * allowed, DIGITS), part.memory_mb * allowed
+            found.amounts = plus(found.amounts, Capacity(0, need * allowed, cpu, memory_mb))
             self.bundles[self.bundle_of(part)] += allowed
             self.demands.add(part)
 
     def groups(self) -> tuple[UnmetGroup, ...]:
         return tuple(
             UnmetGroup(
-                pool,
-                kinds,
-                found.tasks,
-                Seconds(max(0.0, self.now - found.since)),
-                found.amounts._replace(gpus=ceil(found.gpus)),
+                **asdict(replace(found.amounts, gpus=ceil(found.gpus))),
+                tasks=found.tasks,
+                waiting_seconds=max(0.0, self.now - found.since),
+                pool=pool,
+                kinds=kinds,
             )
             for (pool, kinds), found in sorted(self._sums.items())
         )
@@ -253,12 +239,13 @@ class _Waiting:
         return not self.scope.kind or any(_may_use_kind(part, self.scope.kind) for part in parts)
 
     def _waited(self, group: QueueGroup) -> int:
-        """How many tasks have waited for long enough."""
+        """Return the number of tasks that have waited for long enough."""
         latest = self.now - self.scope.waited_seconds
         return bisect_right(range(len(group)), latest, key=lambda index: group.member(index)[0])
 
     def _allowed(self, group: QueueGroup, tasks: int) -> int:
-        """How many of them quotas and limits let start, with all that were counted before. Notes them."""
+        """Return how many of the tasks may start by quotas and limits, with all that were counted before, and
+        note them."""
         demand, world = group.demand, self.draft.world
         allowed: float = max(0, tasks)
         if not allowed:
@@ -300,11 +287,6 @@ def _may_use_kind(part: Demand, kind: str) -> bool:
     return part.gpus > 0 and (not wanted or any(is_of_kind(kind, name) for name in wanted))
 
 
-def _times(amounts: CapacityAmounts, count: int) -> CapacityAmounts:
-    gpus, gpu_mb, cpu, memory_mb = amounts
-    return CapacityAmounts(gpus * count, gpu_mb * count, round(cpu * count, DIGITS), memory_mb * count)
-
-
 def _is_in_pool(world: World, node: NodeName, pool: Pool | None) -> bool:
     """A pool without kinds and nodes is everywhere."""
     if pool is None:
@@ -312,7 +294,7 @@ def _is_in_pool(world: World, node: NodeName, pool: Pool | None) -> bool:
     here = world.nodes[node]
     labels = {**dict(here.labels), "node": here.name}
     kinds = {world.ledgers[device].device.kind for device in world.by_node.get(node, ())}
-    return all(labels.get(label) in values for label, values in pool.nodes) and (
+    return all(labels.get(label) in values for label, values in pool.nodes.items()) and (
         not pool.kinds or any(is_of_kind(kind, name) for kind in kinds for name in pool.kinds)
     )
 
@@ -325,10 +307,10 @@ def _present(draft: Draft, node: NodeName, kind: str = "") -> Iterator[DeviceLed
             yield ledger
 
 
-def _used_of(draft: Draft, node: NodeName, kind: str) -> CapacityAmounts:
+def _used_of(draft: Draft, node: NodeName, kind: str) -> Capacity:
     held = [ledger.held_mb() for ledger in _present(draft, node, kind) if ledger.holdings]
     use = draft.use(node)
-    return CapacityAmounts(len(held), sum(held), use.cpu, use.memory_mb)
+    return Capacity(len(held), sum(held), use.cpu, use.memory_mb)
 
 
 def _is_spare(draft: Draft, node: NodeName, waiting: Set[Demand]) -> bool:
@@ -341,7 +323,8 @@ def _is_spare(draft: Draft, node: NodeName, waiting: Set[Demand]) -> bool:
 
 def _could_use(draft: Draft, node: NodeName, ledgers: list[DeviceLedger], part: Demand) -> bool:
     here = draft.world.nodes[node]
-    large = sum(need_mb(part, ledger.device) is not None for ledger in ledgers)
+    offered = ledgers if part.gpus else ()
+    large = sum(need_mb(part, ledger.device) is not None for ledger in offered)
     enough = here.cpu >= part.cpu and here.memory_mb >= part.memory_mb
     return not here.cordoned and may_use_node(part, here) and enough and large >= part.gpus
 
@@ -351,4 +334,4 @@ def _spare(draft: Draft, node: NodeName) -> SpareNode:
     devices = [ledger.device for ledger in _present(draft, node)]
     kinds = tuple(sorted({device.kind for device in devices}))
     gpu_mb = sum(device.allocatable_mb for device in devices)
-    return SpareNode(node, kinds, CapacityAmounts(len(devices), gpu_mb, here.cpu, here.memory_mb))
+    return SpareNode(len(devices), gpu_mb, here.cpu, here.memory_mb, node, kinds)

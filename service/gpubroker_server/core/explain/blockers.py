@@ -1,19 +1,29 @@
 """What keeps a task from being placed now, most structural first."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+from gpubroker.wire.explanations import Quota
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpubroker_server.core.admission.feasibility import (
+    check,
+    check_priority,
+    new_nodes_could_take,
+    slot_text,
+    waits_for_a_node,
+)
+from gpubroker_server.core.domain.holders import Inference
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Task, TaskState, stop_notices
+from gpubroker_server.core.domain.task import Task, TaskState, model_of, stop_notices
 from gpubroker_server.core.domain.units import Instant, TaskId, in_gib, in_time, node_of
-from gpubroker_server.core.explain.admission import check, check_priority, slot_text
 from gpubroker_server.core.explain.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.inferences import holders, servers_of, waiting
-from gpubroker_server.core.planning.tenants.quota import Allowance, Quotas
+from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
@@ -21,8 +31,7 @@ _SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, R
 """A task with pledges is told when their memory comes, not that there is too little."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blocker:
+class Blocker(Struct, frozen=True):
     reason: Reason
     message: str
 
@@ -30,19 +39,21 @@ class Blocker:
 def limit_blockers(survey: Survey) -> list[Blocker]:
     """Quotas and limits that are used up, whatever is free; for a gang over all ranks."""
     quota = quota_of(survey)
-    short = [quota.message] if quota is not None and quota.is_short else []
+    short = [quota_text(quota)] if quota is not None and is_short(quota) else []
     return [*(Blocker(Reason.QUOTA_EXHAUSTED, message) for message in short), *_custom(survey)]
 
 
 def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
     """Everything that keeps the task from a placement; empty if there is one. `of_rank`: without the limits
     and the priorities for custom resources, which count over all ranks."""
-    if survey.task.is_inference:
+    if isinstance(survey.task.holder, Inference):
         why = inference_blockers(survey.draft.world, survey.task, survey.policy)
         return [*limit_blockers(survey), *(Blocker(reason, message) for reason, message in why)]
     demand, world = survey.task.demand, survey.draft.world
     devices = [ledger.device for ledger in world.ledgers.values()]
     refusal = check(demand, devices, world.nodes.values(), survey.policy)
+    if refusal is not None and new_nodes_could_take(demand, survey.policy):
+        refusal = replace(refusal, message=waits_for_a_node(refusal.message, survey.policy))
     if refusal is not None and refusal.code == "no-matching-device":
         return [Blocker(Reason.NO_MATCHING_DEVICE, refusal.message)]
     if not of_rank:
@@ -75,7 +86,7 @@ def _lack_of_room(survey: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]
 
 
 def task_label(other: TaskId, tenant: str, task: Task) -> str:
-    """What an answer about `task` may call another task: its id, if it is of the same tenant."""
+    """Return what an answer about `task` may call another task: its id, if it is of the same tenant."""
     return other if tenant == task.tenant else "a task of another tenant"
 
 
@@ -204,7 +215,7 @@ def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
 
 
 def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
-    """How near the best node comes to a demand of several devices: one large block does not help."""
+    """Return how near the best node comes to a demand of several devices: one large block does not help."""
     best = max(nodes, key=lambda node: (node.count(Verdict.FITS), node.node.name))
     fitting = [one.ledger.device.label for one in best.devices if one.verdict is Verdict.FITS]
     where = f" ({_some(fitting)})" if fitting else ""
@@ -254,7 +265,7 @@ def _not_whole(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
 
 
 def used_without_lease(ledger: DeviceLedger) -> str:
-    """What of a device is used without a lease; empty if nothing is."""
+    """Return the sentence about what of a device is used without a lease; empty if nothing is."""
     parts = []
     if ledger.foreign_mb:
         parts.append(f"{in_gib(ledger.foreign_mb)} are used by processes outside gpubroker")
@@ -264,47 +275,45 @@ def used_without_lease(ledger: DeviceLedger) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """At most three names, and the number of the others."""
+    """Return at most three of the names, and the number of the others."""
     shown = list(names)
     rest = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + rest
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaStanding:
-    tenant: str
-    cohort: str
-    """Empty: the tenant cannot borrow."""
-    allowance: Allowance
-    counts_mb: int
-    """What the task would count: on the largest GPUs that it may use; of a gang, its least ranks."""
-
-    @property
-    def is_short(self) -> bool:
-        return self.counts_mb > self.allowance.left_mb
-
-    @property
-    def message(self) -> str:
-        found = self.allowance
-        borrows = f" and borrows from cohort {self.cohort}" if self.cohort else ""
-        return (
-            f"counts {in_gib(self.counts_mb)} against the quota; tenant {self.tenant}, which is guaranteed "
-            f"{in_gib(found.guaranteed_mb)}{borrows}, has {in_gib(found.claimed_mb)} and may take "
-            f"{in_gib(max(0, found.left_mb))} more"
-        )
+def is_short(quota: Quota) -> bool:
+    return quota.counts_mb > quota.left_mb
 
 
-def quota_of(survey: Survey) -> QuotaStanding | None:
-    """None for a task without GPUs, and for a tenant without a quota."""
+def quota_text(quota: Quota) -> str:
+    """Return what the task counts against its tenant's quota, and what the tenant may still take."""
+    borrows = f" and borrows from cohort {quota.cohort}" if quota.cohort else ""
+    return (
+        f"counts {in_gib(quota.counts_mb)} against the quota; tenant {quota.tenant}, which is guaranteed "
+        f"{in_gib(quota.guaranteed_mb)}{borrows}, has {in_gib(quota.used_mb)} and may take "
+        f"{in_gib(quota.left_mb)} more"
+    )
+
+
+def quota_of(survey: Survey) -> Quota | None:
+    """Return how the task stands against its tenant's quota; None for a task without GPUs, and for a tenant
+    without a quota."""
     task, policy = survey.task, survey.policy
     if not any(part.gpus for part in task.demand.bundles or (task.demand,)):
         return None
     quotas = Quotas(survey.draft, policy)
-    allowance = quotas.of(task.tenant, task.priority, task.id) if policy.has_quotas else None
-    if allowance is None:
+    found = quotas.of(task.tenant, task.priority, task.id) if policy.has_quotas else None
+    if found is None:
         return None
-    return QuotaStanding(
-        task.tenant, policy.tenant(task.tenant).cohort, allowance, quotas.need_mb(task.demand)
+    return Quota(
+        tenant=task.tenant,
+        cohort=policy.tenant(task.tenant).cohort or None,
+        guaranteed_mb=found.guaranteed_mb,
+        used_mb=found.claimed_mb,
+        borrowed_mb=found.borrowed_mb,
+        lent_mb=found.lent_mb,
+        left_mb=max(0, found.left_mb),
+        counts_mb=quotas.need_mb(task.demand),
     )
 
 
@@ -343,6 +352,6 @@ def expected_send_at(
         return None
     if sum(map(len, waiting(world)[model])) > policy.serving.at_once:
         return None
-    timed = [one for one in holders(world, policy, model) if one.model is not None and one.model.load_seconds]
+    timed = [one for one in holders(world, policy, model) if model_of(one).load_seconds]
     starts = (expected_ready_at(world, one, forecasts, now) for one in timed)
     return min((start for start in starts if start is not None), default=None)

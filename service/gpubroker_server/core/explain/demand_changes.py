@@ -1,14 +1,15 @@
 """Demands with which a task has room now: smaller ones, and ones with wider constraints."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil, floor
 from typing import Any
 
+from msgspec.structs import replace
+
+from gpubroker_server.core.admission.pools import without_pool
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints, may_use_device, need_mb
 from gpubroker_server.core.domain.units import Mib, NodeName, in_gib
-from gpubroker_server.core.explain.blockers import quota_of
-from gpubroker_server.core.explain.pools import without_pool
+from gpubroker_server.core.explain.blockers import is_short, quota_of
 from gpubroker_server.core.explain.remedy_planner import MIN_SHARE, Remedy, RemedyPlanner, first_step
 
 ANY_DEVICE: dict[str, Any] = {"kinds": [], "min_power": 0, "min_device_mb": 0}
@@ -23,7 +24,7 @@ def smaller_gpu_memory(planner: RemedyPlanner) -> Remedy | None:
     most = max((_most_on(planner, node) for node in planner.nodes), default=0)
     quota = quota_of(planner.survey)
     if quota is not None:
-        most = min(most, quota.allowance.left_mb // demand.gpus - _costliest_mb(planner, demand))
+        most = min(most, quota.left_mb // demand.gpus - _costliest_mb(planner, demand))
     if not MIN_SHARE * asked <= most < asked:
         return None
     change, smaller = with_memory(demand, most)
@@ -49,7 +50,7 @@ def asked_mb(planner: RemedyPlanner, demand: Demand) -> int:
 
 
 def _most_on(planner: RemedyPlanner, node: NodeName) -> int:
-    """What each of as many devices of the node as it asks for could give it now."""
+    """Return what each of as many devices of the node as the task asks for could give it now."""
     task, survey = planner.task, planner.survey
     if not planner.draft.headroom(node, task=task.id, priority=task.priority).fits(task):
         return 0
@@ -89,7 +90,7 @@ def fewer_gpus(planner: RemedyPlanner) -> Remedy | None:
 def cheaper_kind(planner: RemedyPlanner) -> Remedy | None:
     """A kind on which it counts less against its quota; the largest of those first."""
     task, quota = planner.task, quota_of(planner.survey)
-    if quota is None or not quota.is_short:
+    if quota is None or not is_short(quota):
         return None
     parts = task.demand.bundles or (task.demand,)
     counts: dict[str, int] = {}
@@ -105,7 +106,8 @@ def cheaper_kind(planner: RemedyPlanner) -> Remedy | None:
 
 
 def wider_constraints(planner: RemedyPlanner) -> Iterator[Remedy | None]:
-    """Without its device or node constraints, or without its pool; the smallest change first."""
+    """Yield the demand without its device or node constraints, or without its pool; the smallest change
+    first."""
     demand = planner.task.demand
     wheres = [part.where for part in demand.bundles or (demand,)]
     kinds = {name: to for name, to in ANY_DEVICE.items() if any(getattr(where, name) for where in wheres)}
@@ -177,11 +179,19 @@ NOT_STRICT = {"strict_pack": "pack", "strict_spread": "spread"}
 def fewer_ranks(planner: RemedyPlanner) -> Remedy | None:
     demand = planner.task.demand
     fewer = range(demand.least_ranks - 1, ceil(MIN_SHARE * demand.least_ranks) - 1, -1)
-    ranks = first_step(fewer, lambda ranks: planner.has_place(replace(demand, min_ranks=ranks)))
+    ranks = first_step(fewer, lambda ranks: planner.has_place(_needing(demand, ranks)))
     if ranks is None:
         return None
     text = f"with min_ranks at most {ranks}"
-    return planner.placed({"min_ranks": ranks}, replace(demand, min_ranks=ranks), text)
+    return planner.placed({"min_ranks": ranks}, _needing(demand, ranks), text)
+
+
+def _needing(demand: Demand, ranks: int) -> Demand:
+    """Return the gang as it would be if it needed so many ranks."""
+    custom: dict[str, float] = {}
+    for name, amount in (pair for part in demand.bundles[:ranks] for pair in part.custom):
+        custom[name] = custom.get(name, 0.0) + amount
+    return replace(demand, min_ranks=ranks, custom=tuple(sorted(custom.items())))
 
 
 def smaller_ranks(planner: RemedyPlanner) -> Remedy | None:

@@ -1,18 +1,19 @@
 """What keeps a pending task from being placed; for a gang, rank by rank."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
+from gpubroker_server.core.admission.feasibility import new_nodes_could_take, waits_for_a_node
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Placement
-from gpubroker_server.core.explain.admission import STRATEGY_TEXT, check_task
 from gpubroker_server.core.explain.blockers import (
     Blocker,
     limit_blockers,
     room_blockers,
     waiting_for_preemption,
 )
+from gpubroker_server.core.explain.possible import STRATEGY_TEXT, check_task
 from gpubroker_server.core.explain.survey import Survey, survey_nodes
 from gpubroker_server.core.planning.decisions import admit
 from gpubroker_server.core.planning.gangs.gang_nodes import GangNode, gang_nodes_of
@@ -35,8 +36,7 @@ STRICT = frozenset({"strict_pack", "strict_spread"})
 """With these a rank has no place of its own, only one beside the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankVerdict:
+class RankVerdict(Struct, frozen=True):
     """One rank of a gang. The first ranks are placed together as long as they have room together; after them
     each rank is evaluated by itself."""
 
@@ -47,18 +47,17 @@ class RankVerdict:
     """Why there is none; None as well for one that may join later."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True):
     """What `explain_pending` and `advise` answer from."""
 
     survey: Survey
-    """Of the task. For a gang it has no verdicts on devices."""
+    """The survey for the task. For a gang it has no verdicts on devices."""
     device_survey: Survey
     """The same; for a gang of its first rank without room, beside the ranks before it."""
     blockers: tuple[Blocker, ...]
     """Everything that keeps the task from a placement."""
     ranks: tuple[RankVerdict, ...] = ()
-    """Of a gang, in order."""
+    """The verdicts on the ranks of a gang, in order."""
 
 
 def diagnose(survey: Survey) -> Diagnosis:
@@ -67,8 +66,10 @@ def diagnose(survey: Survey) -> Diagnosis:
     refusal = check_task(survey.task, survey.draft.world, survey.policy)
     if refusal is not None:
         misses = refusal.code == "no-matching-device"
-        reason = Reason.NO_MATCHING_DEVICE if misses else Reason.EXCEEDS_CAPACITY
-        return Diagnosis(survey, _rank_survey(survey, 0, survey.draft), (Blocker(reason, refusal.message),))
+        reason, message = Reason.NO_MATCHING_DEVICE if misses else Reason.EXCEEDS_CAPACITY, refusal.message
+        if new_nodes_could_take(survey.task.demand, survey.policy):
+            message = waits_for_a_node(message, survey.policy)
+        return Diagnosis(survey, _rank_survey(survey, 0, survey.draft), (Blocker(reason, message),))
     return _Gang(survey).diagnose()
 
 

@@ -1,10 +1,24 @@
 """Why a task waits, as of now: every blocker, every device, and its place in the queue. Changes nothing."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
+from gpubroker.wire.explanations import Quota
+from gpubroker.wire.tasks import Inherited
+from msgspec import Struct
+
+from gpubroker_server.core.admission.feasibility import constraints_text
 from gpubroker_server.core.domain.decisions import QueuePause
+from gpubroker_server.core.domain.holders import (
+    External,
+    Gang,
+    Inference,
+    Member,
+    MemberState,
+    Model,
+    Run,
+    WorkerSeat,
+)
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import (
     MOST_FAILED_JOINS,
@@ -14,13 +28,14 @@ from gpubroker_server.core.domain.ranks import (
     vacant_bundles,
 )
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import MemberState, Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, TaskId, in_gib, in_time
-from gpubroker_server.core.explain.admission import constraints_text
 from gpubroker_server.core.explain.blockers import (
     Blocker,
-    QuotaStanding,
+    is_short,
+    limit_blockers,
     quota_of,
+    quota_text,
     room_blockers,
     task_label,
     used_without_lease,
@@ -32,7 +47,6 @@ from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.growth import as_pending
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
-from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.queue import order_key
 from gpubroker_server.core.world.world import World
@@ -52,8 +66,7 @@ class DeviceVerdict(NamedTuple):
         return sorted(held, key=lambda one: (-one.occupied_mb, one.lease.holder))
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Struct, frozen=True):
     task: TaskId
     state: TaskState
     message: str
@@ -72,15 +85,15 @@ class Explanation:
     """In key order; empty unless the task is pending and asks for GPUs. For a gang: evaluated for its first
     rank without room, beside the ranks before it."""
     ranks: tuple[RankVerdict, ...] = ()
-    """Of a pending gang, in order."""
-    quota: QuotaStanding | None = None
-    """Of a pending task for GPUs whose tenant has one."""
+    """The verdicts on the ranks of a pending gang, in order."""
+    quota: Quota | None = None
+    """The quota of the tenant, for a pending task that asks for GPUs; None without one."""
 
 
 def explain(
     world: World, task_id: TaskId, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
 ) -> Explanation:
-    """What a task waits for, or what it is doing. Raises KeyError if the World does not have it."""
+    """Return what a task waits for, or what it is doing. Raises KeyError if the World does not have it."""
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         doing = _statement(world, task, policy, now)
@@ -94,7 +107,7 @@ def explain_pending(found: Diagnosis) -> Explanation:
     task, world = survey.task, survey.draft.world
     position = position_of(world, task, survey.policy, survey.now)
     room = list(found.blockers)
-    if not room and survey.forecasts and not task.is_inference:
+    if not room and survey.forecasts and not isinstance(task.holder, Inference):
         room = reservation_blockers(survey)
     blockers = tuple(_blockers(survey, room, position))
     part = device_survey.task
@@ -176,7 +189,7 @@ def _not_yet(task: Task, seconds: float) -> Blocker:
     message = f"its start time is in {when}"
     if task.failures:
         message = f"attempt {task.failures} of at most {task.max_retries + 1} failed; the next is in {when}"
-    elif task.is_inference and task.fence:
+    elif isinstance(task.holder, Inference) and task.fence:
         model = task.demand.answered_by
         said = f"its server does not answer or does not have model {model}; it is asked again in {when}"
         return Blocker(Reason.MODEL_LOADING, said)
@@ -196,15 +209,19 @@ def _awaited(world: World, task: Task) -> str:
 
 
 def _state_of(world: World, name: TaskId) -> str:
+    if workers := world.awaited.workers.get(name):
+        return f"an array, of which {len(workers)} {'worker is' if len(workers) == 1 else 'workers are'} left"
     row = world.tasks.get(name)
+    if name in world.worker_sets:
+        return "a worker set"
     return "being looked up" if row is None else str(row.state)
 
 
 def _statement(world: World, task: Task, policy: Policy, now: Instant) -> str:
     match task.state:
         case TaskState.ADMITTED:
-            where = _whereabouts(task)
-            return f"admitted to {where}" + ("" if task.members else _being_started(world, task))
+            is_gang = isinstance(task.holder, Gang)
+            return f"admitted to {_whereabouts(task)}" + ("" if is_gang else _being_started(world, task))
         case TaskState.RUNNING:
             more = _overuse(world, task) + _missing_ranks(world, task, policy, now)
             return f"running on {_whereabouts(task)} for {in_time(now - (task.started_at or now))}{more}"
@@ -225,34 +242,43 @@ def _being_started(world: World, task: Task) -> str:
 
 
 def _whereabouts(task: Task) -> str:
-    if task.is_inference:
-        return f"model {task.demand.answered_by}"
     nodes = sorted(nodes_of(task))
     names = ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
-    if not task.members:
-        return names
-    if task.started_at is None:
-        ready = sum(member.state is MemberState.READY for member in task.members)
-        return f"{names}, {ready} of its {len(task.members)} ranks ready"
-    left = sum(not member.takes_part for member in task.members)
-    joining = sum(member.is_joining for member in task.members)
+    match task.holder:
+        case Run() | WorkerSeat() | External() | Model():
+            return names
+        case Gang(members):
+            return f"{names}, {_ranks(members, has_started=task.started_at is not None)}"
+        case Inference():
+            return f"model {task.demand.answered_by}"
+        case _:
+            assert_never(task.holder)
+
+
+def _ranks(members: tuple[Member, ...], *, has_started: bool) -> str:
+    if not has_started:
+        ready = sum(member.state is MemberState.READY for member in members)
+        return f"{ready} of its {len(members)} ranks ready"
+    left = sum(not member.takes_part for member in members)
+    joining = sum(member.is_joining for member in members)
     stopped_early = f", {left} more stopped early" if left else ""
     more = f", {joining} more joining" if joining else ""
-    ranks = len(task.members) - left - joining
-    return f"{names}, {ranks} {'rank' if ranks == 1 else 'ranks'}{more}{stopped_early}"
+    ranks = len(members) - left - joining
+    return f"{ranks} {'rank' if ranks == 1 else 'ranks'}{more}{stopped_early}"
 
 
 def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> str:
     """Why a running elastic gang has fewer ranks than it may have; empty while ranks are joining or done."""
-    most, failed = len(task.demand.bundles), failed_joins(task)
-    missing = most - sum(not member.has_ended for member in task.members)
-    if missing <= 0 or any(member.is_joining or member.has_finished for member in task.members):
+    members = members_of(task)
+    most, failed = len(task.demand.bundles), failed_joins(members)
+    missing = most - sum(not member.has_ended for member in members)
+    if missing <= 0 or any(member.is_joining or member.has_finished for member in members):
         return ""
     lack = f"; {missing} of its {most} ranks are missing"
     if bundles := vacant_bundles(task):
         why = _why_none_joins(world, task, bundles[0], policy, now)
         return f"{lack} and join when there is room that no waiting task can use; {why}"
-    used = f"{len(task.members)} rank numbers are used (at most {MOST_RANKS})"
+    used = f"{len(members)} rank numbers are used (at most {MOST_RANKS})"
     return (
         f"{lack} until its next start: {failed} that joined failed (at most {MOST_FAILED_JOINS}), and {used}"
     )
@@ -263,9 +289,9 @@ def _why_none_joins(world: World, gang: Task, bundle: int, policy: Policy, now: 
         return _paused(pause, now)
     survey = survey_nodes(Draft(world), as_pending(gang, gang.demand.bundles[bundle]), policy, now)
     quota = quota_of(survey)
-    if quota is not None and quota.is_short:
-        return f"bundle {bundle} {quota.message}"
-    if blockers := room_blockers(survey, of_rank=True):
+    if quota is not None and is_short(quota):
+        return f"bundle {bundle} {quota_text(quota)}"
+    if blockers := limit_blockers(survey) or room_blockers(survey, of_rank=True):
         return f"bundle {bundle}: {blockers[0].message}"
     return "there is some now: it is reserved, forbidden by the strategy, or taken in the next cycle"
 

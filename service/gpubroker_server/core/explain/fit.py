@@ -2,18 +2,22 @@
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+
+from gpubroker.wire.plans import Missing, MissingGpus, Totals
+from gpubroker.wire.policy import GpuKind
+from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import Demand, may_use_device, need_mb
-from gpubroker_server.core.domain.device import Device, DeviceSample, GpuKind, Node, kind_of
+from gpubroker_server.core.domain.device import Device, DeviceSample, Node, kind_of
+from gpubroker_server.core.domain.holders import holder_of
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import leaving_members
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, device_key
-from gpubroker_server.core.explain.admission import check_task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, TaskId, device_key, in_gib
 from gpubroker_server.core.explain.blockers import Blocker
 from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.possible import check_task
 from gpubroker_server.core.explain.survey import Survey, survey_nodes
 from gpubroker_server.core.explain.what_if import WhatIf, reservation_blockers
 from gpubroker_server.core.planning.decisions import admit, evict
@@ -24,44 +28,11 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.preemption.eviction import Eviction
 from gpubroker_server.core.world.world import World
 
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    gpus: int
-    """Whole or in part, one for each part."""
-    whole_gpus: int
-    gpu_mb: int
-    """Of those that are not whole; a fraction is one of the largest GPU that it may use."""
-    cpu: float
-    memory_mb: int
-
-
-@dataclass(frozen=True, slots=True)
-class GpuShortage:
-    """Missing GPUs of one choice of kinds."""
-
-    kinds: tuple[str, ...]
-    """As asked for; empty: any."""
-    whole_gpus: int
-    gpu_mb: int
-    """For demands of less than whole GPUs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """What the unplaced components ask for, less what is left. All zero: enough is left, but in pieces."""
-
-    gpus: tuple[GpuShortage, ...]
-    cpu: float
-    memory_mb: int
-
-
 WHOLE_MB = 2**24
 """The size of a whole device in the order of placement: at least that of the largest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
+class Component(Struct, frozen=True):
     """`count` tasks, or gangs, of one demand, all running at once."""
 
     name: str
@@ -72,8 +43,7 @@ class Component:
     """The demands of its roles, if they share one process; without colocation each runs by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     component: str
     number: int
     """Which of the component's tasks, from 0."""
@@ -84,8 +54,7 @@ class Placed:
     """Runs that would have to stop first, or give up ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unplaced:
+class Unplaced(Struct, frozen=True):
     component: Component
     count: int
     reason: Reason
@@ -93,20 +62,17 @@ class Unplaced:
     """Why the first of them has no place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Displaced:
+class Displaced(Struct, frozen=True):
     run: Task
     ranks: tuple[int, ...] | None
     """The ranks that leave a gang that goes on; None: the whole run."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetPlan:
+class FleetPlan(Struct, frozen=True):
     placed: tuple[Placed, ...]
     unplaced: tuple[Unplaced, ...]
     displaced: tuple[Displaced, ...]
-    missing: Shortage
-    """The least that would have to be added."""
+    missing: Missing
     totals: Totals
     totals_apart: Totals
     """Without colocation."""
@@ -114,6 +80,40 @@ class FleetPlan:
     @property
     def fits(self) -> bool:
         return not self.unplaced
+
+    @property
+    def message(self) -> str:
+        """Say what has no place and what is missing, or what would have to leave."""
+        if not self.fits:
+            without = ", ".join(f"{one.count} of {one.component.name}" for one in self.unplaced)
+            why = _missing_in_words(self.missing) or self.unplaced[0].message
+            return f"it does not fit: there is no place for {without}; {why}"
+        whole = sum(one.ranks is None for one in self.displaced)
+        gangs = [one.ranks for one in self.displaced if one.ranks is not None]
+        ranks = sum(map(len, gangs))
+        conditions = []
+        if whole:
+            conditions.append("1 run leaves" if whole == 1 else f"{whole} runs leave")
+        if gangs:
+            giving = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
+            conditions.append(f"{giving} up {ranks} rank{'s' * (ranks > 1)}")
+        return f"it fits if {' and '.join(conditions)}" if conditions else "it fits"
+
+
+def _missing_in_words(missing: Missing) -> str:
+    """Return an empty text if enough is left in total."""
+    parts = []
+    for one in missing.gpus:
+        kind = f" {' or '.join(one.kinds)}" if one.kinds else ""
+        if one.whole_gpus:
+            parts.append(f"{one.whole_gpus} whole{kind} GPU{'s' * (one.whole_gpus > 1)}")
+        if one.gpu_mb:
+            parts.append(f"{in_gib(one.gpu_mb)} of{kind} GPU memory")
+    if missing.cpu:
+        parts.append(f"{missing.cpu:g} CPU{'s' * (missing.cpu != 1)}")
+    if missing.memory_mb:
+        parts.append(f"{in_gib(missing.memory_mb)} of host memory")
+    return f"missing: at least {', '.join(parts)}" if parts else ""
 
 
 FleetPlanSteps = Generator[None, None, FleetPlan]
@@ -163,7 +163,7 @@ def plan_fleet(
 
 
 def _receive_all(draft: Draft) -> None:
-    """As if all stopping runs had left; what they free for others stays pledged."""
+    """Change the draft as if all stopping runs had left; what they free for others stays pledged."""
     world = draft.world
     for name in sorted(world.active):
         run = world.tasks[name]
@@ -216,7 +216,8 @@ def _joined(leaver: Displaced, before: Displaced | None) -> Displaced:
 
 def _task(component: Component, number: int, tenant: str, now: Instant) -> Task:
     name = f"{component.name} {number + 1}"
-    return Task(TaskId(f"plan:{name}"), tenant, name, component.priority, component.demand, now)
+    id, demand = TaskId(f"plan:{name}"), component.demand
+    return Task(id, tenant, name, component.priority, demand, now, holder=holder_of(demand))
 
 
 def _placement_order(component: Component) -> tuple[int, float, float, str]:
@@ -232,8 +233,7 @@ def _mb_of(demand: Demand) -> float:
     return demand.gpu_mb or (demand.gpu_fraction or 0) * WHOLE_MB
 
 
-@dataclass(frozen=True, slots=True)
-class FreeCapacity:
+class FreeCapacity(Struct, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
     """(device, MiB left of it), of those with anything left."""
     cpu: float
@@ -241,7 +241,7 @@ class FreeCapacity:
 
 
 def totals_of(wanted: Iterable[tuple[Demand, int]], world: World) -> Totals:
-    """Of `count` tasks of each demand; gangs with all ranks."""
+    """Return the totals of `count` tasks of each demand; gangs count with all ranks."""
     devices = [ledger.device for ledger in world.ledgers.values()]
     gpus = whole = gpu_mb = memory_mb = 0
     cpu = 0.0
@@ -251,7 +251,7 @@ def totals_of(wanted: Iterable[tuple[Demand, int]], world: World) -> Totals:
         gpu_mb += count * part.gpus * _shared_mb(part, devices)
         cpu += count * part.cpu
         memory_mb += count * part.memory_mb
-    return Totals(gpus, whole, gpu_mb, round(cpu, 6), memory_mb)
+    return Totals(gpus, gpu_mb, round(cpu, 6), memory_mb, whole)
 
 
 def _shared_mb(part: Demand, devices: Sequence[Device]) -> int:
@@ -262,7 +262,7 @@ def _shared_mb(part: Demand, devices: Sequence[Device]) -> int:
 
 
 def free_capacity(draft: Draft) -> FreeCapacity:
-    """What is neither leased nor pledged, on usable nodes."""
+    """Return what is neither leased nor pledged on usable nodes."""
     devices: list[tuple[DeviceKey, Mib]] = []
     cpu, memory_mb = 0.0, 0
     for node in sorted(draft.usable_nodes()):
@@ -275,8 +275,8 @@ def free_capacity(draft: Draft) -> FreeCapacity:
     return FreeCapacity(tuple(devices), round(cpu, 6), memory_mb)
 
 
-def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, world: World) -> Shortage:
-    """The least that would have to be added, however it is spread over nodes."""
+def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, world: World) -> Missing:
+    """Return the least that would have to be added, however it is spread over nodes."""
     wanted = _parts(unplaced)
     known = [ledger.device for ledger in world.ledgers.values()]
     usable = {part: [one for one in known if may_use_device(part, one)] for part in wanted if part.gpus}
@@ -289,8 +289,8 @@ def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, worl
         gpus[part.where.kinds] = before[0] + whole, before[1] + mb
     cpu = sum(count * part.cpu for part, count in wanted.items())
     memory_mb = sum(count * part.memory_mb for part, count in wanted.items())
-    return Shortage(
-        tuple(GpuShortage(kinds, *amounts) for kinds, amounts in sorted(gpus.items()) if any(amounts)),
+    return Missing(
+        tuple(MissingGpus(kinds, *amounts) for kinds, amounts in sorted(gpus.items()) if any(amounts)),
         round(max(0.0, cpu - left.cpu), 6),
         max(0, memory_mb - left.memory_mb),
     )
@@ -314,7 +314,7 @@ def _taken_from(free: dict[DeviceKey, Mib], part: Demand, count: int, mine: list
 
 
 def _parts(wanted: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
-    """Each rank as a task of its own."""
+    """Count the equal demands, each rank of a gang as a task of its own."""
     parts: Counter[Demand] = Counter()
     for demand, count in wanted:
         for part in demand.bundles or (demand,):
@@ -326,30 +326,23 @@ MAX_RUNS = 10_000
 """Per node; no real limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Struct, frozen=True):
     """One node of a fleet that is only planned."""
 
-    name: str
-    cpu: float
-    memory_mb: Mib
+    node: Node
     gpus: tuple[tuple[str, Mib], ...] = ()
     """(kind, MiB that may be leased) of each."""
-    labels: tuple[tuple[str, str], ...] = ()
-    custom: tuple[tuple[str, float], ...] = ()
-    """Amounts of custom resources, sorted by name."""
 
 
 def fleet_of(machines: Iterable[Machine], kinds: Iterable[GpuKind], now: Instant) -> World:
-    """A World of these machines, empty and just measured."""
+    """Return a World of these machines, empty and just measured."""
     world, known = World(), tuple(kinds)
     for machine in machines:
-        node = NodeName(machine.name)
-        size = machine.cpu, machine.memory_mb, MAX_RUNS
-        world.add_node(Node(node, *size, "", "", labels=machine.labels, custom=machine.custom))
+        node = machine.node.name
+        world.add_node(machine.node)
         for index, (reported, mb) in enumerate(machine.gpus):
             key, kind = device_key("plan", node, f"gpu{index}"), kind_of(reported, known)
-            power, context_mb = (kind.power, kind.context_mb) if kind else (0, Mib(0))
+            power, context_mb = (kind.power, Mib(kind.context_mb)) if kind else (0, Mib(0))
             device = Device(key, node, f"gpu{index}", reported, index, mb, power=power, context_mb=context_mb)
             world.add_device(device)
             world.measure([DeviceSample(key, now, Mib(0))])

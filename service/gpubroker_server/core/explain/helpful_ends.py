@@ -1,14 +1,16 @@
 """The first run tenant end gives a task room, unless a task ahead of it would take that room."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from heapq import nsmallest
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.demand import may_use_node
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.explain.blockers import quota_of
+from gpubroker_server.core.explain.blockers import is_short, quota_of
 from gpubroker_server.core.explain.survey import NodeFinding, Survey, Verdict
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
@@ -29,12 +31,11 @@ MAX_CONTESTED = 4
 """Helpful runs that are checked for tasks ahead that would take their room."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     run: Task
     within: Remaining
     places: Gang
-    """Of the waiting task, once this run has ended."""
+    """The places of the waiting task, once this run has ended."""
 
 
 def first_end(survey: Survey, expected_ends: ExpectedEnds) -> End | None:
@@ -64,10 +65,10 @@ def first_end(survey: Survey, expected_ends: ExpectedEnds) -> End | None:
 
 
 def _is_limited(survey: Survey) -> bool:
-    """Whether the task waits for a quota or a shared limit, which a run on any node may give back."""
+    """Return True if the task waits for a quota or a shared limit, which a run on any node may give back."""
     quota = quota_of(survey)
-    is_short = quota is not None and quota.is_short
-    return is_short or bool(survey.draft.short_of(survey.task, survey.policy.custom_limits))
+    needs_quota = quota is not None and is_short(quota)
+    return needs_quota or bool(survey.draft.short_of(survey.task, survey.policy.custom_limits))
 
 
 def _runs(survey: Survey, *, anywhere: bool) -> Iterator[Task]:
@@ -112,8 +113,8 @@ class _TasksAhead:
         self._shares: FairShares
 
     def would_take(self, what_if: WhatIf, run: Task) -> bool:
-        """Whether a task ahead might take what this run gives back; yes if they share a limit or a quota.
-        `what_if` asks about a draft without the run."""
+        """Return True if a task ahead might take what this run gives back, also if they share a limit or a
+        quota. `what_if` asks about a draft without the run."""
         return any(
             other.demand.bundles
             or share_a_limit(run, other, self._survey.policy)
@@ -128,17 +129,26 @@ class _TasksAhead:
             world = self._survey.draft.world
             own = world.queue.order_within_tenant(task, now, policy)
             key = order_key(own, self._shares.rank(task.tenant))
-            to_place = (kin for kin in world.queue.kin.values() if not kin.demand.answered_by)
-            found = [one for kin in to_place for one in self._of(kin, key)]
+            to_place = (
+                equivalence
+                for equivalence in world.queue.classes.values()
+                if not equivalence.demand.answered_by
+            )
+            found = [one for equivalence in to_place for one in self._of(equivalence, key)]
             found += [world.tasks[name] for name in world.pledges if name in world.queue]
             self._ahead = [other for other in found if other.id != task.id]
         return self._ahead
 
-    def _of(self, kin: EquivalenceClass, key: OrderKey) -> Iterator[Task]:
+    def _of(self, equivalence: EquivalenceClass, key: OrderKey) -> Iterator[Task]:
         """The first task ahead with this demand; with quotas, of each tenant."""
         found = set[str]()
         world, now, policy = self._survey.draft.world, self._survey.now, self._survey.policy
-        groups = [group for by in kin.bands.values() for likes in by.values() for group in likes.values()]
+        groups = [
+            group
+            for priorities in equivalence.bands.values()
+            for same_priority in priorities.values()
+            for group in same_priority.values()
+        ]
         for group in sorted(groups, key=lambda group: -group.priority):
             first = group.member(0)
             own = group.order_within_tenant(first, now, policy)

@@ -1,16 +1,20 @@
 """Why no run is preempted for a waiting task: the runs in its way, and what protects each."""
 
 from collections import Counter
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from enum import StrEnum
 from heapq import nsmallest
 from typing import assert_never
 
+from gpubroker.wire.explanations import PreemptionCounts
+from msgspec import Struct
+
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Mib, TaskId
+from gpubroker_server.core.domain.units import Mib, TaskId, in_time
+from gpubroker_server.core.explain.blockers import task_label
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
+from gpubroker_server.core.planning.forecasts.reservations import Reservation
 from gpubroker_server.core.planning.nodes.shields import (
     has_turn_protection,
     is_protected,
@@ -34,9 +38,11 @@ class PreemptionStatus(StrEnum):
     """The next cycle asks these runs to stop."""
     ROOM_IS_COMING = "room_is_coming"
     """Memory that is being released anyway is enough."""
+    RESERVED = "reserved"
+    """The room that its victims would free is reserved for tasks ahead of it."""
     OFF = "off"
     NO_GPUS = "no_gpus"
-    """Of tasks that ask for no GPU only the critical ones preempt."""
+    """Only a critical task preempts others if it asks for no GPU."""
     LIMIT = "limit"
     """The task lacks a shared limit, which no node can give."""
     ALL_SHIELDED = "all_shielded"
@@ -70,34 +76,31 @@ class Protection(StrEnum):
 _ORDER = {protection: at for at, protection in enumerate(Protection)}
 
 
-@dataclass(frozen=True, slots=True)
-class RunProtection:
+class RunProtection(Struct, frozen=True):
     run: Task
     mb: Mib
-    """Of GPU memory, in all."""
+    """GPU memory, in all."""
     shield: Protection
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionVerdict:
-    why: PreemptionStatus
-    message: str
-    counts: dict[Protection, int]
-    """Runs on the nodes that the task could use, by what protects them."""
+class PreemptionVerdict(PreemptionCounts, frozen=True):
+    """`why` is a PreemptionStatus; `counts` has each Protection that a run has."""
+
     runs: tuple[RunProtection, ...]
     """At most MAX_LISTED, by protection, then the lowest priority first."""
 
 
-def explain_preemption(survey: Survey, way: Way) -> PreemptionVerdict:
-    """`way`: what the planner would decide for the task now."""
+def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = ()) -> PreemptionVerdict:
+    """Explain it for a task for which the planner would decide `way` now. `ahead`: the reservations that keep
+    it from preempting, if that is why it waits."""
     runs = _protections(survey, way)
     counts = Counter(protection for _, protection in runs)
     listed = nsmallest(MAX_LISTED, runs, key=lambda one: (_ORDER[one[1]], one[0].priority, one[0].id))
-    why = _status(survey, way, counts)
+    why = _status(survey, way, counts, ahead)
     leases_of = survey.draft.world.leases_of
     return PreemptionVerdict(
         why,
-        _message(survey, why, counts),
+        _message(survey, why, counts, ahead),
         dict(sorted(counts.items())),
         tuple(RunProtection(run, Mib(sum(it.mb for it in leases_of(run))), found) for run, found in listed),
     )
@@ -135,7 +138,9 @@ def _protection(survey: Survey, run: Task, victims: Set[TaskId], rule: BorrowerR
     return Protection.WOULD_NOT_HELP
 
 
-def _status(survey: Survey, way: Way, counts: Counter[Protection]) -> PreemptionStatus:
+def _status(
+    survey: Survey, way: Way, counts: Counter[Protection], ahead: Sequence[Reservation]
+) -> PreemptionStatus:
     task, draft = survey.task, survey.draft
     if draft.pledges_of(task.id):
         return PreemptionStatus.UNDER_WAY
@@ -151,12 +156,16 @@ def _status(survey: Survey, way: Way, counts: Counter[Protection]) -> Preemption
         return PreemptionStatus.NO_GPUS
     if draft.short_of(task, survey.policy.custom_limits):
         return PreemptionStatus.LIMIT
+    if ahead:
+        return PreemptionStatus.RESERVED
     if counts[Protection.WOULD_NOT_HELP]:
         return PreemptionStatus.NOT_ENOUGH
     return PreemptionStatus.ALL_SHIELDED if counts else PreemptionStatus.NO_RUNS
 
 
-def _message(survey: Survey, why: PreemptionStatus, counts: Counter[Protection]) -> str:
+def _message(
+    survey: Survey, why: PreemptionStatus, counts: Counter[Protection], ahead: Sequence[Reservation]
+) -> str:
     match why:
         case PreemptionStatus.NOT_NEEDED:
             return "no run has to be preempted for it"
@@ -172,6 +181,8 @@ def _message(survey: Survey, why: PreemptionStatus, counts: Counter[Protection])
             return "no run is preempted, because preemption is switched off"
         case PreemptionStatus.LIMIT:
             return "no run is preempted, because the task lacks a shared limit and not a GPU"
+        case PreemptionStatus.RESERVED:
+            return f"no run is preempted, because {_reserved(survey, ahead)}"
         case PreemptionStatus.NO_RUNS:
             return "nothing runs on the nodes that it could use"
         case PreemptionStatus.NOT_ENOUGH:
@@ -182,6 +193,18 @@ def _message(survey: Survey, why: PreemptionStatus, counts: Counter[Protection])
             return f"no run may be preempted for priority {survey.task.priority}{_protected(counts, ': ')}"
         case _:
             assert_never(why)
+
+
+def _reserved(survey: Survey, ahead: Sequence[Reservation]) -> str:
+    first = min(ahead, key=lambda one: (one.forecast.start_at, one.task.id))
+    name = task_label(first.task.id, first.task.tenant, survey.task)
+    others = len({one.task.id for one in ahead}) - 1
+    more = f" and {others} more" if others else ""
+    start = in_time(max(0.0, first.forecast.start_at - survey.now))
+    return (
+        f"what it would free on {first.node} is reserved for {name}{more}, ahead of it in the queue and "
+        f"expected to start in {start}"
+    )
 
 
 _PROTECTED = {

@@ -1,13 +1,14 @@
 """What would let a waiting task start: each found by planning it again with one change."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from math import inf
 from typing import Any
 
+from msgspec.structs import replace
+
+from gpubroker_server.core.admission.feasibility import check_priority
 from gpubroker_server.core.domain.units import Seconds, in_time
-from gpubroker_server.core.explain.admission import check_priority
 from gpubroker_server.core.explain.blockers import task_label
 from gpubroker_server.core.explain.demand_changes import (
     cheaper_kind,
@@ -105,7 +106,7 @@ def _after_an_end(planner: RemedyPlanner, expected_ends: ExpectedEnds) -> Remedy
     when = f"expected within {in_time(end.p50_seconds)}" if end.p50_seconds else "any moment"
     run = task_label(found.run.id, found.run.tenant, task)
     message = f"when {run} ends ({when}), it starts on {places_text(planner.draft, found.places)}"
-    return Remedy({}, task, message, found.places, after=found.run, within=end)
+    return Remedy({}, task, message, Start(found.places), found.run, end)
 
 
 def _more_priority(planner: RemedyPlanner, highest: int) -> Remedy | None:

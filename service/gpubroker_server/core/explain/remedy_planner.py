@@ -2,19 +2,21 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpubroker_server.core.admission.pools import largest_share, reapply_pool
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import in_time, node_of
-from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import is_deferred
-from gpubroker_server.core.explain.pools import reapply_pool
+from gpubroker_server.core.explain.possible import check_demand
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.explain.what_if import WhatIf, places_text
-from gpubroker_server.core.planning.find_way import Start, Wait, Way
+from gpubroker_server.core.planning.find_way import Evict, Start, Wait, Way
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -26,8 +28,7 @@ Change = Mapping[str, Any]
 """Fields as the API names them, and their new values; under `bundles`, of every rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
+class Remedy(Struct, frozen=True):
     """One change with which the task starts, unless another task takes the room first."""
 
     change: Change
@@ -35,13 +36,21 @@ class Remedy:
     task: Task
     """The task with that change."""
     message: str
-    places: Gang | None = None
-    """Where it then starts; None if runs must stop first."""
-    victims: tuple[Task, ...] = ()
+    way: Start | Evict
+    """The planner's decision with the change."""
     after: Task | None = None
     """The run after whose end it starts."""
     within: Remaining | None = None
     """When that is expected; None: at once, or unknown."""
+
+    @property
+    def places(self) -> Gang | None:
+        """Where the task then starts; None if runs must stop first."""
+        return self.way.places
+
+    @property
+    def victims(self) -> tuple[Task, ...]:
+        return () if self.way.eviction is None else self.way.eviction.victims
 
 
 class RemedyPlanner:
@@ -53,16 +62,19 @@ class RemedyPlanner:
         self.nodes = [one.node.name for one in survey.nodes if one.is_usable]
         self.is_deferred = is_deferred(survey.task, survey.draft.world)
 
+    def _share_of(self, demand: Demand) -> float:
+        return largest_share(demand, (ledger.device for ledger in self.draft.world.ledgers.values()))
+
     def has_place(self, demand: Demand) -> bool:
-        """Whether the task has room now with this demand, and its pool allows it."""
-        pooled = reapply_pool(demand, self.survey.policy)
+        """Return True if the task has room now with this demand, and its pool allows it."""
+        pooled = reapply_pool(demand, self.survey.policy, self._share_of)
         if isinstance(pooled, Refusal):
             return False
         return self.what_if.places(replace(self.task, demand=pooled)) is not None
 
     def placed(self, change: Change, demand: Demand, text: str) -> Remedy | None:
         """A remedy if this demand may be submitted and has room now."""
-        pooled = reapply_pool(demand, self.survey.policy)
+        pooled = reapply_pool(demand, self.survey.policy, self._share_of)
         if isinstance(pooled, Refusal):
             return None
         changed = replace(self.task, demand=pooled)
@@ -82,14 +94,14 @@ class RemedyPlanner:
             return None
         if isinstance(way, Start):
             where = places_text(self.draft, way.places)
-            return Remedy(change, task, f"{text}, it starts now on {where}", way.places)
+            return Remedy(change, task, f"{text}, it starts now on {where}", way)
         victims = way.eviction.victims
         seconds = way.eviction.deadline_at - self.survey.now
         runs = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
         nodes = {node_of(device) for device, _ in way.eviction.devices}
         where = f"on {' and '.join(sorted(nodes))} within {in_time(seconds)}"
         message = f"{text}, it preempts {runs} and starts {where}"
-        return Remedy(change, task, message, victims=victims)
+        return Remedy(change, task, message, way)
 
 
 def first_step(steps: Sequence[int], helps: Callable[[int], bool]) -> int | None:

@@ -1,9 +1,10 @@
 """Every node and device, evaluated for one task."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import may_use_device, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Node
@@ -54,8 +55,7 @@ class DeviceFinding(NamedTuple):
     """For this task: its own pledge and those of lower priority count as free."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFinding:
+class NodeFinding(Struct, frozen=True):
     node: Node
     devices: tuple[DeviceFinding, ...]
     is_large_enough: bool
@@ -77,8 +77,7 @@ class NodeFinding:
         return sum(finding.verdict in verdicts for finding in self.devices)
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(Struct, frozen=True):
     """Refers to its draft: use it before that changes."""
 
     task: Task

@@ -1,17 +1,18 @@
 """What-if questions to the planner about one draft."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import replace
-from math import inf
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, NodeName, in_time
 from gpubroker_server.core.explain.blockers import Blocker, task_label
 from gpubroker_server.core.explain.survey import Survey
-from gpubroker_server.core.planning.budget import ProbeBudget, finish
+from gpubroker_server.core.planning.budget import finish
 from gpubroker_server.core.planning.find_way import (
     View,
     Wait,
@@ -53,7 +54,6 @@ class WhatIf:
         quotas = Quotas(draft, policy)
         guarantees = Guarantees(draft, policy, quotas)
         rooms = NodeRooms(draft, policy, now, now, {} if known is None else known)
-        budget = ProbeBudget(inf)
         self.rooms = rooms
         self.view = View(
             draft,
@@ -63,13 +63,13 @@ class WhatIf:
             guarantees,
             Reservations(draft, policy, now, guarantees, order, tuple(forecasts)),
             LimitReservations(draft, policy, now, order, forecasts),
-            Places(draft, policy, now, scores=scores_of(draft.world, policy), budget=budget, rooms=rooms),
+            Places(draft, policy, now, scores=scores_of(draft.world, policy), rooms=rooms),
             Offers(draft, policy, now, rooms=rooms),
-            budget,
         )
 
     def way(self, task: Task, most_nodes: int | None = None) -> Way:
-        """What the planner would decide. With `most_nodes`, victims are looked for on so many nodes only."""
+        """Return what the planner would decide. With `most_nodes`, victims are looked for on so many nodes
+        only."""
         view = replace(self.view, most_nodes=most_nodes)
 
         def nodes(way: Way) -> set[NodeName]:
@@ -94,7 +94,7 @@ class WhatIf:
         return self._to_its_depth(task, lambda: beside_reservations(task, self.view, table), _nodes_of)
 
     def _is_held_back(self, task: Task) -> bool:
-        """By its quota, or by a limit for which tasks ahead of it wait."""
+        """Return True if the task's quota, or a limit for which tasks ahead of it wait, holds it back."""
         has_pledges = bool(self.view.draft.pledges_of(task.id))
         return self.view.quotas.is_short(task) or (not has_pledges and bool(self.view.limits.ahead_of(task)))
 
@@ -116,9 +116,22 @@ class WhatIf:
             delayed = [one for node in on for one in view.reservations.on[node]]
         return ahead or tuple(delayed)
 
+    def keeps_from_preempting(self, task: Task) -> Sequence[Reservation]:
+        """Return the reservations ahead of the task on nodes where runs could make room for it; if there are
+        none of those, all on these nodes, since the planner tries no more tasks there than its depth."""
+        reservations, offers = self.view.reservations, self.view.offers
+        parts = [rank_task(task, rank) for rank in range(len(task.demand.bundles))] or [task]
+        nodes = [
+            node
+            for node in sorted(reservations.on)
+            if any(could_make_room(offers, part, node) for part in parts)
+        ]
+        closing = [one for node in nodes for one in reservations.closing(node, task)]
+        return closing or [one for node in nodes for one in reservations.on[node]]
+
     def _is_beyond_depth(self, task: Task, nodes: Set[NodeName]) -> bool:
-        """Whether so many tasks are ahead of it that the planner may try no more on nodes with reservations,
-        and one of these has some."""
+        """Return True if so many tasks are ahead of it that the planner may try no more on nodes with
+        reservations, and one of these has some."""
         view = self.view
         if not nodes & view.reservations.on.keys() or view.draft.pledges_of(task.id):
             return False
@@ -134,7 +147,7 @@ class WhatIf:
         return answer
 
     def may_have(self, node: NodeName, task: Task) -> bool:
-        """Whether the node has room for it, or could make room; whatever its tenant may take."""
+        """Return True if the node has room for the task, or could make room, whatever its tenant may take."""
         if self.view.places.on(node, task) is not None:
             return True
         may_stop = task.demand.gpus > 0 and may_preempt(self.view.offers, task)
@@ -145,7 +158,7 @@ class WhatIf:
         return {step + 1 for node in nodes for step in self.rooms.steps(node)}
 
     def could_start(self, task: Task) -> bool:
-        """Whether a way exists, or may exist: a cheap answer that is never wrong with False."""
+        """Return True if a way exists, or may exist. The answer is cheap, and False is always right."""
         view = self.view
         if task.demand.bundles:
             return not isinstance(self.way(task), Wait)
@@ -189,7 +202,7 @@ class _LazyShares:
         return order_key(own, self._shares().rank(task.tenant))
 
     def count_ahead(self, task: Task) -> int:
-        """How many tasks that may be planned are ahead of it."""
+        """Return how many tasks that may be planned are ahead of it."""
         queue, rank = self._world.queue, self._shares().rank
         if len(queue) <= self._policy.backfill_depth:
             return 0

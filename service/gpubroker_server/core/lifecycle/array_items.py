@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.orders import (
     Failure,
     ItemRange,
@@ -15,21 +16,24 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.submission import ArrayTerms
-from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import Move, RetryOn, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.stopping import cancel_pending, will_requeue
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _ABSENT, _OPEN, _HELD, _SUSPECT, _DONE = range(5)
-"""What becomes of an item. A suspect was held by a run that crashed, and is given to a run alone."""
+"""The states of an item. A suspect was held by a run that crashed. A run gets it alone, because of several
+items only one need have ended the process."""
 
 CHUNKS_AHEAD = 10
 """A run wants to hold about a second of work; without a given chunk, it gets more in tenths of that."""
 MOST_WANTED = 1000
-"""What a report costs the leader grows with the items that its run holds."""
+"""Items that a run may hold: what its report costs the leader grows with them."""
 ARRAY_RESULTS_TOO_LARGE = "array_results_too_large"
 """Failure kind of an item whose result was dropped: its array has too many bytes of results."""
+ITEM_TIMEOUT = "timeout"
+"""Failure kind of an item that its time limit ended."""
 PAGE_BYTES = 4 * 2**20
 """A page of results ends at this size."""
 
@@ -37,8 +41,9 @@ _Holder = tuple[TaskId, Fence]
 
 
 class ArrayWork:
-    """In the leader's memory only: what it loses, the next reports tell again, except how often items have
-    ended their process. A `copy` is changed, and replaces it once what follows from that is committed."""
+    """Kept in the leader's memory only. A new leader learns it again from the next reports of the runs,
+    except how often items have ended their process. Changes are made to a `copy`, which replaces the original
+    once the decisions that follow from them are committed."""
 
     def __init__(
         self, terms: ArrayTerms, done: Iterable[ItemRange], last_page: int, size_bytes: int = 0
@@ -52,14 +57,14 @@ class ArrayWork:
         self.left = len(self._status) - self._status.count(_DONE) - self._status.count(_ABSENT)
         self.last_page = last_page
         self.size_bytes = size_bytes
-        """What its results take."""
+        """The bytes of its results."""
         self._lowest_open = 0
         """No item below it is open."""
         self._held: dict[_Holder, frozenset[int]] = {}
         self._tries: dict[int, int] = {}
-        """Of items that ended their process at their time limit: how often they were tried in it."""
+        """Item that ended its process at its time limit -> tries in those processes."""
         self._crashes: dict[int, int] = {}
-        """Of each suspect: how many runs crashed since then that held nothing else."""
+        """Suspect -> how many runs crashed since then that held nothing else."""
         self._crashed_too_often: list[int] = []
         """Items that crashed once too often, and are not recorded as failed yet."""
 
@@ -76,6 +81,8 @@ class ArrayWork:
         self._take_back(world)
         run = task.id, task.fence
         if run not in self._held:
+            # A new leader learns from the report what the run holds. An item that it has given to another run
+            # since stays with that one.
             told = (n for first, behind in report.held for n in range(first, min(behind, len(self._status))))
             mine = frozenset(n for n in told if self._status[n] == _OPEN)
             self._mark(mine, _HELD)
@@ -102,12 +109,17 @@ class ArrayWork:
     def _is_tried_again(self, run: _Holder, it: ItemResult) -> bool:
         """A run tries an item as often as it may be tried, unless it could not interrupt it: then the run
         ends with it, and another one goes on."""
-        if it.failure is None or it.tries > self.terms.item_retries:
+        if it.failure is None:
+            return False
+        retries = self.terms.retries_on(
+            RetryOn.TIMEOUT if it.failure.kind == ITEM_TIMEOUT else RetryOn.FAILURE
+        )
+        if it.tries > retries:
             return False
         if it.number not in self._held[run]:
             return True  # counted already, unless that was another leader
         tries = self._tries.get(it.number, 0) + it.tries
-        if tries > self.terms.item_retries:
+        if tries > retries:
             return False
         self._tries[it.number] = tries
         return True
@@ -122,6 +134,7 @@ class ArrayWork:
     def _give(self, run: _Holder, wanted: int) -> None:
         """Fewer at a time towards the end, so that all runs end together."""
         mine = [number for number in self._held[run] if self._status[number] == _HELD]
+        # Nothing is given beside a suspect: if the run crashes again, that item did it.
         if not any(number in self._crashes for number in mine):
             wanted = min(wanted, MOST_WANTED)
             share = -(-self.left // (2 * len(self._held)))
@@ -144,7 +157,8 @@ class ArrayWork:
         return found
 
     def _take_back(self, world: World) -> None:
-        """From runs that are over. A run that has been heard has no failures; see `reported`."""
+        """Take the items back from runs that are over. A run that has been heard has no failures; see
+        `reported`."""
         for run in list(self._held):
             task = world.tasks.get(run[0])
             if task is None or not task.is_active or task.fence != run[1]:
@@ -161,7 +175,8 @@ class ArrayWork:
             # One crash proves nothing: its process may have been killed by something else.
             again_alone = number in self._crashes and len(left) == 1
             self._crashes[number] = self._crashes.get(number, 0) + again_alone
-            if self._crashes[number] > self.terms.item_retries:
+            if self._crashes[number] > self.terms.retries_on(RetryOn.FAILURE):
+                # No run holds it, but only open and suspect items are given away; `take` records its failure.
                 self._status[number] = _HELD
                 self._crashed_too_often.append(number)
 
@@ -183,8 +198,8 @@ def reported(
     that reports has opened its function and its items, so its failures are forgotten: what ends it later is
     the fault of an item, which has retries of its own."""
     task = update.live(report.fence, report.rank)
-    work = None if task is None or task.array is None else arrays.get(task.array)
-    if task is None or work is None:
+    seat = None if task is None else task.holder
+    if task is None or not isinstance(seat, WorkerSeat) or (work := arrays.get(seat.array)) is None:
         return
     new = work.take(world, task, report)
     update.items += _pages(work, new, now, most_bytes)
@@ -202,7 +217,11 @@ def reported(
 def without_spare_workers(
     world: World, works: Iterable[ArrayWork], but_not: Collection[str], now: Instant
 ) -> Iterator[Decision]:
-    """Cancel workers that wait, or would be requeued, although no item is left."""
+    """Cancel workers that wait, or would be requeued, although no item is left.
+
+    `but_not`: tasks that other decisions of this batch write. Each write names the version of the row that it
+    replaces, so of two writes of one row the second would be refused.
+    """
     over = {worker for work in works if work.left == 0 for worker in work.terms.workers}
     for task in map(world.tasks.__getitem__, sorted(over.intersection(world.tasks).difference(but_not))):
         if task.state is TaskState.PENDING:
@@ -213,7 +232,7 @@ def without_spare_workers(
 
 
 def ranges_of(numbers: Sequence[int]) -> Iterator[ItemRange]:
-    """Of numbers in order, without repetitions."""
+    """Yield the ranges of numbers that are in order and without repetitions."""
     first = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
@@ -262,5 +281,6 @@ def line_of(it: ItemResult, result_format: str) -> bytes:
         return head + b'"error":' + json.dumps(error).encode() + b"}\n"
     result = it.result or b"null"
     if result_format == "json":
+        # JSON escapes the line breaks inside its strings, so any that is left stands between two tokens.
         return head + b'"result":' + result.replace(b"\n", b" ") + b"}\n"
     return head + b'"data_base64":"' + b64encode(result) + b'"}\n'

@@ -3,9 +3,10 @@ carries them out."""
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from math import exp
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import (
     AuditNote,
@@ -19,7 +20,7 @@ from gpubroker_server.core.domain.decisions import (
 )
 from gpubroker_server.core.domain.orders import StackOrder
 from gpubroker_server.core.domain.policy import Policy, StreamRules
-from gpubroker_server.core.domain.ranks import node_of
+from gpubroker_server.core.domain.ranks import node_of, rank_count
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, node_key
@@ -33,7 +34,7 @@ from gpubroker_server.core.lifecycle.stopping import (
     will_requeue,
     withdraw_pledges,
 )
-from gpubroker_server.core.world.event_codec import cordon_fields
+from gpubroker_server.core.world.events import cordon_of
 from gpubroker_server.core.world.world import World
 
 CORDONINGS = frozenset({"cordon", "drain", "uncordon"})
@@ -50,9 +51,9 @@ HOUR_SECONDS = 3600.0
 
 
 def carry_out_all(world: World, requests: Iterable[Request], now: Instant, policy: Policy) -> list[Decision]:
-    """In the order of the requests. The row of a work stream or of a worker set is written whole: what is
-    asked of one stream becomes one decision, and each request about a set begins with what those before it
-    have made of the set."""
+    """Carry the requests out in their order. The row of a work stream or of a worker set is written whole:
+    what is asked of one stream becomes one decision, and each request about a set begins with what those
+    before it have made of the set."""
     decisions, about_streams = [], dict[str, list[Request]]()
     sets: ChainMap[TaskId, WorkerSet] = ChainMap({}, world.worker_sets)
     for request in requests:
@@ -69,8 +70,8 @@ def carry_out_all(world: World, requests: Iterable[Request], now: Instant, polic
 
 
 def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
-    """One decision that settles the request in any case; but a stack is asked for until it comes. A request
-    that comes too late, or that a newer release wrote, changes nothing."""
+    """Return the decision that settles the request. Only a request for a stack stays open, until the stack
+    comes. A request that comes too late, or that a newer release wrote, changes nothing."""
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
     if request.what == "resume":
@@ -84,6 +85,7 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return _cordon(world, request, now, done)
     if request.what in worker_sets.REQUESTS:
         return worker_sets.carry_out(world, world.worker_sets.get(request.task), request)
+    # Before the check below: a holder may release memory that is in quarantine since its task ended.
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:
@@ -107,7 +109,7 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
 
 
 def _change_pause(world: World, request: Request, now: Instant, done: Decision) -> Decision:
-    """A queue that is paused stays as it was first paused; one that is not is not resumed."""
+    """Pause or resume a queue. Pausing it again keeps the first pause; resuming it again does nothing."""
     queue, by, reason = (str(request.fields[name]) for name in ("queue", "by", "reason"))
     known, pauses = world.queue.pauses.get(queue), request.what == "pause"
     if pauses is (known is not None):
@@ -154,6 +156,8 @@ def with_signal(stream: StreamState, told: Mapping[str, Any], at: Instant, rules
     if progress is not None and (stream.progress is None or since >= 0):
         velocity = stream.velocity_per_hour
         if stream.progress is not None and since > 0:
+            # Exponential smoothing with the time constant `velocity_seconds`: progress told after a longer
+            # time weighs more, so a client may tell it as often as it likes.
             newest = (progress - stream.progress) / since * HOUR_SECONDS
             velocity += (1.0 - exp(-since / rules.velocity_seconds)) * (newest - velocity)
         stream = replace(stream, progress=progress, progress_at=progress_at, velocity_per_hour=velocity)
@@ -175,11 +179,11 @@ def _cancel(
 
 
 def _read_stack(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """The question to the agent, whose answer settles the request. Settled without an answer if there is no
+    """Ask the agent, whose answer settles the request. It is settled without an answer if there is no
     process to ask about, or if the agent has not answered in time."""
     rank = int(request.fields["rank"])
-    has_process = task.state in (TaskState.RUNNING, TaskState.STOPPING) and task.is_run
-    if not has_process or rank >= max(1, len(task.members)) or now > request.made_at + STACK_SECONDS:
+    has_process = task.state in (TaskState.RUNNING, TaskState.STOPPING) and rank < rank_count(task)
+    if not has_process or now > request.made_at + STACK_SECONDS:
         return done
     node = node_of(task, rank)
     order = StackOrder(task.id, task.fence, node, world.nodes[node].incarnation, request.id, rank)
@@ -218,6 +222,8 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
         changes |= _new_times(task, request.fields, now)
     if not changes:
         return done
+    # A pledge keeps room from all tasks of its priority or a lower one. It ends when its task falls below
+    # that priority, and when its task may not start for now: the room would stand idle.
     stands_aside = changes.get("held", False) or changes.get("not_before") is not None
     is_moved = task.stop_reason is StopReason.MOVE  # to room that is kept for it whatever its priority
     gives_up_its_turn = stands_aside or (priority < task.priority and not is_moved)
@@ -260,7 +266,7 @@ def _cordon(world: World, request: Request, now: Instant, done: Decision) -> Dec
     return replace(
         done,
         nodes=(row,),
-        notices=(Notice("cordon.changed", node.name, cordon_fields(row)),),
+        notices=(Notice("cordon.changed", node.name, cordon_of(row)),),
         pledges=dissolved_pledges(world, places) if closes else (),
         audit=(AuditNote(now, request.tenant, *said),),
     )

@@ -6,7 +6,8 @@ to where the clock since boot expects it. Beyond that it is contradicted: time g
 boot.
 """
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds
 
@@ -14,22 +15,20 @@ BOUND_SECONDS = Seconds(60.0)
 """A wall clock farther away than this is contradicted."""
 
 MOST_DRIFT = 0.001
-"""By how much two healthy clocks may differ in speed; NTP slews by half of it."""
+"""Seconds per second by which two healthy clocks may differ in speed; NTP slews by half of it."""
 
 STEADY_SECONDS = Seconds(3600.0)
 """A clock that was set ahead counts once it has stayed there for so long: the machine was paused whole, or it
 was set on purpose. Nothing is pruned before a clock has counted for so long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contradiction:
+class Contradiction(Struct, frozen=True):
     offset_seconds: float
     """Where the wall clock was set to, as an offset to the clock since boot."""
     since: MonotonicSeconds
 
 
-@dataclass(frozen=True, slots=True)
-class ClockEvidence:
+class ClockEvidence(Struct, frozen=True):
     """Offsets are what a wall clock is ahead of the clock since boot."""
 
     expected_seconds: float
@@ -42,7 +41,8 @@ class ClockEvidence:
     contradiction: Contradiction | None = None
 
     def ahead_seconds(self) -> Seconds:
-        """What a contradicted clock is ahead of the time that counts; negative if it is behind."""
+        """The seconds that a contradicted clock is ahead of the time that counts; negative if it is
+        behind."""
         found = self.contradiction
         return Seconds(0.0 if found is None else found.offset_seconds - self.expected_seconds)
 
@@ -53,12 +53,14 @@ def begin_evidence(wall: Instant, boot: MonotonicSeconds) -> ClockEvidence:
 
 
 def add_reading(known: ClockEvidence, wall: Instant, boot: MonotonicSeconds) -> ClockEvidence:
-    """What is known after another reading of both clocks. A contradicted clock agrees again when it has come
-    back. One that was set ahead counts from when it has stayed there for STEADY_SECONDS; one that was set
-    back never does in this process: what has been lived would be lived twice."""
+    """Return what is known after another reading of both clocks. A contradicted clock agrees again when it
+    has come back. A clock that was set ahead counts from when it has stayed there for STEADY_SECONDS; a clock
+    that was set back never does in this process: what has been lived would be lived twice."""
     offset_seconds = wall - boot
     apart = offset_seconds - known.expected_seconds
     if abs(apart) <= BOUND_SECONDS:
+        # The expectation moves no faster than healthy clocks drift: else a clock that is set ahead in many
+        # small steps would never be contradicted.
         drift = MOST_DRIFT * (boot - known.read_at)
         expected_seconds = known.expected_seconds + max(-drift, min(drift, apart))
         return ClockEvidence(expected_seconds, offset_seconds, known.since, boot)
@@ -71,5 +73,5 @@ def add_reading(known: ClockEvidence, wall: Instant, boot: MonotonicSeconds) -> 
 
 
 def may_prune(known: ClockEvidence, boot: MonotonicSeconds) -> bool:
-    """Whether the clock counts for long enough to delete by it, and nothing contradicts it."""
+    """Return True if the clock has counted for long enough to delete by it, and nothing contradicts it."""
     return known.contradiction is None and boot - known.since >= STEADY_SECONDS

@@ -1,8 +1,10 @@
 """What becomes due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
 
 from collections.abc import Collection, Iterable, Iterator, Set
-from dataclasses import dataclass
 from math import inf
+from typing import assert_never
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.decisions import (
     Decision,
@@ -10,19 +12,21 @@ from gpubroker_server.core.domain.decisions import (
     PledgeWrite,
     write_move,
 )
+from gpubroker_server.core.domain.holders import (
+    External,
+    Gang,
+    Inference,
+    Member,
+    MemberState,
+    Model,
+    Run,
+    WorkerSeat,
+)
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, quarantine
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import leaving_members, unready_members
-from gpubroker_server.core.domain.task import (
-    Member,
-    MemberState,
-    Move,
-    StopReason,
-    Task,
-    TaskState,
-    stop_notice,
-)
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, members_of, stop_notice
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.lifecycle import gang_runs
 from gpubroker_server.core.lifecycle.external_leases import not_released
@@ -47,8 +51,7 @@ MAX_NAMED = 3
 """Ranks named in a message; the others are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObservationWindow:
+class ObservationWindow(Struct, frozen=True):
     """Since when the leader has looked without a gap, and when it looked last."""
 
     since: Instant
@@ -67,6 +70,7 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
     just taken over counts no run as unconfirmed before the whole patience has passed again."""
     since = extend_window(watch, now).since
     decisions: list[Decision] = []
+    # Tasks that a decision of this batch writes: a second write of such a row would be refused.
     moved: set[TaskId] = set()
     overdue = _overdue(world, now, policy, since)
     for task in overdue:
@@ -76,7 +80,7 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
             decisions.append(_give_up(world, task, now, policy))
             moved.add(task.id)
-        elif task.external is None and (
+        elif not isinstance(task.holder, External) and (
             watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now)
         ):
             kills = orders_to_leave(world, task, Seconds(0.0))
@@ -117,7 +121,7 @@ def _late_members(
     watch: ObservationWindow | None,
     but_not: Collection[Task],
 ) -> Iterator[Decision]:
-    """What is due of running gangs with ranks that should have joined, or have left, by now."""
+    """Yield what is due of running gangs with ranks that should have joined, or have left, by now."""
     for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
         if unready := _late(unready_members(task), now):
@@ -145,10 +149,12 @@ def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list
 
 
 def _was_waited_for(task: Task, since: Instant, now: Instant) -> bool:
-    """An external holder could not renew its lease while no leader was listening."""
-    if task.external is None or task.state is TaskState.STOPPING:
-        return True
-    return now >= since + task.external.ttl_seconds
+    """True unless it is an external holder that could not renew its lease while no leader was listening."""
+    match task.holder:
+        case External(ttl_seconds) if task.state is not TaskState.STOPPING:
+            return now >= since + ttl_seconds
+        case _:
+            return True
 
 
 def _limit_of(task: Task, policy: Policy) -> float:
@@ -159,14 +165,16 @@ def _limit_of(task: Task, policy: Policy) -> float:
 
 
 def _start_limit_of(task: Task, policy: Policy) -> float:
-    if not task.members or task.started_at is not None or task.admitted_at is None:
-        return inf
-    return task.admitted_at + policy.gang_start_seconds
+    match task.holder:
+        case Gang() if task.started_at is None and task.admitted_at is not None:
+            return task.admitted_at + policy.gang_start_seconds
+        case _:
+            return inf
 
 
 def _timeout_of(task: Task, policy: Policy) -> float:
-    """When the run's time limit ends. A run may hang before it reports its start: then it counts from the
-    latest possible start."""
+    """Return when the run's time limit ends. A run may hang before it reports its start: then the limit
+    counts from the latest possible start."""
     if task.admitted_at is None or task.timeout_seconds is None:
         return inf
     latest_start_at = task.admitted_at + policy.gang_start_seconds
@@ -178,7 +186,7 @@ def _is_over(deadline_at: Instant | None, patience_seconds: Seconds, since: Inst
 
 
 def _is_kill_due(deadline_at: Instant | None, last: Instant, now: Instant) -> bool:
-    """At the deadline and every KILL_AGAIN_SECONDS after it, however often the leader looks."""
+    """Return True at the deadline and every KILL_AGAIN_SECONDS after it, however often the leader looks."""
     assert deadline_at is not None
     return (now - deadline_at) // KILL_AGAIN_SECONDS > (last - deadline_at) // KILL_AGAIN_SECONDS
 
@@ -198,10 +206,11 @@ def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> De
 
 
 def _not_ready(task: Task, policy: Policy) -> Failure:
-    late = [f"{m.rank} on {m.node}" for m in task.members if m.state is MemberState.PLACED]
+    members = members_of(task)
+    late = [f"{m.rank} on {m.node}" for m in members if m.state is MemberState.PLACED]
     more = f" and {len(late) - MAX_NAMED} more" if len(late) > MAX_NAMED else ""
     message = (
-        f"not all {len(task.members)} ranks were ready within {policy.gang_start_seconds:g} s, so that none "
+        f"not all {len(members)} ranks were ready within {policy.gang_start_seconds:g} s, so that none "
         f"began; missing: {', '.join(late[:MAX_NAMED])}{more}; "
         f"{'it is tried again' if will_requeue(task) else f'it was tried {task.failures + 1} times'}"
     )
@@ -209,16 +218,23 @@ def _not_ready(task: Task, policy: Policy) -> Failure:
 
 
 def _expire(world: World, task: Task, now: Instant) -> Decision:
-    """A task that is still pending when its time to wait, or its deadline, is over."""
-    if task.deadline_at is not None and now >= task.deadline_at:
-        what = "its deadline passed" if task.external is None else "it was not renewed"
-        missed = Failure("deadline", f"{what} while it waited{_attempts(task)}")
-    elif task.model is not None:
-        missed = Failure("expired", "no request wanted it again, and it did not get its memory in time")
-    else:
-        what = f"a turn at its model {task.demand.answered_by}" if task.is_inference else "its devices"
-        limit = f"its time limit to wait of {task.queue_ttl_seconds or 0:g} s"
-        missed = Failure("expired", f"it did not get {what} within {limit}")
+    """End a task that is still pending when its time to wait, or its deadline, is over."""
+    has_missed = task.deadline_at is not None and now >= task.deadline_at
+    limit = f"its time limit to wait of {task.queue_ttl_seconds or 0:g} s"
+    match task.holder:
+        case External() if has_missed:
+            missed = Failure("deadline", f"it was not renewed while it waited{_attempts(task)}")
+        case _ if has_missed:
+            missed = Failure("deadline", f"its deadline passed while it waited{_attempts(task)}")
+        case Model():
+            missed = Failure("expired", "no request wanted it again, and it did not get its memory in time")
+        case Inference():
+            turn = f"a turn at its model {task.demand.answered_by}"
+            missed = Failure("expired", f"it did not get {turn} within {limit}")
+        case Run() | Gang() | WorkerSeat() | External():
+            missed = Failure("expired", f"it did not get its devices within {limit}")
+        case _:
+            assert_never(task.holder)
     return Decision(
         task.id,
         "expire",
@@ -234,13 +250,20 @@ def _attempts(task: Task) -> str:
 
 
 def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
-    """The run is not confirmed gone: its task moves on, its leases go into quarantine."""
+    """Move a task on whose run is not confirmed gone; its leases go into quarantine."""
     leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
     what, changes = after_stop(task, now, policy)
-    outcome = None if task.external is None else not_released(task, now)
-    if task.model is not None:  # not loaded again beside what is left of it
-        what, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
-        outcome = not_unloaded(task, now)
+    outcome = None
+    match task.holder:
+        case External():
+            outcome = not_released(task, now)
+        case Model():  # not loaded again beside what is left of it
+            what, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
+            outcome = not_unloaded(task, now)
+        case Run() | Gang() | WorkerSeat() | Inference():
+            pass
+        case _:
+            assert_never(task.holder)
     return Decision(
         task.id,
         "unconfirmed",

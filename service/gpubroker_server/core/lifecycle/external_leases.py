@@ -1,7 +1,8 @@
 """Leases of external holders: released by their own request, or by proof that their process is gone."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import (
     AuditNote,
@@ -10,6 +11,7 @@ from gpubroker_server.core.domain.decisions import (
     Request,
     write_move,
 )
+from gpubroker_server.core.domain.holders import External
 from gpubroker_server.core.domain.lease import HolderKind, Lease, Proof
 from gpubroker_server.core.domain.lease import release as leave
 from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, Gone, WatchOrder
@@ -20,22 +22,33 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _PROOFS = frozenset({Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, Proof.NOT_YOUR_PROCESS})
-"""That an agent does not know a holder proves nothing."""
+"""The proofs of an agent that end an external lease. That the agent does not know the holder proves nothing,
+because it did not start the holder's process."""
 
 
-def begun(task: Task, now: Instant) -> dict[str, Any]:
-    """What its admission changes besides its claim: it starts at once, and its whole time counts from
-    then."""
-    assert task.external is not None
-    return {"started_at": now, "deadline_at": Instant(now + task.external.ttl_seconds)}
+def begun(external: External, now: Instant) -> dict[str, Any]:
+    """Return what the admission changes besides the claim: the lease starts at once, and its whole time
+    counts from then."""
+    return {"started_at": now, "deadline_at": Instant(now + external.ttl_seconds)}
 
 
 def watch_orders(world: World, task: Task, leases: list[Lease]) -> tuple[WatchOrder, ...]:
-    if task.external is None or task.external.pid is None or task.node is None:
+    """Return the order to watch the holder's process; none if it named none."""
+    pid = pid_of(task)
+    if pid is None or task.node is None:
         return ()
     devices = tuple((lease.device, lease.mb) for lease in leases)
     incarnation = world.nodes[task.node].incarnation
-    return (WatchOrder(task.id, task.fence, task.node, incarnation, task.external.pid, devices),)
+    return (WatchOrder(task.id, task.fence, task.node, incarnation, pid, devices),)
+
+
+def pid_of(task: Task | None) -> int | None:
+    """Return the process of an external holder, if it named one."""
+    match task:
+        case Task(holder=External(pid=pid)):
+            return pid
+        case _:
+            return None
 
 
 def holders_on(world: World, node: NodeName) -> list[Task]:
@@ -46,7 +59,7 @@ def holders_on(world: World, node: NodeName) -> list[Task]:
 
 
 def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
-    """Its process is gone, and so is what it held. If it was asked to leave, it has left."""
+    """Release what the process held, which is gone. If it was asked to leave, it has left."""
     if report.proof not in _PROOFS:
         return
     update.release_leases(report.fence, report.rank, report.proof)
@@ -63,18 +76,20 @@ def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
 
 
 def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """One that is asked to leave, or has ended, is not renewed."""
-    if task.external is None or task.state not in (TaskState.PENDING, TaskState.RUNNING):
-        return done
-    ttl_seconds = request.fields.get("ttl_seconds", task.external.ttl_seconds)
-    write = write_move(task, Move.CHANGED, deadline_at=Instant(now + ttl_seconds))
-    return replace(done, tasks=(write,))
+    """Move the end of the lease. A lease that is asked to leave, or has ended, is not renewed."""
+    match task.holder:
+        case External(usual_seconds) if task.state in (TaskState.PENDING, TaskState.RUNNING):
+            ttl_seconds = request.fields.get("ttl_seconds", usual_seconds)
+            write = write_move(task, Move.CHANGED, deadline_at=Instant(now + ttl_seconds))
+            return replace(done, tasks=(write,))
+        case _:
+            return done
 
 
 def release(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
     """The holder says that it has left, whatever was asked of it before and also after its end. The audit log
     names who said so of leases in quarantine."""
-    if task.external is None:
+    if not isinstance(task.holder, External):
         return done
     if task.state is TaskState.PENDING:
         return cancel_pending(world, task, now, done)
@@ -101,12 +116,13 @@ def not_released(task: Task, now: Instant) -> Outcome:
 
 
 def _given_back(task: Task, now: Instant) -> Outcome:
-    """Replaces the outcome written when it was asked to leave."""
+    """The outcome of a lease that was released. It replaces the one written when its holder was asked to
+    leave."""
     return Outcome(task.id, task.fence, Ending.SUCCEEDED, now)
 
 
 def _failure(task: Task, proof: Proof) -> Failure:
-    pid = None if task.external is None else task.external.pid
+    pid = pid_of(task)
     if proof == Proof.NOT_YOUR_PROCESS:
         message = (
             f"process {pid} belongs to a run, to another lease or to the broker, or is a parent or child of "
@@ -118,8 +134,8 @@ def _failure(task: Task, proof: Proof) -> Failure:
 
 
 def _forget(world: World, task: Task) -> tuple[ForgetOrder, ...]:
-    """Its agent need not watch it any longer."""
-    if task.external is None or task.external.pid is None or task.node is None:
+    """Return the order by which the lease's agent watches its process no longer."""
+    if pid_of(task) is None or task.node is None:
         return ()
     incarnation = world.nodes[task.node].incarnation
     return (ForgetOrder(task.id, task.fence, task.node, incarnation),)

@@ -2,10 +2,12 @@
 while it runs."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
+from gpubroker_server.core.domain.holders import Gang, Member, MemberState
 from gpubroker_server.core.domain.lease import LeaseState, Proof, quarantine
 from gpubroker_server.core.domain.orders import (
     Ended,
@@ -21,7 +23,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import removable_ranks, with_member, workers, world_number
 from gpubroker_server.core.domain.submission import WITHDRAWN
-from gpubroker_server.core.domain.task import Member, MemberState, Move, StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.stopping import after_stop, timeout_failure
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
@@ -37,31 +39,37 @@ _TOLD = (StopReason.OVERUSE, StopReason.RANK_FAILED, StopReason.START_TIMEOUT)
 def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Instant) -> None:
     """The last rank to be ready starts all, or lets all in that join a running gang. A rank that repeats its
     Ready gets its orders again."""
-    member = task.members[report.rank]
+    member = members_of(task)[report.rank]
     if task.state is TaskState.RUNNING and member.is_joining:
-        _go_on(update, world, with_member(task, replace(member, address=report.address)), at, "rank_ready")
+        _go_on(
+            update,
+            world,
+            with_member(members_of(task), replace(member, address=report.address)),
+            at,
+            "rank_ready",
+        )
         return
     if task.state is TaskState.RUNNING and member.state is MemberState.READY:
         update.orders += beginning_orders(world, task, member)
     if task.state is not TaskState.ADMITTED or member.has_ended:
         return
-    members = with_member(task, replace(member, state=MemberState.READY, address=report.address))
+    members = with_member(members_of(task), replace(member, state=MemberState.READY, address=report.address))
     if any(other.state is not MemberState.READY for other in members):
-        update.move(Move.CHANGED, "rank_ready", members=members)
+        update.move(Move.CHANGED, "rank_ready", holder=Gang(members))
         return
-    update.move(Move.STARTED, "started", started_at=at, ordered_at=task.ordered_at, members=members)
+    update.move(Move.STARTED, "started", started_at=at, ordered_at=task.ordered_at, holder=Gang(members))
     update.orders += [go_order(world, update.known, each) for each in members]
 
 
 def beginning_orders(world: World, task: Task, member: Member) -> tuple[Order, ...]:
-    """What a rank at work may have missed: the ranks of its world, before it begins."""
+    """Return what a rank at work may have missed: the ranks of its world, before it begins."""
     world_order = (order for order in world_orders(world, task) if order.rank == member.rank)
     return (*world_order, go_order(world, task, member))
 
 
 def go_order(world: World, task: Task, member: Member) -> GoOrder:
     incarnation = world.nodes[member.node].incarnation
-    address = task.members[0].address
+    address = members_of(task)[0].address
     return GoOrder(task.id, task.fence, member.node, incarnation, address, member.rank)
 
 
@@ -70,7 +78,7 @@ def ended(
 ) -> None:
     """The result of a gang is rank 0's; its failure is that of the rank which failed first."""
     task = update.known
-    member = task.members[report.rank]
+    member = members_of(task)[report.rank]
     update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     if member.has_ended:
         return
@@ -79,7 +87,7 @@ def ended(
         return
     succeeded = report.ending is Ending.SUCCEEDED
     state = MemberState.SUCCEEDED if succeeded else MemberState.ENDED
-    members = with_member(task, replace(member, state=state))
+    members = with_member(members_of(task), replace(member, state=state))
     if task.state is TaskState.STOPPING:
         _ended_by_stop(update, world, task, report, outcome, members)
     elif succeeded:
@@ -95,14 +103,18 @@ def ended(
 
 
 def _costs_only_itself(task: Task, member: Member, *, succeeded: bool = False) -> bool:
-    """Whether the gang goes on however the rank ended: it was asked to leave, or it came late and failed."""
+    """Return True if the gang goes on however the rank ended: it was asked to leave, or it came late and
+    failed."""
     came_late = task.state is TaskState.RUNNING and member.is_late and (member.is_joining or not succeeded)
     return not member.takes_part or came_late
 
 
 def gone_early(member: Member, **changes: Any) -> Member:
-    """It has left, or never came to be at work."""
+    """Return the member once it has left, or if it never came to be at work."""
+    # `Member.changes_of_world` takes a late member with an address for one that has joined, so a member that
+    # was never at work gets none.
     address = "" if member.is_joining else member.address
+    # A member that left without a deadline failed by itself, which counts against growing the gang again.
     asked = None if member.takes_part else member.stop_deadline_at
     left = {"state": MemberState.LEFT, "address": address, "stop_deadline_at": asked}
     return replace(member, **{**left, **changes})
@@ -121,7 +133,7 @@ def _succeeded(
         update.orders += [stop_order(world, task, member, task.grace_seconds) for member in late]
         for member in late:
             leaving = gone_early(member, state=MemberState.LEAVING, stop_deadline_at=until)
-            members = with_member(replace(task, members=members), leaving)
+            members = with_member(members, leaving)
     _go_on(update, world, members, outcome.at)
 
 
@@ -139,7 +151,7 @@ def _left(
 ) -> None:
     """The outcome of such a rank does not count."""
     task = update.known
-    members = with_member(task, member)
+    members = with_member(members_of(task), member)
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "stopped", now, policy)
     else:
@@ -162,7 +174,7 @@ def _ended_by_stop(
         if report.ending is not Ending.NEVER_STARTED:
             ending = Ending.STOPPED if report.ending is Ending.SUCCEEDED else outcome.ending
             update.outcome = replace(outcome, ending=ending, result=None, failure=told)
-    update.move(Move.CHANGED, "rank_ended", members=members)
+    update.move(Move.CHANGED, "rank_ended", holder=Gang(members))
 
 
 def gone(
@@ -170,7 +182,7 @@ def gone(
 ) -> None:
     """`killed`: the failure of a rank that ended without a report."""
     task = update.known
-    member = task.members[report.rank]
+    member = members_of(task)[report.rank]
     if member.gone:
         return
     is_lost = report.proof in (Proof.NEVER_STARTED, Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED)
@@ -179,11 +191,11 @@ def gone(
         _left(update, world, gone_early(member, gone=True, **lost), now, now, policy)
         return
     state = member.state if member.has_ended else MemberState.ENDED
-    members = with_member(task, replace(member, state=state, gone=True))
+    members = with_member(members_of(task), replace(member, state=state, gone=True))
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "stopped", now, policy)
     elif member.has_ended:
-        update.move(Move.CHANGED, "rank_gone", members=members)
+        update.move(Move.CHANGED, "rank_gone", holder=Gang(members))
     elif is_lost:
         _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
@@ -193,13 +205,13 @@ def gone(
 
 
 def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, policy: Policy) -> None:
-    """Its ranks there are given up. If the gang can lose those that were at work, it goes on without them;
+    """Give up the ranks on the node. If the gang can lose those that were at work, it goes on without them;
     else the others stop."""
     task = update.known
-    lost = [member for member in task.members if member.node == node and not member.gone]
+    lost = [member for member in members_of(task) if member.node == node and not member.gone]
     at_work = {member.rank for member in lost if member.takes_part and not member.has_ended}
     goes_on = at_work <= {*removable_ranks(task)}
-    members = task.members
+    members = members_of(task)
     for member in lost:
         state = member.state if member.has_ended else MemberState.ENDED
         after = replace(member, state=state, gone=True)
@@ -207,7 +219,7 @@ def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, po
             after = gone_early(member, gone=True, stop_deadline_at=now)
         elif not member.takes_part:
             after = gone_early(member, gone=True)
-        members = with_member(replace(task, members=members), after)
+        members = with_member(members, after)
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "node_lost", now, policy)
     elif not goes_on:
@@ -227,11 +239,11 @@ def _stop_others(
     """Stop all ranks that still run; once each is gone, or given up, the gang moves on."""
     task = update.known
     until = Instant(now + task.grace_seconds)
-    stopping = replace(task, members=members, stop_reason=reason)
+    stopping = replace(task, holder=Gang(members), stop_reason=reason)
     if all(member.gone for member in members):
         _settle(update, stopping, members, reason, now, policy)
         return
-    update.move(Move.STOPPING, reason, stop_reason=reason, stop_deadline_at=until, members=members)
+    update.move(Move.STOPPING, reason, stop_reason=reason, stop_deadline_at=until, holder=Gang(members))
     at_work = (member for member in members if not member.has_ended)
     update.orders += [stop_order(world, task, member, task.grace_seconds, reason) for member in at_work]
 
@@ -239,7 +251,7 @@ def _stop_others(
 def _settle(
     update: TaskUpdate, task: Task, members: tuple[Member, ...], why: str, now: Instant, policy: Policy
 ) -> None:
-    changes: dict[str, Any] = {"members": members}
+    changes: dict[str, Any] = {"holder": Gang(members)}
     what = Move.CHANGED
     if all(member.gone for member in members):
         what, moved = after_stop(task, now, policy)
@@ -270,7 +282,7 @@ def stop_ranks(
     until = Instant(now + grace)
     leaving = {"state": MemberState.LEAVING, "freeing_for": preemptor, "stop_deadline_at": until}
     members = tuple(
-        gone_early(member, **leaving) if member.rank in ranks else member for member in task.members
+        gone_early(member, **leaving) if member.rank in ranks else member for member in members_of(task)
     )
     what, changes = going_on(members, now)
     write = write_move(task, what, **changes)
@@ -286,34 +298,38 @@ def stop_order(
 
 
 def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
-    """For each rank at work, which ranks are; none if they are those of the start."""
-    number, ranks = world_number(task), workers(task)
-    has_grown = any(member.is_late for member in task.members)
+    """Yield for each rank at work which ranks are at work; nothing if they are those of the start."""
+    members = members_of(task)
+    number, ranks = world_number(members), workers(members)
+    has_grown = any(member.is_late for member in members)
     for rank in ranks if number else ():
-        member = task.members[rank]
+        member = members[rank]
         if not member.has_ended:
             at = member.node, world.nodes[member.node].incarnation
             yield WorldOrder(task.id, task.fence, *at, ranks, rank, number if has_grown else None)
 
 
 def news_of_world(world: World, before: Task, after: Task) -> Iterator[Order]:
-    """If ranks have joined or left: all at work are told, and those that are new begin."""
-    if after.state is not TaskState.RUNNING or world_number(before) == world_number(after):
+    """Yield the orders after ranks have joined or left: all at work are told, and those that are new
+    begin."""
+    members, past = members_of(after), members_of(before)
+    if after.state is not TaskState.RUNNING or world_number(past) == world_number(members):
         return
     yield from world_orders(world, after)
-    for rank in workers(after):
-        if rank not in workers(before):
-            yield go_order(world, after, after.members[rank])
+    for rank in workers(members):
+        if rank not in workers(past):
+            yield go_order(world, after, members[rank])
 
 
 def without_preemptor(task: Task, preemptor: TaskId) -> dict[str, Any]:
     """The changes of a task and its ranks when this preemptor no longer waits for their memory."""
     changes: dict[str, Any] = {"freeing_for": None} if task.freeing_for == preemptor else {}
-    if any(member.freeing_for == preemptor for member in task.members):
-        changes["members"] = tuple(
+    if any(member.freeing_for == preemptor for member in members_of(task)):
+        members = (
             replace(member, freeing_for=None) if member.freeing_for == preemptor else member
-            for member in task.members
+            for member in members_of(task)
         )
+        changes["holder"] = Gang(tuple(members))
     return changes
 
 
@@ -327,7 +343,7 @@ def give_up(world: World, task: Task, late: Collection[Member], now: Instant) ->
     ranks = {member.rank for member in late}
     members = tuple(
         replace(member, state=MemberState.LEFT, gone=True) if member.rank in ranks else member
-        for member in task.members
+        for member in members_of(task)
     )
     leases = tuple(
         quarantine(lease, now)
@@ -350,5 +366,5 @@ def going_on(members: tuple[Member, ...], at: Instant) -> tuple[Move, dict[str, 
             for member in members
         )
     if all(member.state in (MemberState.SUCCEEDED, MemberState.LEFT) for member in members):
-        return Move.SUCCEEDED, {"finished_at": at, "members": members}
-    return Move.CHANGED, {"members": members}
+        return Move.SUCCEEDED, {"finished_at": at, "holder": Gang(members)}
+    return Move.CHANGED, {"holder": Gang(members)}

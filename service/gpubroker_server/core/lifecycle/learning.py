@@ -5,18 +5,20 @@ load during which anything else on the device changes teaches nothing.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil, inf
 from statistics import median
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import Decision, TaskWrite, write_move
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
+from gpubroker_server.core.domain.holders import Gang, MemberState, WorkerSeat
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, LeaseState
-from gpubroker_server.core.domain.task import MemberState, Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState, members_of, model_of
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.ledger import NOISE_DIVISOR, DeviceLedger
 from gpubroker_server.core.world.world import World
 
@@ -48,10 +50,10 @@ def learn(
                 sketch = known.get(topic) or world.learned.sketch(topic)
                 known[topic] = sketch.add(value)
                 lessons.append(Observation(topic, value, known[topic], now))
-        taught.append(changed(decision, lessons=tuple(lessons)) if lessons else decision)
+        taught.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
     if known and (forgotten := _too_many(world, known, most_topics)):
         last = max(at for at, decision in enumerate(taught) if decision.lessons)
-        taught[last] = changed(taught[last], forgotten=forgotten)
+        taught[last] = replace(taught[last], forgotten=forgotten)
     return taught
 
 
@@ -70,25 +72,26 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]
         for kind in sorted(peaks):
             if peaks[kind] > 0:  # else the run was over before its device was measured
                 yield SketchKey(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
-    if before.array is not None:
+    if isinstance(before.holder, WorkerSeat):
         return  # how long it works says how many items there were
     if write.what is Move.SUCCEEDED and (seconds := _run_seconds(after)) is not None:
         yield SketchKey(before.tenant, before.subject, kind_of_run(world, before), What.SECONDS), seconds
 
 
 def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
-    """(rank, whether it succeeded) of each run that ends with this. A rank that ends well after its gang was
-    asked to stop has succeeded only if the gang has."""
+    """Yield (rank, whether it succeeded) of each run that ends with this. A rank that ends well after its
+    gang was asked to stop has succeeded only if the gang has."""
     succeeded = write.what is Move.SUCCEEDED
-    if not before.members:
+    if not isinstance(before.holder, Gang):
         if succeeded or write.what in _OTHER_ENDS:
             yield 0, succeeded
         return
     at_work = succeeded or before.state is not TaskState.STOPPING
-    ended = {member.rank: member.state for member in write.task.members if member.has_ended}
-    for member in before.members:
+    members = members_of(write.task)
+    ended = {member.rank: member.state for member in members if member.has_ended}
+    for member in before.holder.members:
         state = ended.get(member.rank)
-        is_over = state is not None or not write.task.members  # of one that waits again all are
+        is_over = state is not None or not members  # of one that waits again all are
         if is_over and not member.has_ended:
             yield member.rank, at_work and state is MemberState.SUCCEEDED
 
@@ -114,7 +117,8 @@ def _too_many(world: World, learning: dict[SketchKey, Sketch], most_topics: int)
 
 
 WARM_SECONDS = Seconds(30.0)
-"""Growth within this time after its load counts as the model's size."""
+"""Growth within this time after its load counts as the model's size: many backends take most of their working
+memory with the first requests."""
 
 _DISTINGUISHABLE = HOLDERS_WITH_RUNS | {HolderKind.SERVER}
 """Other holders with use that can be told from a model's growth: runs are measured by process, and a server
@@ -136,9 +140,13 @@ def learned_mb(
     margin: float,
     versions: Sequence[str] = (),
 ) -> Mib | None:
-    """What to lease for it on any of these kinds, with the margin; None if it was never measured. `versions`:
-    those that will be loaded, if known; without a measurement of these, the last measured ones count."""
+    """Return what to lease for the model on any of these kinds, with the margin.
+
+    None if it was never measured. `versions`: those that will be loaded, if known; without a
+    measurement of these, the last measured ones count.
+    """
     sketches = (_sketch(world, topic_of(tenant, model, kind, versions)) for kind in sorted(kinds))
+    # As for tasks, a size must hold for 95 of 100 loads (ADR 34); the margin is for later, larger requests.
     sizes = [size for sketch in sketches if (size := sketch.quantile(0.95)) is not None]
     return Mib(ceil((1 + margin) * max(sizes))) if sizes else None
 
@@ -157,8 +165,7 @@ def _of_any_version(topic: SketchKey) -> tuple[str, ...]:
     return topic.tenant, topic.subject.partition("/")[0], topic.kind, topic.what
 
 
-@dataclass(frozen=True, slots=True)
-class SizeAccuracy:
+class SizeAccuracy(Struct, frozen=True):
     server: str
     ratio: float
     """Median of leased over measured: 1 is right, 2 is twice too much."""
@@ -192,25 +199,24 @@ def added(before: Sketch, after: Sketch) -> float | None:
 
 
 def size_accuracies(world: World) -> list[SizeAccuracy]:
-    """By server. A model's size is the median of its loads."""
+    """Return the accuracy of sizes by server. A model's size is the median of its loads."""
     ratios: dict[str, list[float]] = {}
     for task in world.models.live():
         leases = world.leases_of(task)
-        if task.state is not TaskState.RUNNING or task.model is None or len(leases) != 1:
+        if task.state is not TaskState.RUNNING or len(leases) != 1:
             continue
-        kind = world.ledgers[leases[0].device].device.kind
-        topic = topic_of(task.tenant, task.model.model, kind, task.model.versions)
+        model, kind = model_of(task), world.ledgers[leases[0].device].device.kind
+        topic = topic_of(task.tenant, model.model, kind, model.versions)
         measured_mb = world.learned.sketch(topic).quantile(0.5)
         if measured_mb:
-            ratios.setdefault(task.model.server, []).append(leases[0].mb / measured_mb)
+            ratios.setdefault(model.server, []).append(leases[0].mb / measured_mb)
     return [
         SizeAccuracy(server, median(known), sum(ratio >= 1 for ratio in known) / len(known))
         for server, known in sorted(ratios.items())
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
+class _Watch(Struct, frozen=True):
     fence: Fence
     device: DeviceKey
     used_mb: int
@@ -222,11 +228,11 @@ class _Watch:
     """Later growth would not be the model's, or could not be told apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
+class _Look(Struct, frozen=True):
     at: Instant = Instant(inf)
     samples: Mapping[DeviceKey, DeviceSample | None] = field(default_factory=dict)
-    """Newer ones may be from after an admission."""
+    """The sample of each device at that look. By the next look, the newest sample of a device may have been
+    taken after an admission, and says nothing about the time before it."""
 
 
 class ModelMeter:
@@ -300,7 +306,8 @@ def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
         return replace(watch, is_over=True)
     peak_mb = max(watch.peak_mb, ledger.sample.used_mb - watch.used_mb)
     kinds = {ledger.holdings[key].lease.holder_kind for key in watch.others}
-    is_warm = now >= task.started_at + WARM_SECONDS and not task.terms.measured
+    # Beside a model or an external lease only the first sample counts: later growth may be theirs.
+    is_warm = now >= task.started_at + WARM_SECONDS and not model_of(task).measured
     return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _DISTINGUISHABLE)
 
 
@@ -325,7 +332,8 @@ def _lessons(
     ledger = world.ledgers[watch.device]
     if watch.peak_mb <= _noise_mb(ledger):
         return []
-    topic = topic_of(task.tenant, task.terms.model, ledger.device.kind, task.terms.versions)
+    model = model_of(task)
+    topic = topic_of(task.tenant, model.model, ledger.device.kind, model.versions)
     sketches[topic] = (sketches.get(topic) or world.learned.sketch(topic)).add(watch.peak_mb)
     lesson = Observation(topic, watch.peak_mb, sketches[topic], now)
     return [Decision(task.id, "measured", tasks=(write_move(task, Move.CHANGED),), lessons=(lesson,))]

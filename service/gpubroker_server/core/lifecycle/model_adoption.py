@@ -5,16 +5,25 @@ earlier holder of the same model left there without confirmation becomes its own
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome, write_move
 from gpubroker_server.core.domain.demand import context_mb, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device
-from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine, release
+from gpubroker_server.core.domain.lease import (
+    HolderKind,
+    Lease,
+    LeaseState,
+    Proof,
+    holder_kind_of,
+    quarantine,
+    release,
+)
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ending, Failure
-from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Fence, Instant, Mib
 from gpubroker_server.core.lifecycle.stopping import withdraw_pledges
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
@@ -23,10 +32,10 @@ from gpubroker_server.core.world.world import World
 
 
 def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | None:
-    """None while its leases would not fit: until then its use counts as foreign. The task has the address and
-    the process of the server that it was seen on."""
+    """Give a pending model leases where it is loaded. None while they would not fit: until then its use
+    counts as foreign. `task` has the address and the process of the server on which the model was seen."""
     fence = world.next_fence(task)
-    kind = HolderKind.MODEL if task.terms.model else HolderKind.SERVER
+    kind = holder_kind_of(task.holder)
     left = list(_left_there(world, task))
     known = {device: Mib(0) for device in sorted({lease.device for lease in left})}
     for lease in left:
@@ -44,7 +53,7 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
     if (len(leases) < task.demand.gpus and not left) or not nodes:
         return None
     begun: dict[str, Any] = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None}
-    begun["model"] = task.terms
+    begun["holder"] = task.holder
     if task.held and task.expires_at is not None:
         begun["expires_at"] = now  # not wanted by a request: once it leaves, it is not loaded again
     write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
@@ -56,9 +65,9 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
 def _left_there(world: World, task: Task) -> Iterator[Lease]:
     """Unconfirmed leases of earlier claims on the model at this server: the memory is still in use, as the
     index says, and counts once."""
-    terms = task.terms
+    terms = model_of(task)
     for other in world.models.on(terms.server, terms.address, terms.process):
-        if other.model is None or other.model.model != task.terms.model:
+        if model_of(other).model != terms.model:
             continue
         for fence in sorted(world.unconfirmed.claims_of(other.id)):
             claim = world.leases.get((other.id, fence), {})
@@ -66,7 +75,8 @@ def _left_there(world: World, task: Task) -> Iterator[Lease]:
 
 
 def _rooms(world: World, task: Task) -> list[tuple[DeviceLedger, Mib]]:
-    """The devices that it may be on, with the MiB to lease there; those with most foreign use first."""
+    """The devices that the model may be on, with the MiB to lease there. Without a lease its memory counts as
+    foreign, so the devices with most foreign use, which come first, are the likeliest."""
     found = [
         (ledger, mb)
         for ledger in world.ledgers.values()
@@ -95,25 +105,28 @@ def _lease(
 
 
 def _fits(ledger: DeviceLedger, lease: Lease, task: Task) -> bool:
-    """Whether the lease fits once its use no longer counts as foreign, without taking what is pledged to
-    others."""
+    """Return True if the lease fits once its use no longer counts as foreign, without taking what is pledged
+    to others."""
     after = ledger.copy()
     after.put(lease)
     return after.free_mb(task=task.id) >= 0 and after.leased_mb() <= ledger.device.allocatable_mb
 
 
 def follow_settings(world: World, servers: Mapping[str, str], now: Instant) -> list[Decision]:
-    """`servers`: the addresses of those in the settings, by name. What was on a server that has another name
-    now is on that. A model of another server may still be in memory: it counts until the process of its
-    server is gone, an operator says so, or the server is back and does."""
+    """Follow servers that were renamed in the settings or taken out of them. `servers`: name -> address.
+
+    A server is known by its address, so a renamed one keeps its models. The models of one that was taken out
+    may still be in memory: they count until its process is gone, an operator says that they are, or the
+    server is back in the settings and its index says so.
+    """
     names, decisions = {address: name for name, address in servers.items() if address}, []
     for task in world.models.live():
-        terms = task.terms
+        terms = model_of(task)
         if terms.server in servers and terms.is_at(terms.server, servers[terms.server], ""):
             continue
         name = names.get(terms.address)
         if name is not None and world.models.of(ModelKey(name, terms.model)) is None:
-            write = write_move(task, Move.CHANGED, model=replace(terms, server=name))
+            write = write_move(task, Move.CHANGED, holder=replace(terms, server=name))
             decisions.append(Decision(task.id, "server_renamed", tasks=(write,)))
         elif task.state is TaskState.STOPPING:
             continue
@@ -125,18 +138,18 @@ def follow_settings(world: World, servers: Mapping[str, str], now: Instant) -> l
 
 
 def left_processes(world: World) -> frozenset[str]:
-    """Of servers with models in quarantine."""
+    """Return the processes of servers with models in quarantine."""
     found = (task for task in world.models.known() if task.id in world.unconfirmed.quarantined)
-    return frozenset(task.model.process for task in found if task.model is not None and task.model.process)
+    return frozenset(process for task in found if (process := model_of(task).process))
 
 
 def server_gone(world: World, process: str) -> list[Decision]:
-    """What its models left in quarantine is no longer in its memory; a new sample shows whether it is
-    free."""
+    """Release what the process's models left in quarantine: it is no longer in its memory; a new sample shows
+    whether it is free."""
     decisions = []
     for task in world.models.known():
         leases = world.unconfirmed.quarantined.get(task.id, {})
-        if leases and task.model is not None and task.model.process == process:
+        if leases and model_of(task).process == process:
             left = tuple(release(leases[key], Proof.PROCESS_ABSENT) for key in sorted(leases))
             decisions.append(Decision(task.id, "server_gone", leases=left))
     return decisions
@@ -150,7 +163,7 @@ def base_released(world: World, task: Task, move: Move, now: Instant) -> Decisio
     update.move(move, "released", finished_at=now, freeing_for=None)
     decision = update.decision()
     assert decision is not None, "it has just ended"
-    why = f"the settings name no base_mb for server {task.terms.server}"
+    why = f"the settings name no base_mb for server {model_of(task).server}"
     note = AuditNote(now, task.tenant, "settings", "base_mb.release", task.id, why)
     return replace(decision, audit=(note,))
 

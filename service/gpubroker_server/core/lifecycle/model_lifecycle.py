@@ -1,14 +1,17 @@
 """Models as holders of memory: what changes with their server's index, requests and time.
 
 A model is a task that waits, is loaded, stays and leaves. While it is wanted its priority is that of its
-requests, or one less if equals may have its memory; afterwards -1, so that any task may take it.
+requests, or one less if equals may have its memory, since preemption needs a strictly lower priority;
+afterwards -1, so that any task may take it.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome, Request, write_move
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.model_orders import (
     ModelOrder,
@@ -18,10 +21,10 @@ from gpubroker_server.core.domain.model_orders import (
     load_order,
     unload_order,
 )
-from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
+from gpubroker_server.core.domain.models import ModelUsage
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
-from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.model_adoption import adopt, base_released
 from gpubroker_server.core.lifecycle.stopping import requeued_fields
@@ -35,6 +38,7 @@ UNWANTED_PRIORITY = -1
 """Below that of any task."""
 
 MAX_USES = 64
+"""Uses that one request may report; a larger number counts as this."""
 
 WANTED_SHARE = 0.5
 """A client that still wants a model repeats its request after this share of the time."""
@@ -45,14 +49,14 @@ def is_wanted(task: Task, now: Instant) -> bool:
 
 
 def is_unasked(task: Task) -> bool:
-    """It made room for an equal, and no request has needed it since."""
-    return task.state is TaskState.PENDING and task.terms.yields
+    """True if it made room for an equal, and no request has needed it since."""
+    return task.state is TaskState.PENDING and model_of(task).yields
 
 
 def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
-    """Whether a request at this priority changes anything. `queued`: it is the highest of all queued
+    """Return True if a request at this priority changes anything. `queued`: it is the highest of all queued
     inferences."""
-    terms = task.terms
+    terms = model_of(task)
     if is_unasked(task):
         return True
     if task.expires_at is None or priority > terms.asked_priority:
@@ -66,22 +70,24 @@ def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool 
     return until - now < WANTED_SHARE * terms.wanted_seconds
 
 
-def _gives_way(terms: ModelTerms, now: Instant, *, queued: bool) -> bool:
-    """Whether its priority may fall: it was not wanted at that one lately, or only by inferences that no
-    longer wait."""
+def _gives_way(terms: Model, now: Instant, *, queued: bool) -> bool:
+    """Return True if the model's priority may fall: it was not wanted at that one lately, or only by
+    inferences that no longer wait."""
     return (queued and terms.queued) or now >= _asked_until(terms)
 
 
-def _asked_until(terms: ModelTerms) -> Instant:
+def _asked_until(terms: Model) -> Instant:
     return Instant(terms.asked_at + terms.wanted_seconds)
 
 
 def standing(task: Task, now: Instant) -> int:
-    if task.terms.pinned or not task.terms.model:
+    """Return the priority that a model has now."""
+    terms = model_of(task)
+    if terms.pinned or not terms.model:
         return TOP_PRIORITY
     if not is_wanted(task, now):
         return UNWANTED_PRIORITY
-    return task.terms.asked_priority - 1 if task.terms.yields else task.terms.asked_priority
+    return terms.asked_priority - 1 if terms.yields else terms.asked_priority
 
 
 def due(world: World, now: Instant) -> list[Decision]:
@@ -89,7 +95,7 @@ def due(world: World, now: Instant) -> list[Decision]:
     settings of a server no longer name."""
     decisions: list[Decision] = []
     for task in world.models.live():
-        if task.state is TaskState.STOPPING and not task.terms.model:
+        if task.state is TaskState.STOPPING and not model_of(task).model:
             decisions.append(base_released(world, task, Move.CANCELLED, now))
         elif task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
             write = write_move(task, Move.CHANGED, priority=priority)
@@ -102,13 +108,15 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
     decisions: list[Decision] = []
     is_adopting = False
     for task in world.models.on(index.server, index.address, index.process):
+        # While a call is under way, the index may show the model as before it or as after it.
         if (task.id, task.fence) in index.under_way:
             continue
         update = TaskUpdate(world, task.id, now)
-        stage = index.stage_of(task.terms.model)
+        terms = model_of(task)
+        stage = index.stage_of(terms.model)
         if task.state is TaskState.PENDING and stage is ModelState.READY:
             # One at a time, so that the next one sees the leases of this one.
-            there = replace(task, model=_seen_at(task.terms, index))
+            there = replace(task, holder=_seen_at(terms, index))
             adopted = None if is_adopting else adopt(world, there, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
@@ -131,21 +139,24 @@ def _claims(world: World, task: Task) -> set[Fence]:
 
 
 def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, policy: Policy) -> None:
-    match task.state, index.stage_of(task.terms.model):
+    before = model_of(task)
+    match task.state, index.stage_of(before.model):
         case TaskState.ADMITTED, ModelState.READY:
             took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
-            terms = replace(
-                _seen_at(task.terms, index),
-                load_seconds=took_seconds or task.terms.load_seconds,
-                versions=index.versions_of(task.terms.model),
+            loaded = replace(
+                _seen_at(before, index),
+                # What is READY already is not loaded: taking no time says nothing about a load.
+                load_seconds=took_seconds or before.load_seconds,
+                versions=index.versions_of(before.model),
                 yields=False,
             )
-            priority = standing(replace(task, model=terms), now)
-            update.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
+            priority = standing(replace(task, holder=loaded), now)
+            update.move(Move.STARTED, "loaded", started_at=now, holder=loaded, priority=priority)
             update.move_leases(task.fence, 0, LeaseState.HELD)
-        case TaskState.RUNNING, ModelState.READY if _seen_at(task.terms, index) != task.terms:
-            update.move(Move.CHANGED, "server_seen", model=_seen_at(task.terms, index))
+        case TaskState.RUNNING, ModelState.READY if (seen := _seen_at(before, index)) != before:
+            update.move(Move.CHANGED, "server_seen", holder=seen)
         case TaskState.PENDING, ModelState.ABSENT if task.held:
+            # It was loaded without a lease and waited for one; no request wants it.
             update.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
             update.move(Move.EXPIRED, "vanished", finished_at=now)
         case TaskState.RUNNING, ModelState.ABSENT if is_wanted(task, now):
@@ -159,7 +170,7 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
             pass
 
 
-def _seen_at(terms: ModelTerms, index: ServerIndex) -> ModelTerms:
+def _seen_at(terms: Model, index: ServerIndex) -> Model:
     if not index.address:
         return terms
     return replace(terms, address=index.address, process=index.process)
@@ -180,11 +191,11 @@ def _orders_again(world: World, task: Task, stage: ModelState, now: Instant) -> 
 
 def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
     """Requeue it with the priority of its requests."""
-    return requeued_fields(task, priority=task.terms.asked_priority, **changes)
+    return requeued_fields(task, priority=model_of(task).asked_priority, **changes)
 
 
 def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
-    """Its load failed or could not begin. What it left behind is free when the index says so."""
+    """Note that the load failed or could not begin. What it left behind is free when the index says so."""
     update.move_leases(report.fence, 0, LeaseState.RELEASING)
     if task.state is TaskState.STOPPING:
         update.stopped("ended", policy)
@@ -200,19 +211,19 @@ def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: P
 def want(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
     """A request for the model, or a number of uses since the last one. `doubted`: it is loaded, and answers
     as if its process were gone."""
-    if task.model is None:
+    if not isinstance(task.holder, Model):
         return done
     fields = request.fields
     used_at = Instant(min(now, fields.get("used_at", now)))
-    usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MAX_USES), used_at)
-    terms = replace(task.model, usage=usage)
+    usage = _used(task.holder.usage, min(int(fields.get("uses", 1)), MAX_USES), used_at)
+    terms = replace(task.holder, usage=usage)
     if not fields.get("doubted"):
         terms = _asked(
             terms, int(fields["priority"]), used_at, wanted=is_wanted(task, now), queued="queued" in fields
         )
-    changes: dict[str, Any] = {"model": terms}
+    changes: dict[str, Any] = {"holder": terms}
     if is_unasked(task):
-        changes |= {"model": replace(terms, yields=False, left_at=now), "not_before": None}
+        changes |= {"holder": replace(terms, yields=False, left_at=now), "not_before": None}
     if task.expires_at is not None:
         changes["expires_at"] = Instant(max(task.expires_at, used_at + terms.wanted_seconds))
     after = replace(task, **changes)
@@ -227,7 +238,7 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)
 
 
-def _asked(terms: ModelTerms, priority: int, now: Instant, *, wanted: bool, queued: bool) -> ModelTerms:
+def _asked(terms: Model, priority: int, now: Instant, *, wanted: bool, queued: bool) -> Model:
     is_new = not wanted or _gives_way(terms, now, queued=queued) or priority > terms.asked_priority
     if not is_new and priority < terms.asked_priority:
         return terms
@@ -240,12 +251,12 @@ def _room_of(world: World, task: Task) -> tuple[tuple[DeviceKey, Mib], ...]:
 
 def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
     """Pin or unpin it. A pinned model waits for its memory without limit."""
-    if task.model is None:
+    if not isinstance(task.holder, Model):
         return done
     is_pinned = bool(request.fields["pinned"])
-    terms = replace(task.model, pinned=is_pinned)
+    terms = replace(task.holder, pinned=is_pinned)
     expires_at = None if is_pinned else Instant(now + terms.wanted_seconds)
-    changes: dict[str, Any] = {"model": terms, "expires_at": expires_at}
+    changes: dict[str, Any] = {"holder": terms, "expires_at": expires_at}
     if task.state is TaskState.RUNNING:
         changes["priority"] = standing(replace(task, **changes), now)
     said = "model.pin" if is_pinned else "model.unpin"

@@ -5,13 +5,14 @@ Gateways know which models are in use. They are asked only while something waits
 """
 
 from collections.abc import Iterator, Set
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import may_use_node
 from gpubroker_server.core.domain.models import turn_seconds
 from gpubroker_server.core.domain.ranks import needs_gpus
-from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.lifecycle.model_lifecycle import standing
 from gpubroker_server.core.world.queue import EquivalenceClass
@@ -19,23 +20,25 @@ from gpubroker_server.core.world.world import World
 
 
 def is_contended(world: World) -> bool:
-    """Whether an equal waits for a model's memory, or none waits any more for that of one that yields."""
+    """Return True if an equal waits for a model's memory, or none waits any more for that of one that
+    yields."""
     return any(has_rival or yields for _, has_rival, yields in _turns(world))
 
 
 def turns(world: World, in_use: Set[str], now: Instant) -> list[Decision]:
     """The models that yield to their equals from now on, or no longer do."""
-    wanted_later = {kin.demand.answered_by for kin in world.queue.kin.values()}
+    wanted_later = {equivalence.demand.answered_by for equivalence in world.queue.classes.values()}
     decisions: list[Decision] = []
     for task, has_rival, yielded in _turns(world):
         assert task.started_at is not None
-        model = task.terms.model
-        is_idle = not (model in in_use or model in wanted_later or world.models.asking(model))
-        is_over = now - task.started_at >= turn_seconds(task.terms.load_seconds)
+        terms = model_of(task)
+        name = terms.model
+        is_idle = not (name in in_use or name in wanted_later or world.models.asking(name))
+        is_over = now - task.started_at >= turn_seconds(terms.load_seconds)
         yields = has_rival and (is_idle or is_over)
         if yields != yielded:
-            after = replace(task, model=replace(task.terms, yields=yields))
-            write = write_move(task, Move.CHANGED, model=after.model, priority=standing(after, now))
+            after = replace(task, holder=replace(terms, yields=yields))
+            write = write_move(task, Move.CHANGED, holder=after.holder, priority=standing(after, now))
             decisions.append(Decision(task.id, "turn", tasks=(write,)))
     return decisions
 
@@ -43,19 +46,24 @@ def turns(world: World, in_use: Set[str], now: Instant) -> list[Decision]:
 def _turns(world: World) -> Iterator[tuple[Task, bool, bool]]:
     """(model in memory, whether an equal waits that could have its memory, whether it yields now)"""
     held = [task for task in world.models.live() if _takes_turns(task)]
-    waiting = [kin for kin in world.queue.kin.values() if needs_gpus(kin.demand)] if held else []
+    waiting = (
+        [equivalence for equivalence in world.queue.classes.values() if needs_gpus(equivalence.demand)]
+        if held
+        else []
+    )
     for task in held:
-        has_rival = any(_is_rival(kin, task, world) for kin in waiting)
-        yield task, has_rival, task.terms.yields
+        has_rival = any(_is_rival(equivalence, task, world) for equivalence in waiting)
+        yield task, has_rival, model_of(task).yields
 
 
 def _takes_turns(task: Task) -> bool:
-    """Pinned models and a server's base cost never leave."""
-    terms = task.model
-    return task.state is TaskState.RUNNING and terms is not None and bool(terms.model) and not terms.pinned
+    """True of a loaded model, unless it never leaves: pinned models and a server's base cost do not."""
+    terms = model_of(task)
+    return task.state is TaskState.RUNNING and bool(terms.model) and not terms.pinned
 
 
-def _is_rival(kin: EquivalenceClass, task: Task, world: World) -> bool:
-    has_equal = any(task.terms.asked_priority in groups for groups in kin.bands.values())
+def _is_rival(equivalence: EquivalenceClass, task: Task, world: World) -> bool:
+    asked_priority = model_of(task).asked_priority
+    has_equal = any(asked_priority in groups for groups in equivalence.bands.values())
     node = None if task.node is None else world.nodes.get(task.node)
-    return has_equal and node is not None and may_use_node(kin.demand, node)
+    return has_equal and node is not None and may_use_node(equivalence.demand, node)

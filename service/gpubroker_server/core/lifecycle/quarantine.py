@@ -1,18 +1,21 @@
 """What is in quarantine, which proof each holder waits for, and an operator's statement in its place."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, Lease, Proof, release
+from gpubroker_server.core.domain.task import model_of
 from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, Seconds, TaskId
+from gpubroker_server.core.lifecycle.external_leases import pid_of
 from gpubroker_server.core.world.world import World
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(Struct, frozen=True):
     """A run or other holder that is not confirmed gone; its memory counts as used."""
 
     kind: HolderKind
@@ -29,7 +32,7 @@ class Quarantined:
 
 
 def quarantined(world: World, holder: str | None = None) -> list[Quarantined]:
-    """Of one holder or of all, the longest in quarantine first."""
+    """Return the runs in quarantine, of one holder or of all, the longest in quarantine first."""
     known = world.unconfirmed.quarantined
     leases = known.values() if holder is None else [known.get(holder, {})]
     found = [one for of_holder in leases for one in _runs(world, of_holder.values())]
@@ -84,25 +87,23 @@ def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, .
 
 
 def answers(world: World, node: NodeName) -> bool:
-    """Whether its agent has answered this term and is not given up."""
+    """Return True if the node's agent has answered this term and is not given up."""
     return node in world.nodes and world.nodes[node].ready
 
 
 def is_watched(world: World, lease: Lease) -> bool:
-    """Whether its node's agent can tell by a process whether the holder is gone."""
+    """Return True if the node's agent can tell by a process whether the holder is gone."""
     return lease.holder_kind in HOLDERS_WITH_RUNS or _outside_pid(world, lease) is not None
 
 
 def _outside_pid(world: World, lease: Lease) -> int | None:
-    """The process of an external holder, if it named one."""
-    task = world.holder(lease.holder, lease.fence)
-    return None if task is None or task.external is None else task.external.pid
+    """Return the process of an external holder, if it named one."""
+    return pid_of(world.holder(lease.holder, lease.fence))
 
 
 def _server_process(world: World, lease: Lease) -> str:
-    """As in ModelTerms."""
-    task = world.tasks.get(TaskId(lease.holder))
-    return "" if task is None or task.model is None else task.model.process
+    """Return the process of the server of a model; empty if it cannot be seen."""
+    return model_of(world.tasks[TaskId(lease.holder)]).process
 
 
 def removed(world: World) -> list[Decision]:
@@ -174,6 +175,7 @@ def _in_doubt(world: World) -> set[NodeName]:
 
 
 AGAIN_SECONDS = Seconds(0.05)
+"""After this time a node is first asked again."""
 
 
 class _Wait(NamedTuple):

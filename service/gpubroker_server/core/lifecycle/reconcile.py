@@ -1,10 +1,16 @@
 """Reconcile the rows of a node with its agent's answer; the agent's answer wins."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated
 
-from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.device import Device, GpuKind, Node, kind_of
+from gpubroker.wire.bounds import Amount, PositiveCount
+from gpubroker.wire.policy import GpuKind
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from gpubroker_server.core.domain.decisions import AnyOrder, Decision
+from gpubroker_server.core.domain.device import Device, Node, kind_of
+from gpubroker_server.core.domain.holders import Gang, Member, MemberState
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, Proof
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
@@ -17,7 +23,8 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import ranks_of
-from gpubroker_server.core.domain.task import Member, MemberState, StopReason, Task, TaskState
+from gpubroker_server.core.domain.setting_marks import NonNegativeMib, PositiveAmount, PositiveMib, alone
+from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import beginning_orders, stop_order
@@ -35,23 +42,21 @@ def take_over(world: World) -> Decision | None:
     return Decision("cluster", "take_over", nodes=nodes) if nodes else None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRules:
+class NodeRules(Struct, frozen=True):
     """What the operator says of one node. None: what its agent says."""
 
-    cpu: float | None = None
-    memory_mb: Mib | None = None
-    max_runs: int | None = None
-    reserve_cpu: float = 0.0
-    reserve_memory_mb: Mib = Mib(0)
-    reserve_mb: Mapping[str, Mib] = field(default_factory=dict)
-    """By UUID or by number of a device; `*` is each other one."""
+    cpu: PositiveAmount | None = None
+    memory_mb: PositiveMib | None = None
+    max_runs: PositiveCount | None = None
+    reserve_cpu: Amount = 0.0
+    reserve_memory_mb: NonNegativeMib = Mib(0)
+    reserve_mb: Annotated[Mapping[str, NonNegativeMib], alone("*")] = field(default_factory=dict)
+    """UUID or number of a device -> reserve; `*` is each other device."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """They win over the agent's."""
 
 
-@dataclass(frozen=True, slots=True)
-class InventoryRules:
+class InventoryRules(Struct, frozen=True):
     cluster: str
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
@@ -81,9 +86,21 @@ def reconcile(
         gone = [device.key for device in devices if not device.present]
         pledges = dissolved_pledges(world, gone)
         decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
-    absent = (replace(d, orders=()) for d in apply_reports(world, _absences(world, seen), now, policy))
+    absent = apply_reports(world, _absences(world, seen), now, policy)
+    absent = [replace(decision, orders=tuple(_still_of_use(decision.orders, seen))) for decision in absent]
     decisions += [decision for decision in absent if not decision.is_empty()]
-    again = (replace(o, incarnation=seen.node.incarnation) for o in _orders_again(world, seen, now))
+    # What a running gang was told before is not repeated to ranks that these decisions stop.
+    stopped = {
+        write.task.id
+        for decision in absent
+        for write in decision.tasks
+        if write.task.state is not TaskState.RUNNING
+    }
+    again = (
+        replace(order, incarnation=seen.node.incarnation)
+        for order in _orders_again(world, seen, now)
+        if order.task not in stopped or isinstance(order, StopOrder)
+    )
     orders = (*again, *_unwanted(world, seen))
     if orders:
         decisions.append(Decision(seen.node.name, "reconcile", orders=orders))
@@ -158,7 +175,7 @@ def _device(seen: NodeReport, device: ReportedDevice, rules: InventoryRules) -> 
         reserve_mb=next((reserved[name] for name in names if name in reserved), rules.reserve_mb),
         declared_foreign_mb=declared.get(node, declared.get(device.kind, Mib(0))),
         power=0 if kind is None else kind.power,
-        context_mb=Mib(0) if kind is None else kind.context_mb,
+        context_mb=Mib(0 if kind is None else kind.context_mb),
         simulated=device.simulated,
         parent=device.parent,
         split=device.split or any(other.parent == device.uuid for other in seen.devices),
@@ -184,6 +201,8 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
         if _has_begun(task, rank):
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
         elif node_proof or not known.ready:
+            # The node was closed until this answer, so no start was sent meanwhile, and the agent refuses
+            # those of earlier terms and incarnations: one that it has not seen never reaches it (ADR 7).
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.NEVER_STARTED, rank=rank)
         # Otherwise this agent has answered this term before, and the start may be on its way to it.
     for holder, fence, rank in _claims_on(world, seen):
@@ -192,16 +211,19 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
 
 
 def _node_proof(known: Node, answering: Node) -> Proof | None:
-    """Why nothing that ran under the earlier agent can still run; empty if the agent is the same."""
+    """Return the proof that nothing which ran under the earlier agent still runs; None if the agent is the
+    same."""
     if answering.boot_id != known.boot_id:
         return Proof.BOOT_CHANGED
     return Proof.AGENT_RESTARTED if answering.incarnation != known.incarnation else None
 
 
 def _has_begun(task: Task, rank: int) -> bool:
-    if task.members:
-        return task.members[rank].state is not MemberState.PLACED
-    return task.started_at is not None
+    match task.holder:
+        case Gang(members):
+            return members[rank].state is not MemberState.PLACED
+        case _:
+            return task.started_at is not None
 
 
 def _active_on(world: World, seen: NodeReport) -> list[tuple[Task, int]]:
@@ -216,6 +238,17 @@ def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
     leases = (holding.lease for ledger in ledgers for holding in ledger.holdings.values())
     runs = (lease for lease in leases if lease.holder_kind in HOLDERS_WITH_RUNS)
     return sorted({(TaskId(lease.holder), lease.fence, lease.rank) for lease in runs})
+
+
+def _still_of_use(orders: Iterable[AnyOrder], seen: NodeReport) -> Iterator[AnyOrder]:
+    """Yield the orders without those to runs that this node's agent does not know. When a gang loses a rank
+    here, its ranks on other nodes are asked to stop."""
+    there = set(seen.runs)
+    for order in orders:
+        if not isinstance(order, Order) or order.node != seen.node.name:
+            yield order
+        elif (order.task, order.fence, order.rank) in there:
+            yield replace(order, incarnation=seen.node.incarnation)
 
 
 def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
@@ -233,8 +266,8 @@ def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Orde
             left = Seconds(max(0.0, task.stop_deadline_at - now))
             notices = stop_orders(world, task, left)
             yield from (notice for notice in notices if notice.rank == rank)
-        elif task.state is TaskState.RUNNING and task.members:
-            yield from _gang_orders_again(world, task, task.members[rank], now)
+        elif task.state is TaskState.RUNNING and isinstance(task.holder, Gang):
+            yield from _gang_orders_again(world, task, task.holder.members[rank], now)
 
 
 def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -> Iterator[Order]:

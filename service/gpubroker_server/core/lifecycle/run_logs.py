@@ -1,7 +1,8 @@
 """The output of runs: which logs are asked for now, and what is done with what agents tell."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.orders import Logged, LogName
 from gpubroker_server.core.domain.ranks import ranks_of
@@ -12,8 +13,7 @@ FOLLOWED_SECONDS = Seconds(5.0)
 """The logs of a gateway that has not repeated them for so long are not followed."""
 
 
-@dataclass(frozen=True, slots=True)
-class FollowedLogs:
+class FollowedLogs(Struct, frozen=True):
     """What a gateway's readers read now."""
 
     gateway: str
@@ -22,15 +22,13 @@ class FollowedLogs:
     """For each log, when its newest reader came."""
 
 
-@dataclass(frozen=True, slots=True)
-class WantedLog:
+class WantedLog(Struct, frozen=True):
     node: NodeName
     since: Instant
     """When its newest reader came: it waits for what the log has then, even if it is nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownLog:
+class KnownLog(Struct, frozen=True):
     """What is kept of a log."""
 
     end_byte: int = 0

@@ -1,12 +1,14 @@
 """How the reports of agents change tasks and leases."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, assert_never
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
 from gpubroker_server.core.domain.device import DiskReport, Node, NodeSample
+from gpubroker_server.core.domain.holders import External, Gang, Inference, Model, Run, WorkerSeat
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd, Proof
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
@@ -33,7 +35,6 @@ from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.submission import WITHDRAWN
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId, node_key
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle import array_items, external_leases, gang_runs, model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import (
     forget_order,
@@ -77,13 +78,8 @@ def apply_reports(
     policy: Policy,
     arrays: Mapping[TaskId, array_items.ArrayWork] = _NO_ARRAYS,
 ) -> list[Decision]:
-    """At most one decision per task, in order of its first report, then one per lost node. `arrays`: by id;
-    changed.
-
-    Reports of one run must be in the order in which its agent made them. A report with a (task, fence) that
-    is not the task's active claim never touches the task; its Gone still releases that claim's leases.
-    NodeReport and reports about servers are handled elsewhere, in their place between the reports.
-    """
+    """Return at most one decision per task, in order of its first report, then one per lost node. `arrays`,
+    by id, is changed."""
     updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}
     for report in reports:
@@ -136,7 +132,7 @@ def _started(update: TaskUpdate, report: Started, now: Instant) -> None:
     if task.state is TaskState.ADMITTED and report.ordered_at is not None:
         ordered_at = _credible(report.ordered_at, task, now)
         ordered["ordered_at"] = max(ordered_at, task.ordered_at or ordered_at)
-    if task.state is TaskState.ADMITTED and not task.members:
+    if task.state is TaskState.ADMITTED and not isinstance(task.holder, Gang):
         update.move(Move.STARTED, "started", started_at=_credible(report.at, task, now), **ordered)
     elif ordered:
         update.move(Move.CHANGED, "rank_started", **ordered)
@@ -145,13 +141,13 @@ def _started(update: TaskUpdate, report: Started, now: Instant) -> None:
 
 def _ready(update: TaskUpdate, world: World, report: Ready, now: Instant) -> None:
     task = update.live(report.fence, report.rank)
-    if task is not None and task.members:
+    if task is not None and isinstance(task.holder, Gang):
         update.move_leases(report.fence, report.rank, LeaseState.HELD)
         gang_runs.ready(update, world, task, report, _credible(report.at, task, now))
 
 
 def _checkpointed(update: TaskUpdate, report: Checkpointed, now: Instant) -> None:
-    """Of a gang, only rank 0's checkpoints count."""
+    """Keep the newest checkpoint. Of a gang, only rank 0's checkpoints count."""
     task = update.live(report.fence)
     if (
         report.rank
@@ -167,23 +163,37 @@ def _ended(update: TaskUpdate, world: World, report: Ended, now: Instant, policy
     task = update.live(report.fence, report.rank)
     if task is None:
         return
-    if task.model is not None:
-        model_lifecycle.ended(update, task, report, now, policy)
-        return
-    if task.is_inference:
-        _inference_ended(update, task, report, now, policy)
-        return
+    match task.holder:
+        case Model():
+            model_lifecycle.ended(update, task, report, now, policy)
+        case Inference():
+            _inference_ended(update, task, report, now, policy)
+        case Run() | WorkerSeat() | Gang() | External():
+            _run_ended(update, world, task, report, now, policy)
+        case _:
+            assert_never(task.holder)
+
+
+def _run_ended(
+    update: TaskUpdate, world: World, task: Task, report: Ended, now: Instant, policy: Policy
+) -> None:
+    # Agents and runs of earlier releases take exit code 0 for success, also of a command that handled the
+    # stop notice and gave up its work (ADR 126).
+    if report.is_unproven and task.state is TaskState.STOPPING:
+        report = replace(report, ending=Ending.STOPPED, result=None)
     forget = forget_order(world, task, report.rank)
     at = _credible(report.at, task, now)
-    if task.members:
+    if isinstance(task.holder, Gang):
         failure = None if report.ending is Ending.SUCCEEDED else _failure_of(report)
         gang_runs.ended(update, world, report, _outcome(report, at, failure), now, policy)
+    # Before the check for STOPPING: a result that arrives before the run is confirmed gone is accepted.
     elif report.ending is Ending.SUCCEEDED:
         update.outcome = _outcome(report, at, None)
         update.move(Move.SUCCEEDED, "ended", finished_at=at)
     elif task.state is TaskState.STOPPING:
         _ended_by_stop(update, world, task, report, at)
     elif report.ending is Ending.NEVER_STARTED:
+        # No retry is used up. The pause keeps an agent that refuses all starts from being asked every cycle.
         _requeue(update, "never_started", not_before=next_retry_at(1, now, policy))
     else:
         update.outcome = _outcome(report, at, _failure_of(report))
@@ -203,19 +213,24 @@ def _ended_by_stop(update: TaskUpdate, world: World, task: Task, report: Ended, 
 
 
 def _gone(update: TaskUpdate, world: World, report: Gone, now: Instant, policy: Policy) -> None:
-    if update.task is not None and update.task.external is not None:
-        external_leases.gone(update, world, report, now)
-        return
-    if update.task is not None and update.task.is_inference:
-        _never_sent(update, report, now, policy)
-        return
+    match update.task:
+        case Task(holder=External()):
+            external_leases.gone(update, world, report, now)
+        case Task(holder=Inference()):
+            _never_sent(update, report, now, policy)
+        case _:
+            _run_gone(update, world, report, now, policy)
+
+
+def _run_gone(update: TaskUpdate, world: World, report: Gone, now: Instant, policy: Policy) -> None:
+    # Before the look at the task: an earlier claim, or one of a task that has ended, may still hold leases.
     update.release_leases(report.fence, report.rank, report.proof)
     task = update.live(report.fence, report.rank)
     if task is None:
         update.clear_freeing_for(report.fence)
         return
     forget = forget_order(world, task, report.rank)
-    if task.members:
+    if isinstance(task.holder, Gang):
         gang_runs.gone(update, world, report, _KILLED, now, policy)
     elif task.state is TaskState.STOPPING:
         update.stopped("stopped", policy)
@@ -236,7 +251,7 @@ def _requeue(update: TaskUpdate, why: str, **changes: Any) -> None:
 def _give_up_node(
     world: World, report: NodeLost, updates: TaskUpdates, now: Instant, policy: Policy
 ) -> dict[NodeName, Decision]:
-    """By node, how it is closed; nothing if another incarnation was lost."""
+    """Return, by node, how it is closed; nothing if another incarnation was lost."""
     node = world.nodes.get(report.node)
     if node is None or node.incarnation != report.incarnation:
         return {}
@@ -258,14 +273,19 @@ def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, 
     for name in sorted(world.runs.get(node.name, ())):
         update = updates[name]
         task = update.task
-        if task is None or not task.is_active or not task.is_run:
+        if task is None or not task.is_active:
             continue
-        if task.members:
-            gang_runs.node_lost(update, world, node.name, now, policy)
-        elif task.state is TaskState.STOPPING:
-            update.stopped("node_lost", policy)
-        else:
-            _requeue(update, "node_lost")
+        match task.holder:
+            case Gang():
+                gang_runs.node_lost(update, world, node.name, now, policy)
+            case Run() | WorkerSeat() if task.state is TaskState.STOPPING:
+                update.stopped("node_lost", policy)
+            case Run() | WorkerSeat():
+                _requeue(update, "node_lost")
+            case External() | Model() | Inference():
+                pass  # no agent runs it
+            case _:
+                assert_never(task.holder)
 
 
 def _close(world: World, node: Node) -> dict[NodeName, Decision]:
@@ -334,10 +354,10 @@ def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) 
 
 
 def _with_retries(task: Task, report: Ended) -> Task:
-    if report.ending is Ending.LOST and task.is_inference:
-        return changed(task, max_retries=max(task.max_retries, LOST_RETRIES))
+    if report.ending is Ending.LOST and isinstance(task.holder, Inference):
+        return replace(task, max_retries=max(task.max_retries, LOST_RETRIES))
     if report.failure is not None and report.failure.kind in {INFERENCE_REFUSED, *WITHDRAWN}:
-        return changed(task, max_retries=0)
+        return replace(task, max_retries=0)
     return task
 
 

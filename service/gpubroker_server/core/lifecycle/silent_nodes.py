@@ -3,14 +3,17 @@
 The runs of a lost node are requeued and its memory goes into quarantine. So no node is declared lost by a
 leader that was itself not listening, nor while no node at all is heard, nor when too many fall silent at
 once: then the network or the leader is likelier at fault. Detection pauses until they are heard again, or
-until an operator lets it go on. What the cluster's own control service says of a node is believed: it hears
-the nodes by ways of its own. One that was lost and came back without its nodes does not know them. Those that
-have not joined it again after a while are believed lost once any node is there.
+until an operator lets it go on.
+
+What the cluster's own control service says of a node is believed, because it hears the nodes by connections
+of its own. A control service that was restarted knows no node at first. A silent node that has not joined it
+again UNLISTED_SECONDS later is believed lost if another node has.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
+
+from gpubroker.wire.quarantine import HeldBack
 
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.policy import Policy
@@ -32,14 +35,8 @@ RECENT_SECONDS = 30.0
 """Nodes that are lost within this time count as lost at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class PausedDetection:
+class PausedDetection(HeldBack, frozen=True):
     since: Instant
-    nodes: tuple[NodeName, ...]
-    runs: int
-    """On these nodes, and on those declared lost just before."""
-    of_runs: int
-    message: str
 
     @property
     def summary(self) -> str:
@@ -71,6 +68,7 @@ class HeartbeatMonitor:
     def heard(self, node: NodeName, at: float) -> None:
         self._heard[node] = at
         self._reported_dead.pop(node, None)
+        # What an operator allowed was about the silence that ends here, not about a later one.
         self._allowed.discard(node)
 
     def listed(self, nodes: Collection[NodeName], world: World, at: float) -> None:
@@ -88,8 +86,8 @@ class HeartbeatMonitor:
     def report_dead(
         self, reports: Sequence[NodeLost], world: World, at: float, now: Instant
     ) -> list[NodeLost]:
-        """Nodes are reported as dead. Returns those declared lost now; those of which that is not confirmed
-        may be judged again until they are heard."""
+        """Take reports that nodes are dead. Returns the nodes declared lost now. What an unconfirmed report
+        says is judged again at each check until the node is heard."""
         fresh = [report for report in reports if _is_current(world, report)]
         confirmed = [report for report in fresh if report.confirmed]
         for report in confirmed:
@@ -120,7 +118,7 @@ class HeartbeatMonitor:
         return {node: Instant(now - silence) for node, silence in silences if silence > longest}
 
     def _silences(self, world: World, at: float) -> Iterator[tuple[NodeName, float]]:
-        """How long each node that has answered this term and is not lost has been silent."""
+        """Yield how long each node that has answered this term and is not lost has been silent."""
         if self._since is not None:
             for name in sorted(world.nodes):
                 if world.nodes[name].ready:
@@ -157,7 +155,8 @@ class HeartbeatMonitor:
         )
 
     def _not_back(self, world: World, at: float) -> set[NodeName]:
-        """Nodes that have not joined the control service again, though others have."""
+        """Nodes that have not joined the control service again, though others have. Declaring them lost costs
+        work at most: their runs are fenced, and what these hold stays in quarantine."""
         listed = world.nodes.keys() - self._unlisted_since.keys()
         is_joined = any(self._heard.get(name, -inf) > self._listing_since for name in listed)
         if at - self._listed_at > LISTING_SECONDS or not is_joined:
@@ -193,7 +192,7 @@ class HeartbeatMonitor:
                 f". The cluster's control service answers and does not have them: {UNLISTED_SECONDS:g} s "
                 "after it came back they are given up, if any node is there then"
             )
-        self.paused = PausedDetection(since, held, runs, total, message)
+        self.paused = PausedDetection(message, held, runs, total, since)
 
     def _declare_lost(self, node: NodeName, world: World, at: float, now: Instant) -> NodeLost:
         self._gone.append((at, node, _runs_on(world, node)))
@@ -228,3 +227,10 @@ def _is_current(world: World, report: NodeLost) -> bool:
 
 def _runs_on(world: World, node: NodeName) -> int:
     return len(world.runs.get(node, ()))
+
+
+def heard_nodes(world: World, silent: Collection[str]) -> dict[NodeName, bool]:
+    """Return whether the leader hears the agent of each node that is expected. `silent`: those that it
+    misses."""
+    expected = (node for node in world.nodes.values() if node.ready or node.draining_since is None)
+    return {node.name: node.ready and node.name not in silent for node in expected}

@@ -2,16 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from typing import Any, assert_never
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite, TaskWrite, write_move
+from gpubroker_server.core.domain.holders import External, Gang, Inference, Model, Run, WorkerSeat
 from gpubroker_server.core.domain.lease import Lease, LeaseState, PledgeEnd, mark_overused
 from gpubroker_server.core.domain.model_orders import DropOrder, UnloadOrder, unload_order
 from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, StopOrder
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.ranks import node_of, ranks_of
-from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, stop_notice
+from gpubroker_server.core.domain.task import Move, RetryOn, StopReason, Task, TaskState, stop_notice
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId, in_gib
 from gpubroker_server.core.world.world import World
 
@@ -35,8 +37,8 @@ START_RETRIES = 3
 
 
 def requeued_fields(task: Task, **changes: Any) -> dict[str, Any]:
-    """The changes of a task that is requeued. Its fence and its checkpoint stay."""
-    ranks = {"members": ()} if task.members else {}
+    """Return the changes of a task that is requeued. Its fence and its checkpoint stay."""
+    ranks = {"holder": Gang()} if isinstance(task.holder, Gang) else {}
     return {**_OFF_THE_NODE, **ranks, **changes}
 
 
@@ -60,25 +62,32 @@ def cancel_pending(world: World, task: Task, now: Instant, done: Decision) -> De
 
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
-    """How a STOPPING task moves on when its runs are gone or given up. A preemption, a move or a lost rank
-    uses up no retry; an external holder does not come back, a model does while it is wanted."""
-    if task.model is not None:
-        return _after_unload(task, now)
-    if task.external is not None and task.stop_reason is not StopReason.CANCEL:
-        return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
+    """Return how a STOPPING task moves on when its runs are gone or given up. A preemption, a move or a lost
+    rank uses up no retry; an external holder does not come back, a model does while it is wanted."""
+    match task.holder:
+        case Model() as model:
+            return _after_unload(task, model, now)
+        case External() if task.stop_reason is not StopReason.CANCEL:
+            return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
+        case _:
+            return _after_run(task, now, policy)
+
+
+def _after_run(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
     match task.stop_reason:
         case StopReason.PREEMPT:
             # A worker that its set wants no more is held from its notice on; it made room for no task.
             return Move.REQUEUED, requeued_fields(task, preemptions=task.preemptions + (not task.held))
         case StopReason.MOVE:
+            # The reason stays: by it the planner knows that the task goes to the room kept for it only.
             moved = {"preemptions": task.preemptions + 1, "stop_reason": StopReason.MOVE}
             return Move.REQUEUED, requeued_fields(task, **moved)
         case StopReason.RANK_LOST:
             return Move.REQUEUED, requeued_fields(task, not_before=next_retry_at(1, now, policy))
         case StopReason.RANK_FAILED | StopReason.START_TIMEOUT:
             return after_failure(task, now, now, policy)
-        case StopReason.TIMEOUT if task.array is not None:  # its results are stored, and another run goes on
-            return after_failure(task, now, now, policy)
+        case StopReason.TIMEOUT if _is_retried_on(task, RetryOn.TIMEOUT):
+            return after_failure(task, now, now, policy, RetryOn.TIMEOUT)
         case StopReason.CANCEL:
             return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
         case StopReason.DEADLINE:
@@ -87,42 +96,50 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
             return Move.FAILED, {"finished_at": now, "freeing_for": None}
 
 
-def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
+def _after_unload(task: Task, model: Model, now: Instant) -> tuple[Move, dict[str, Any]]:
     if task.stop_reason is StopReason.CANCEL:
         return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
     if task.expires_at is None or now < task.expires_at:
-        terms = replace(task.terms, left_at=now)
         again: dict[str, Any] = {
             "preemptions": task.preemptions + 1,
-            "priority": terms.asked_priority,
-            "model": terms,
+            "priority": model.asked_priority,
+            "holder": replace(model, left_at=now),  # it queues behind those that waited when it left
         }
-        if terms.yields:  # a request that needs it says so, and then it takes its turn
+        if model.yields:  # a request that needs it says so, and then it takes its turn
             again["not_before"] = task.expires_at
         return Move.REQUEUED, requeued_fields(task, **again)
     return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
 
 
-def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
-    """How a task moves on when its run failed at `at`, which may be past."""
+def after_failure(
+    task: Task, at: Instant, now: Instant, policy: Policy, cause: RetryOn = RetryOn.FAILURE
+) -> tuple[Move, dict[str, Any]]:
+    """Return how a task moves on when its run failed at `at`, which may be past."""
     failures = task.failures + 1
-    if failures > _retries_of(task):
+    if failures > _retries_of(task, cause):
         return Move.FAILED, {"failures": failures, "finished_at": at, "freeing_for": None}
     not_before = next_retry_at(failures, now, policy)
     return Move.REQUEUED, requeued_fields(task, failures=failures, not_before=not_before)
 
 
 def will_requeue(task: Task) -> bool:
-    of_worker = task.array is not None and task.stop_reason is StopReason.TIMEOUT
-    if of_worker or task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
-        return task.failures < _retries_of(task)
+    """True if a STOPPING task comes back once its runs are gone."""
+    if task.stop_reason is StopReason.TIMEOUT:
+        return task.failures < _retries_of(task, RetryOn.TIMEOUT)
+    if task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
+        return task.failures < _retries_of(task, RetryOn.FAILURE)
     return task.stop_reason in _COME_BACK
 
 
-def _retries_of(task: Task) -> int:
-    if task.stop_reason is StopReason.START_TIMEOUT:
-        return max(task.max_retries, START_RETRIES)
-    return task.max_retries
+def _retries_of(task: Task, cause: RetryOn) -> int:
+    retries = task.max_retries if _is_retried_on(task, cause) else 0
+    return max(retries, START_RETRIES) if task.stop_reason is StopReason.START_TIMEOUT else retries
+
+
+def _is_retried_on(task: Task, cause: RetryOn) -> bool:
+    """True if the cause uses a retry. A worker of an array always comes back: the results of its items are
+    stored, and its next run goes on."""
+    return isinstance(task.holder, WorkerSeat) or cause in task.retry_on
 
 
 def timeout_failure(task: Task, reason: StopReason | None) -> Failure | None:
@@ -130,7 +147,7 @@ def timeout_failure(task: Task, reason: StopReason | None) -> Failure | None:
     match reason:
         case StopReason.TIMEOUT:
             return Failure("timeout", f"the run passed its limit of {task.timeout_seconds:g} s")
-        case StopReason.DEADLINE if task.external is not None:
+        case StopReason.DEADLINE if isinstance(task.holder, External):
             return Failure("deadline", "it was not renewed in time")
         case StopReason.DEADLINE:
             began_at = task.started_at or task.admitted_at or task.submitted_at
@@ -152,15 +169,22 @@ def overuse_failure(reason: StopReason | None, leases: Iterable[Lease]) -> Failu
 
 
 def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[AnyStopOrder, ...]:
-    if task.is_inference:
-        return (DropOrder(task.id, task.fence),)
-    if task.model is not None:
-        return (unload_order(task, grace_seconds),) if task.model.model else ()
-    return stop_orders(world, task, grace_seconds)
+    """Return the orders that ask a STOPPING task to leave its node, its server or its place there."""
+    match task.holder:
+        case Run() | Gang() | WorkerSeat():
+            return stop_orders(world, task, grace_seconds)
+        case Model() as model:
+            return (unload_order(task, grace_seconds),) if model.model else ()
+        case Inference():
+            return (DropOrder(task.id, task.fence),)
+        case External():
+            return ()  # it releases its lease by itself
+        case _:
+            assert_never(task.holder)
 
 
 def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder, ...]:
-    """One per run of a STOPPING task that is not gone."""
+    """Return one order per run of a STOPPING task that is not gone."""
     assert task.stop_reason is not None
     why = task.stop_reason, grace_seconds
     return tuple(
@@ -190,7 +214,8 @@ def overuse_decisions(world: World, now: Instant, policy: Policy) -> list[Decisi
 
 
 def _is_at_work(task: Task, rank: int) -> bool:
-    return task.model is None and task.state is TaskState.RUNNING and not stop_notice(task, rank)[1]
+    is_model = isinstance(task.holder, Model)
+    return task.state is TaskState.RUNNING and not is_model and not stop_notice(task, rank)[1]
 
 
 def _decision(world: World, task: Task, keys: list[str], now: Instant, policy: Policy) -> Decision:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, Outcome, TaskWrite, write_move
+from gpubroker_server.core.domain.holders import Gang
 from gpubroker_server.core.domain.lease import (
     NEXT_STATES,
     Lease,
@@ -42,16 +43,20 @@ class TaskUpdate:
         self.orders: list[Order] = []
 
     def live(self, fence: Fence, rank: int = 0) -> Task | None:
-        """The task if it is active and this fence is its newest claim and has this rank; else the report is
-        stale."""
+        """Return the task if it is active and this fence is its newest claim and has this rank; else the
+        report is stale."""
         task = self.task
         if task is None or not task.is_active or task.fence != fence:
             return None
-        return task if rank < max(1, len(task.members)) else None
+        match task.holder:
+            case Gang(members):
+                return task if rank < len(members) else None
+            case _:
+                return None if rank else task
 
     @property
     def known(self) -> Task:
-        """Of a report that was found to be about a known task."""
+        """The task of a report that was found to be about a known one."""
         assert self.task is not None
         return self.task
 
@@ -63,7 +68,7 @@ class TaskUpdate:
         self.why = why
 
     def stopped(self, why: str, policy: Policy) -> None:
-        """Its runs are gone or given up after a stop notice."""
+        """Note that the runs are gone or given up after a stop notice."""
         what, changes = after_stop(self.known, self._now, policy)
         self.move(what, why, **changes)
 

@@ -1,9 +1,11 @@
 """Worker sets: what clients ask of a set, how many workers it shall have, which come and which leave."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import ceil
 from typing import Any
+
+from gpubroker.wire.worker_sets import Scaling
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import (
     Decision,
@@ -14,10 +16,9 @@ from gpubroker_server.core.domain.decisions import (
     write_move,
 )
 from gpubroker_server.core.domain.orders import Loaded
-from gpubroker_server.core.domain.submission import Scaling, WorkerSet, worker_set_from
+from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle.stopping import (
     AnyStopOrder,
     orders_to_leave,
@@ -33,12 +34,12 @@ STABLE_SECONDS = Seconds(600.0)
 first."""
 
 _LEAVES = {TaskState.PENDING: 0, TaskState.STOPPING: 1, TaskState.ADMITTED: 2, TaskState.RUNNING: 3}
-"""What has the least to lose leaves first."""
+"""The order in which workers leave: first those that have the least to lose."""
 
 
 def carry_out(world: World, known: WorkerSet | None, request: Request) -> Decision:
-    """Settles the request about a set, which is `known` as it is by then. One about a set that is over, or
-    that is there already, changes nothing."""
+    """Settle a request about a worker set. `known`: the set as earlier requests of the batch left it. A
+    request changes nothing if the set is over, or if it is to be formed and is there already."""
     rows: tuple[WorkerSetWrite, ...] = ()
     match request.what, known:
         case "form", None:
@@ -47,7 +48,7 @@ def carry_out(world: World, known: WorkerSet | None, request: Request) -> Decisi
         case "scale", WorkerSet():
             rows = _rewritten(known, scaled(known, **request.fields))
         case "signal", WorkerSet():
-            rows = _rewritten(known, changed(known, signal=float(request.fields["value"])))
+            rows = _rewritten(known, replace(known, signal=float(request.fields["value"])))
     return Decision(request.task, request.what, requests_done=(request.id,), worker_sets=rows)
 
 
@@ -61,15 +62,15 @@ def _rewritten(known: WorkerSet, after: WorkerSet) -> tuple[WorkerSetWrite, ...]
 def scaled(
     workers: WorkerSet, count: int | None = None, least: int | None = None, most: int | None = None
 ) -> WorkerSet:
-    """What is given holds where it can; the rest follows it. Bounds follow a count only where nothing scales
-    the set."""
+    """Return the set with these bounds: what is given holds where it can; the rest follows it. Bounds follow
+    a count only where nothing scales the set."""
     follows = None if workers.scaling is not None else count
     most = max(workers.most, least or 0, follows or 0) if most is None else most
     most = min(most, len(workers.workers))
     least = min(workers.least, workers.least if follows is None else follows) if least is None else least
     least = min(least, most)
     count = workers.count if count is None else count
-    return changed(workers, least=least, most=most, count=min(max(count, least), most))
+    return replace(workers, least=least, most=most, count=min(max(count, least), most))
 
 
 DOWN_SHARE = 0.8
@@ -114,8 +115,8 @@ def _within(workers: WorkerSet, count: int) -> int:
 def _load(
     scaling: Scaling, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded]
 ) -> tuple[float, bool]:
-    """Of all workers together, as far as it is known, and whether that is all: enough to have more come, but
-    not to have one leave."""
+    """Return the load of all workers together, as far as it is known, and whether that is all: enough to have
+    more come, but not to have one leave."""
     if scaling.by == "signal":
         return workers.signal or 0.0, workers.signal is not None
     total, is_complete = 0.0, True
@@ -131,7 +132,7 @@ def _load(
 
 
 def due(world: World, loads: Mapping[TaskId, Loaded], autoscaler: Autoscaler, now: Instant) -> list[Decision]:
-    """What brings each set to the number of workers that it shall have."""
+    """Return what brings each set to the number of workers that it shall have."""
     decisions = (_due(world, workers, loads, autoscaler, now) for workers in world.worker_sets.values())
     return [decision for decision in decisions if not decision.is_empty()]
 
@@ -145,7 +146,7 @@ def _due(
         autoscaler.forget(workers.id)
         return Decision(workers.id, "worker_set_over", worker_sets=(WorkerSetWrite(workers, "over"),))
     count = autoscaler.count(workers, alive, loads, now)
-    decision = Decision(workers.id, "scale", worker_sets=_rewritten(workers, changed(workers, count=count)))
+    decision = Decision(workers.id, "scale", worker_sets=_rewritten(workers, replace(workers, count=count)))
     wanted = sorted((task for task in alive if not task.held), key=_leaving_order)
     surplus = len(wanted) - count
     if surplus > 0:
@@ -154,7 +155,7 @@ def _due(
     places = sorted(
         (task for task in alive if task.held), key=lambda task: task.state is not TaskState.PENDING
     )
-    coming = places[:-surplus]
+    coming = places[:-surplus]  # the surplus is not positive here; without any, the slice [:0] is empty
     writes = [write_move(task, Move.CHANGED, held=False) for task in coming]
     stable = (task for task in wanted if task.failures and _is_stable(task, now))
     writes += [write_move(task, Move.CHANGED, failures=0) for task in stable]

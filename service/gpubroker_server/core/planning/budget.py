@@ -1,9 +1,11 @@
-"""How much of a turn the planner has spent."""
+"""Planning in steps: what the parts of the work cost, and where it can be left and resumed."""
 
 from collections.abc import Generator
 from typing import TypeVar
 
 T = TypeVar("T")
+
+# The costs are estimates. They move the ends of turns, and change no plan.
 
 PROBE_KNOWN = 0.2
 """Cost of finding an answer in the cache, in probes of a node."""
@@ -11,33 +13,19 @@ PROBE_KNOWN = 0.2
 PROBE_SIFTED = 0.06
 """Cost of finding in bulk that nothing grew for a demand."""
 
-Steps = Generator[None, None, T]
-"""A piece of work that yields whenever the turn is spent, and ends with its result."""
+PROBE_DECIDED = 2.0
+"""Cost of taking a task from the queue and deciding on it, beside the search."""
 
+CLOSE_LOOK = 5
+"""Cost of probing a node's devices, in units of one quick capacity check."""
 
-class ProbeBudget:
-    """Counts probes: one is a quick check of a node's capacity; what takes longer counts as several."""
+PROBES_AT_A_TIME = 8
+"""Probes between two yields. A yield resumes every generator above it, so one for each probe would cost more
+than the probe."""
 
-    __slots__ = ("_allowed", "_may_pause", "spent")
-
-    def __init__(self, allowed: float = 0.0, *, may_pause: bool = False) -> None:
-        """`may_pause`: work yields in the middle of a task too."""
-        self._allowed = allowed
-        self._may_pause = may_pause
-        self.spent = 0.0
-
-    def allow(self, allowed: float) -> None:
-        """Begin a turn of so many probes."""
-        self._allowed = allowed
-        self.spent = 0.0
-
-    @property
-    def is_spent(self) -> bool:
-        return self.spent >= self._allowed
-
-    @property
-    def calls_for_a_pause(self) -> bool:
-        return self._may_pause and self.is_spent
+Steps = Generator[float, None, T]
+"""A piece of work that yields what each part of it cost, in probes of a node, and ends with its result. It
+can be left at any yield. The one who drives it counts: see `Slice.take_turn`."""
 
 
 def finish(steps: Steps[T]) -> T:

@@ -6,15 +6,17 @@ it, which only tasks of a higher band than the waiting task can take.
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand, need_mb
+from gpubroker_server.core.domain.holders import Run, WorkerSeat
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
-from gpubroker_server.core.planning.budget import ProbeBudget
+from gpubroker_server.core.planning.budget import CLOSE_LOOK
 from gpubroker_server.core.planning.decisions import evict, pledge_destination
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.forecasts.waiting import first_of_queue
@@ -92,12 +94,13 @@ def consolidate(
 
 
 def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
-    """Whether the run may be moved for the task: it has saved a checkpoint since it began, is of no higher
-    band, is not shielded and has no deadline. One that was preempted before stays where it is for an hour."""
+    """True if the run may be moved for the task: it has saved a checkpoint since it began, is of no higher
+    band, is not shielded and has no deadline to meet. One that was preempted before stays where it is for an
+    hour, so that runs are not moved to and fro."""
     if run.state is not TaskState.RUNNING or run.started_at is None or run.checkpoint_at is None:
         return False
     has_saved = run.checkpoint_at > run.started_at
-    is_plain = run.demand.gpus > 0 and not run.members and run.is_run and run.deadline_at is None
+    is_plain = run.demand.gpus > 0 and isinstance(run.holder, (Run, WorkerSeat)) and run.deadline_at is None
     is_lower = band_of(run.priority)[2] <= band_of(task.priority)[2]
     had_peace = run.preemptions == 0 or now - run.started_at >= HOUR_SECONDS
     return has_saved and is_plain and is_lower and had_peace and not is_shielded(run, policy, now)
@@ -110,7 +113,8 @@ class _Search:
         self._policy = policy
         self._now = now
         self._most = most
-        self._budget = ProbeBudget(MOST_PROBES)
+        self._probes = 0
+        """Spent so far."""
         self._worth = scores_of(world, policy)
         self._offers = Offers(self.draft, policy, now)
         self._places = self._places_in(self.draft)
@@ -119,7 +123,7 @@ class _Search:
 
     @property
     def is_exhausted(self) -> bool:
-        return self._budget.is_spent
+        return self._probes >= MOST_PROBES
 
     def moves_for(self, task: Task, closed: AbstractSet[NodeName]) -> Decision | None:
         if not self._lacks_one_piece(task):
@@ -142,6 +146,7 @@ class _Search:
 
     def _lacks_one_piece(self, task: Task) -> bool:
         """Enough memory is free in sum, but not in one piece, neither now nor soon."""
+        self._probes += len(self._offers.nodes)
         if not task.demand.gpus or self._places.best(task) is not None:
             return False
         if any(is_coming(self._offers, task, node) for node in self._offers.nodes):
@@ -167,7 +172,8 @@ class _Search:
         known = self._open.get(run.demand)
         if known is None:
             stranger = _at_lowest_priority(run)
-            found = (node for node in self._offers.nodes if self._places.on(node, stranger) is not None)
+            found = [node for node in self._offers.nodes if self._places.on(node, stranger) is not None]
+            self._probes += len(self._offers.nodes) + CLOSE_LOOK * len(found)
             known = self._open[run.demand] = frozenset(found)
         return known
 
@@ -176,9 +182,11 @@ class _Search:
     ) -> Decision | None:
         """Place the runs in a new draft, the largest first; None if one of them has no place."""
         draft = Draft(self._world)
+        # Otherwise a task of the band would take the room, and the move would be a preemption in its favour.
         kept_up_to = band_of(task.priority)[2]
         decision = evict(draft, task, eviction, self._now, StopReason.MOVE, kept_up_to)
         places = self._places_in(draft)
+        # A run that went to a device that is being cleared would be in the way again.
         left = {device for device, _ in eviction.devices}
         left |= {lease.device for run in eviction.victims for lease in self._world.leases_of(run)}
         runs = sorted((draft.task(run.id) for run in eviction.victims), key=self._size)
@@ -191,8 +199,10 @@ class _Search:
                     place := places.on(node, _at_lowest_priority(run), lambda device, _mb: device not in left)
                 )
             ]
+            self._probes += CLOSE_LOOK * len(self._open_to(run))
             if not found:
                 return None
+            # A run under notice counts as leaving until its deadline plus this patience, and not longer.
             gone_by = Instant(self._now + run.grace_seconds + self._policy.kill_patience_seconds)
             kept += pledge_destination(draft, run, min(found)[1], self._now, gone_by, kept_up_to)
         return replace(decision, pledges=tuple(kept))
@@ -201,7 +211,7 @@ class _Search:
         return -sum(lease.mb for lease in self._world.leases_of(run)), run.id
 
     def _places_in(self, draft: Draft) -> Places:
-        return Places(draft, self._policy, self._now, scores=self._worth, budget=self._budget)
+        return Places(draft, self._policy, self._now, scores=self._worth)
 
 
 def _at_lowest_priority(run: Task) -> Task:

@@ -1,14 +1,16 @@
 """The planning cycle: take the tasks in order, find a way for each, decide."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import Decision, granted_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
+from gpubroker_server.core.planning.budget import PROBE_DECIDED, Steps
 from gpubroker_server.core.planning.decisions import admit, evict, withdraw
 from gpubroker_server.core.planning.find_way import Evict, Start, View, Wait, WaitReason, Way, search_way
 from gpubroker_server.core.planning.forecasts.limits import LimitReservations
@@ -19,7 +21,7 @@ from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.nodes.offers import Offers
 from gpubroker_server.core.planning.places import Places, scores_of
 from gpubroker_server.core.planning.plan_cache import PlanCache
-from gpubroker_server.core.planning.queue_order import Head, QueueOrder
+from gpubroker_server.core.planning.queue_order import QueueOrder
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
@@ -32,24 +34,23 @@ TURN_PROBES = 150
 """Probes of nodes before the caller gets its turn again: some milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(Struct, frozen=True):
     """Where a cycle stands after one of its slices."""
 
     began_at: Instant
     """Ageing stands still during a cycle, so that every task is examined once."""
     shares: FairShares
-    """What the tenants have by now; not to be changed."""
+    """Usage per tenant so far in this cycle. Treat as read-only."""
     scores: PlacementScorer | None = None
-    """Of places, as they were when the cycle began."""
+    """Scores of places by the demands that were usual when the cycle began."""
     after: OrderKey | None = None
+    """The place of the last task that was examined; None before the first."""
     forecasts: tuple[Forecast, ...] = ()
     refused_by_reservation: int = 0
     """Tasks refused so far because of reservations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """One slice of a cycle. Its decisions build on each other, in this order."""
 
     decisions: tuple[Decision, ...]
@@ -92,42 +93,43 @@ class Slice:
         cache: PlanCache | None = None,
         forecasts: Iterable[Forecast] = (),
     ) -> None:
-        # 1. Begin the cycle, or go on where the last slice ended.
+        self._may_pause = cache is not None
+        """True if a turn may end before a task is decided on. Only a cache keeps what such a turn has found:
+        without one the next slice would begin where this one did, for ever."""
+        # Begin the cycle, or go on where the last slice ended.
         self._cache = PlanCache() if cache is None else cache
         self._cursor = cursor or self._begin_cycle(world, policy, now, forecasts)
         self._now = now
-        # 2. What changed since then, and what a decision looks at.
+        # What changed since then, and what a decision looks at.
         self._cache.open(world, policy, now, self._cursor.began_at, self._cursor.scores)
         self._order = self._open_order(world, policy)
-        self._budget = ProbeBudget(may_pause=cache is not None)
-        self._rooms, self._view = _view_of(
-            world, policy, now, self._cursor, self._cache, self._order, self._budget
-        )
+        self._rooms, self._view = _view_of(world, policy, now, self._cursor, self._cache, self._order)
         self._refusals = RefusalCache(self._cache.refusals, self._view, self._cache.revisions)
-        # 3. Pledges of tasks that no longer wait for them are withdrawn.
         self._after = self._cursor.after
-        self._decisions: list[Decision] = [] if self._after is not None else self._withdraw()
-        self._under_way: tuple[Head, Task, Steps[Way]] | None = None
+        self._decisions: list[Decision] = []
+        self.is_searching = False
+        """The last turn ended in the middle of a search."""
         self.is_last = False
         """No task is left to be examined."""
+        self._work: Steps[None] | None = self._examine()
 
-    def take_turn(self, budget: int = TURN_PROBES) -> None:
+    def take_turn(self, budget: float = TURN_PROBES) -> None:
         """Examine tasks until so many probes are spent. A turn may end in the middle of a search; the next
-        one goes on with it."""
-        self._budget.allow(budget)
-        while True:
-            # 4. The next task in order that may find a way.
-            if self._under_way is None and not self._next():
+        one goes on with it. This is the one place where probes are counted."""
+        assert self._work is not None, "the slice has not ended"
+        spent, before = 0.0, self._after
+        for cost in self._work:
+            spent += cost
+            if spent >= budget and (self._may_pause or self._after is not before):
                 return
-            # 5. Find a way for it, and decide.
-            if not self._search() or self._budget.is_spent:
-                return
+        self.is_last = True
 
     def plan(self) -> Plan:
         """End the slice: what is to be committed now. A search under way is finished first."""
-        if self._under_way is not None:
-            head, task, steps = self._under_way
-            self._decide(head, task, finish(steps))
+        assert self._work is not None, "a slice ends once"
+        while self.is_searching:  # later, it would go on over nodes that the commit has changed
+            next(self._work)
+        self._work = None  # it refers to this slice: garbage would wait for the collector of cycles
         cursor = None
         if not self.is_last:
             cursor = replace(
@@ -140,10 +142,23 @@ class Slice:
         self._cache.close(self._decisions)
         return Plan(tuple(self._decisions), cursor)
 
-    @property
-    def is_searching(self) -> bool:
-        """The last turn ended in the middle of a search."""
-        return self._under_way is not None
+    def _examine(self) -> Steps[None]:
+        """Examine every task that may find a way, in five calls. Each decision enters the draft, so that the
+        next one builds on it."""
+        world = self._view.draft.world
+        # 1. Pledges of tasks that no longer wait for them end.
+        self._decisions += self._withdraw()
+        # 2. The next task in order that may find a way.
+        while (head := (yield from self._order.next(self._refusals))) is not None:
+            # 3. Find a way for it.
+            self.is_searching, task = True, world.tasks[head.task]
+            way = yield from self._way_of(task)
+            # 4. Decide.
+            self._after, self.is_searching = head.key, False
+            self._decisions += self._decide(task, way)
+            yield PROBE_DECIDED
+        # 5. What no task could take goes to running gangs that lack ranks.
+        self._decisions += more_ranks(self._view, self._refusals)
 
     def _begin_cycle(
         self, world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast]
@@ -159,12 +174,16 @@ class Slice:
         order = self._cache.order
         if order is None or not order.continues(world, began_at, after, shares):
             return QueueOrder(world, policy, began_at, after, shares.copy())
-        if self._cache.has_news:
+        if self._cache.has_grown:
             order.requeue_inadmissible()
+        elif self._cache.has_news:
+            order.requeue_awaiting()
         return order
 
     def _withdraw(self) -> list[Decision]:
         draft = self._view.draft
+        if self._after is not None:
+            return []  # done at the beginning of the cycle
         return [withdraw(draft, task) for task in sorted(draft.pledged()) if not self._awaits_room(task)]
 
     def _awaits_room(self, task: TaskId) -> bool:
@@ -173,32 +192,9 @@ class Slice:
         row = world.tasks.get(task)
         return task in world.queue or (row is not None and row.is_moving)
 
-    def _next(self) -> bool:
-        """Begin the search for the next task; False at the end of the cycle or of the turn."""
-        head = self._order.next(self._refusals)
-        if head is None:
-            if self._order.is_done and not self.is_last:
-                # 6. What no task could take goes to running gangs that lack ranks.
-                self._decisions += more_ranks(self._view, self._refusals)
-                self.is_last = True
-            return False
-        task = self._view.draft.world.tasks[head.task]
-        self._under_way = head, task, self._way_of(task)
-        return True
-
-    def _search(self) -> bool:
-        """Go on with the search; False if it has to be left in the middle."""
-        assert self._under_way is not None, "a search was begun"
-        head, task, steps = self._under_way
-        try:
-            next(steps)
-        except StopIteration as end:
-            self._decide(head, task, end.value)
-            return True
-        return False
-
     def _way_of(self, task: Task) -> Steps[Way]:
         if self._view.draft.pledges_of(task.id):
+            # What is pledged to it is free for it alone, so no answer about its equals is one about it.
             return (yield from search_way(task, self._view))
         known = self._refusals.recall(task)
         if known is not None:
@@ -208,17 +204,19 @@ class Slice:
             self._refusals.remember(task, way)
         return way
 
-    def _decide(self, head: Head, task: Task, way: Way) -> None:
-        self._under_way, self._after = None, head.key
-        grown = self._cache.revisions.growth.revision
+    def _decide(self, task: Task, way: Way) -> list[Decision]:
+        """Return the decision, if the task need not wait, and examine again what it may have changed."""
         if isinstance(way, Wait):
             self._view.reservations.refused_by_reservation += way.reason is WaitReason.RESERVED
-            return
+            return []
+        grown = self._cache.revisions.growth.revision
         decision = self._admit(task, way) if isinstance(way, Start) else self._evict(task, way)
-        self._decisions.append(decision)
         self._order.charge(task, granted_mb(decision))
-        if self._cache.revisions.growth.revision > grown or self._is_awaited(decision):
+        if self._cache.revisions.growth.revision > grown:
             self._order.requeue_inadmissible()
+        elif self._is_awaited(decision):
+            self._order.requeue_awaiting()
+        return [decision]
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room on a node on which tasks wait for more to come."""
@@ -231,6 +229,8 @@ class Slice:
         was_closed = draft.background.is_closed(node)
         decision = admit(draft, task, way.places, self._now)
         has_closed = draft.background.is_closed(node) is not was_closed
+        # The answers kept about the node are adjusted, instead of dropped, only if the placement is all that
+        # changed there: the end of a pledge and a node that closes matter to some priorities only.
         if not (task.demand.bundles or decision.pledges or has_closed):
             self._rooms.took(node, since, task, way.places[0])
             self._view.reservations.on_placement(node, since, decision.tasks[0].task, way.places[0])
@@ -251,7 +251,6 @@ def _view_of(
     cursor: Cursor,
     cache: PlanCache,
     order: QueueOrder,
-    budget: ProbeBudget,
 ) -> tuple[NodeRooms, View]:
     draft = Draft(world, cache.revisions.changes, cache.revisions.growth)
     rooms = NodeRooms(draft, policy, now, cursor.began_at, cache.rooms)
@@ -267,8 +266,7 @@ def _view_of(
             draft, policy, now, guarantees, order.key_of, cursor.forecasts, cursor.refused_by_reservation
         ),
         LimitReservations(draft, policy, now, order.key_of, cursor.forecasts),
-        Places(draft, policy, now, scores=cursor.scores, budget=budget, rooms=rooms, tables=cache.places),
+        Places(draft, policy, now, scores=cursor.scores, rooms=rooms, tables=cache.places),
         Offers(draft, policy, now, cursor.began_at, cache.offers, rooms),
-        budget,
     )
     return rooms, view

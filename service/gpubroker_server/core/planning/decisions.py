@@ -4,15 +4,23 @@ Each function enters its decision into the draft, so that the next one builds on
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from gpubroker_server.core.domain.decisions import AnyOrder, Decision, PledgeWrite, TaskWrite, write_move
 from gpubroker_server.core.domain.demand import context_mb
-from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
+from gpubroker_server.core.domain.holders import External, Gang, Inference, Member, Model, Run, WorkerSeat
+from gpubroker_server.core.domain.lease import (
+    HolderKind,
+    Lease,
+    LeaseState,
+    Pledge,
+    PledgeEnd,
+    holder_kind_of,
+)
 from gpubroker_server.core.domain.model_orders import load_order
 from gpubroker_server.core.domain.orders import StartOrder
 from gpubroker_server.core.domain.ranks import demand_of, workers
-from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
+from gpubroker_server.core.domain.task import Move, Placement, StopReason, Task, members_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, TaskId, node_key
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
@@ -33,15 +41,22 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
     forgotten: dict[str, Any] = {
         name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None
     }
-    if task.demand.bundles:
-        forgotten["members"] = tuple(Member(rank, place.node) for rank, place in enumerate(places))
     what = Move.ADMITTED
-    if task.external is not None:
-        what, forgotten = Move.STARTED, {**forgotten, **external_leases.begun(task, now)}
+    match task.holder:
+        case Gang():
+            forgotten["holder"] = Gang(tuple(Member(rank, one.node) for rank, one in enumerate(places)))
+        case External() as external:
+            what, forgotten = Move.STARTED, {**forgotten, **external_leases.begun(external, now)}
+        case Run() | WorkerSeat() | Model() | Inference():
+            pass
+        case _:
+            assert_never(task.holder)
     write = write_move(task, what, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
     devices = {device for place in places for device, _ in place.devices}
+    # The task's own pledges end before its leases enter the draft and take what was kept for it. Those of
+    # others end after, when the ledgers show which no longer fit.
     taken = devices | {node_key(place.node) for place in places}
-    pledges = [_end_own(pledge, taken) for pledge in draft.end_pledges(task.id)]
+    pledges = [_end_own(pledge, taken) for pledge in draft.end_pledges(task.id, _leased_by(task, places))]
     leases = [
         lease for rank, place in enumerate(places) for lease in _leases(draft, write.task, rank, place, now)
     ]
@@ -59,14 +74,25 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
     )
 
 
+def _leased_by(task: Task, places: Sequence[Placement]) -> dict[DeviceKey, int]:
+    """Return what a single task leases, for comparison with its pledges. The ranks of a gang may be placed
+    otherwise than they were pledged for, so nothing is said of them."""
+    if task.demand.bundles:
+        return {}
+    [place] = places
+    return {node_key(place.node): 0, **dict(place.devices)}
+
+
 def _beginning(
     draft: Draft, task: Task, places: Sequence[Placement], leases: list[Lease]
 ) -> tuple[AnyOrder, ...]:
-    if task.external is not None:
-        return external_leases.watch_orders(draft.world, task, leases)
-    if task.model is not None:
-        return (load_order(task, places[0].devices),)
-    return _starts(draft, task, places)
+    match task.holder:
+        case External():
+            return external_leases.watch_orders(draft.world, task, leases)
+        case Model():
+            return (load_order(task, places[0].devices),)
+        case _:
+            return _starts(draft, task, places)
 
 
 def grow(
@@ -76,29 +102,26 @@ def grow(
 
     `joining`: which bundle each has, and where it goes.
     """
-    first = len(task.members)
+    before = members_of(task)
+    # Ranks that have left keep their numbers: an agent starts no (task, fence, rank) twice.
     members = tuple(
         Member(rank, place.node, stop_deadline_at=ready_by, bundle=bundle)
-        for rank, (bundle, place) in enumerate(joining, start=first)
+        for rank, (bundle, place) in enumerate(joining, start=len(before))
     )
-    write = write_move(task, Move.CHANGED, members=(*task.members, *members))
+    write = write_move(task, Move.CHANGED, holder=Gang((*before, *members)))
     places = {member.rank: place for member, (_, place) in zip(members, joining, strict=True)}
     leases = [lease for rank in places for lease in _leases(draft, write.task, rank, places[rank], now)]
     draft.add_ranks(task, write.task)
     for lease in leases:
         draft.put_lease(lease)
-    size = len(workers(write.task)) + len(members)
+    size = len(workers(before)) + len(members)
     starts = tuple(_start(draft, write.task, rank, place, size) for rank, place in places.items())
     return Decision(task.id, "grow", tasks=(write,), leases=tuple(leases), orders=starts)
 
 
 def _leases(draft: Draft, task: Task, rank: int, place: Placement, now: Instant) -> Iterator[Lease]:
-    kind, demand = HolderKind.GANG_MEMBER if task.members else HolderKind.RUN, demand_of(task, rank)
-    state = LeaseState.RESERVED
-    if task.external is not None:
-        kind, state = HolderKind.EXTERNAL, LeaseState.HELD
-    elif task.model is not None:
-        kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
+    kind, demand = holder_kind_of(task.holder), demand_of(task, rank)
+    state = LeaseState.HELD if kind is HolderKind.EXTERNAL else LeaseState.RESERVED
     for device, mb in place.devices:
         yield Lease(
             kind,
@@ -130,7 +153,7 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
         rank,
         task.priority,
         world_size,
-        barrier=bool(task.members),
+        barrier=bool(task.demand.bundles),
         memory_mb=demand_of(task, rank).memory_mb,
         shares=_shares(draft, place),
     )
@@ -155,9 +178,9 @@ def evict(
     reason: StopReason = StopReason.PREEMPT,
     kept_up_to: int = 0,
 ) -> Decision:
-    """The victims get notice, and what they free is pledged to the task, which stays pending. No task of
-    priority `kept_up_to` or lower may take it, even if that is above the task's own. What was pledged to it
-    before, it gives up."""
+    """Give the victims notice, and pledge what they free to the task, which stays pending. `kept_up_to`: no
+    task of this priority or a lower one may take that room, even if it is above the task's own priority.
+    Earlier pledges of the task end."""
     stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
     made = [PledgeWrite(pledge, PledgeEnd.DISSOLVED) for pledge in draft.end_pledges(task.id)]
     for device, mb in eviction.devices:

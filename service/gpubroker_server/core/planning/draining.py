@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.holders import Gang, Member, Model
 from gpubroker_server.core.domain.lease import HolderKind
 from gpubroker_server.core.domain.policy import BAND_NAMES, Policy, band_of
 from gpubroker_server.core.domain.ranks import removable_ranks
-from gpubroker_server.core.domain.task import Member, Move, StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.stopping import give_notice, orders_to_leave
@@ -19,11 +20,13 @@ from gpubroker_server.core.planning.nodes.shields import is_protected
 from gpubroker_server.core.world.world import World
 
 INTERACTIVE = BAND_NAMES["interactive"]
+"""A drain stops runs as an interactive task that has not waited would: until the deadline, what is shielded
+from that one stays."""
 
 
 def still_on(world: World, node: NodeName) -> set[str]:
-    """What a drain waits for: runs, models and leases, and memory that is not proven free. A node is drained
-    when nothing is left."""
+    """Return what a drain waits for: runs, models and leases, and memory that is not proven free. A node is
+    drained when nothing is left."""
     holdings = (
         holding for key in world.by_node.get(node, ()) for holding in world.ledgers[key].holdings.values()
     )
@@ -46,7 +49,7 @@ def ask_to_leave(world: World, policy: Policy, now: Instant) -> list[Decision]:
 
 def _is_server(task: Task) -> bool:
     """The base cost of a model server, which is not ours to end."""
-    return task.model is not None and not task.model.model
+    return isinstance(task.holder, Model) and not task.holder.model
 
 
 def _leave(world: World, node: Node, task: Task, policy: Policy, now: Instant) -> Iterator[Decision]:
@@ -59,12 +62,14 @@ def _leave(world: World, node: Node, task: Task, policy: Policy, now: Instant) -
             sooner = write_move(task, Move.CHANGED, stop_deadline_at=at_latest)
             yield Decision(task.id, "drain", tasks=(sooner,), orders=orders_to_leave(world, task, grace))
         return
-    here = [member for member in task.members if member.node == node.name and not member.has_ended]
+    here = [member for member in members_of(task) if member.node == node.name and not member.has_ended]
     late = [member for member in here if _leaves_later(member, at_latest)]
     staying = [member for member in here if member.takes_part]
     if not _must_go(task, ends_at, policy, now):
         staying = []
-    elif not task.members or not {member.rank for member in staying} <= set(removable_ranks(task)):
+    elif not isinstance(task.holder, Gang) or not {member.rank for member in staying} <= set(
+        removable_ranks(task)
+    ):
         notice, orders = give_notice(world, task, StopReason.PREEMPT, grace, now)
         yield Decision(task.id, "drain", tasks=(notice,), orders=orders)
         return

@@ -1,23 +1,24 @@
 """The planner's one ladder: how a task could start. The cycle, explain, what-if and fit ask it."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from typing import ClassVar
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
+from gpubroker_server.core.planning.budget import CLOSE_LOOK, Steps, finish
 from gpubroker_server.core.planning.forecasts.limits import LimitReservations
 from gpubroker_server.core.planning.forecasts.reservations import Reservations
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offers
 from gpubroker_server.core.planning.nodes.victims import Together
-from gpubroker_server.core.planning.places import CLOSE_LOOK, Found, Places
+from gpubroker_server.core.planning.places import Found, Places
 from gpubroker_server.core.planning.preemption.eviction import (
     Eviction,
     RoomBeingFreed,
@@ -29,6 +30,7 @@ from gpubroker_server.core.planning.preemption.eviction import (
 )
 from gpubroker_server.core.planning.preemption.gang_eviction import choose_for_gang
 from gpubroker_server.core.planning.preemption.reclaim import (
+    evict_above_floors,
     evict_within_borrower_rule,
     make_room_in_limit,
     make_room_in_quota,
@@ -40,8 +42,7 @@ from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.background import IDLE_TOP
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """Everything a decision about one task looks at, in one draft."""
 
     draft: Draft
@@ -53,17 +54,15 @@ class View:
     limits: LimitReservations
     places: Places
     offers: Offers
-    budget: ProbeBudget
     most_nodes: int | None = None
     """Victims are looked for on so many nodes only; None: on all."""
 
     def is_short_of_limits(self, task: Task) -> bool:
-        """Whether a limit of the whole cluster has too little left for it, whatever the nodes have."""
+        """True if a limit of the whole cluster has too little left for it, whatever the nodes have."""
         return bool(self.draft.short_of(task, self.policy.custom_limits))
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """The task starts now."""
 
     places: Gang
@@ -71,8 +70,7 @@ class Start:
     eviction: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(Struct, frozen=True):
     """The task starts when the victims have left."""
 
     eviction: Eviction
@@ -87,7 +85,7 @@ class WaitReason(StrEnum):
     COMING = "coming"
     """Room for it is being given back; no run is stopped for it."""
     RESERVED = "reserved"
-    """What it could use is reserved for tasks ahead of it."""
+    """The room that it could use is reserved for tasks ahead of it."""
     LIMIT = "limit"
     """A limit of the cluster has too little left, or tasks ahead of it wait for the same limit or quota."""
     QUOTA = "quota"
@@ -98,8 +96,7 @@ class WaitReason(StrEnum):
     """Its victims have not left yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     reason: WaitReason
     coming_on: tuple[NodeName, ...] = ()
     """Nodes on which room for it is being given back, or is reserved."""
@@ -113,7 +110,7 @@ Way = Start | Evict | Wait
 
 
 def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
-    """What is decided for a pending task. Changes nothing.
+    """Return what is decided for a pending task. Changes nothing.
 
     The tasks ahead of it are taken to have been looked at and to wait on. `nodes`: the others are known to
     offer nothing, neither room nor victims. Rungs, in this order:
@@ -125,6 +122,8 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
     4. what its tenant is guaranteed is taken back from borrowers
     5. runs of lower priority are preempted, where no reservation is in the way: idle work where the task
        would go without it, if that is enough
+    6. runs of lower priority are preempted that the tasks ahead, which have the reservations in the way, may
+       not preempt themselves
 
     A task with pledges waits for its victims. If what leaves will not be enough, since one of them is in
     quarantine, it looks for another way from the second rung on, and keeps its pledges until it has one.
@@ -133,14 +132,14 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
 
 
 def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
-    """The same, yielding whenever the view's budget calls for a pause."""
+    """The same in steps, which yield what they cost."""
     has_pledges = bool(view.draft.pledges_of(task.id))
     if not has_pledges and view.limits.ahead_of(task):
         return Wait(WaitReason.LIMIT)
     if not has_pledges and view.is_short_of_limits(task):
-        return _make_room_in_limit(task, view)
+        return (yield from _make_room_in_limit(task, view))
     if view.quotas.is_short(task):
-        return Wait(WaitReason.PLEDGED) if has_pledges else _make_room_in_quota(task, view)
+        return Wait(WaitReason.PLEDGED) if has_pledges else (yield from _make_room_in_quota(task, view))
     places, unreserved = yield from place(task, view, nodes)
     if places is not None:
         return Start(places)
@@ -149,17 +148,17 @@ def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> St
     if task.demand.bundles:
         if unreserved is not None:
             return Wait(WaitReason.RESERVED, tuple(one.node for one in unreserved))
-        return _make_room_for_gang(task, view)
+        return (yield from _make_room_for_gang(task, view))
     if unreserved is None:
-        eviction = _reclaim(task, view)
+        eviction = yield from _reclaim(task, view)
         if eviction is not None:
             return Evict(eviction)
     return (yield from _preempt(task, view, nodes, has_room=unreserved is not None))
 
 
 def _other_way(task: Task, view: View) -> Steps[Way]:
-    """Of a task with pledges, as if it had none. Without one it keeps them: others would start there, be
-    stopped for it again, and so on."""
+    """Look for another way for a task with pledges, as if it had none. If there is none, the pledges stay:
+    releasing them would let another task start there, only to be preempted again."""
     draft = view.draft
     if draft.is_room_coming(task.id):
         return Wait(WaitReason.PLEDGED)
@@ -179,11 +178,11 @@ def place(
     """
     has_pledges = bool(view.draft.pledges_of(task.id))
     if task.demand.bundles:
+        yield CLOSE_LOOK * len(view.offers.nodes)
         gang = view.places.gang(task)
-        if gang is None or has_pledges or not view.reservations.refuses(task, gang, all_reservations=False):
-            return gang, gang
-        return view.places.gang(task, view.reservations), gang
+        return gang if gang is None or has_pledges else _gang_beside_reservations(task, view, gang), gang
     if has_pledges and task.stop_reason is StopReason.MOVE:
+        # A move takes nothing from other tasks, so a moved run starts where room is kept for it, or not yet.
         kept = view.places.kept(task)
         places = None if kept is None else (kept,)
         return places, places
@@ -192,6 +191,24 @@ def place(
         return None, None
     best = (min(table.values())[1],)
     return beside_reservations(task, view, table), best
+
+
+def _gang_beside_reservations(task: Task, view: View, best: Gang) -> Gang | None:
+    """Return the places where the gang delays no reservation ahead of it: `best`, or others for fewer ranks.
+
+    Places for as many ranks as `best` that delay no reservation at all go before it. Otherwise a gang that
+    starts as foretold could take other places than the forecast assumed, and make a later forecast late.
+    """
+    reservations = view.reservations
+    if not reservations.refuses(task, best, all_reservations=True):
+        return best
+    if not reservations.is_behind_all(task):
+        beside_all = view.places.gang(task, reservations, all_reservations=True)
+        if beside_all is not None and len(beside_all) == len(best):
+            return beside_all
+    if not reservations.refuses(task, best, all_reservations=False):
+        return best
+    return view.places.gang(task, reservations, all_reservations=False)
 
 
 def beside_reservations(task: Task, view: View, table: Mapping[NodeName, Found]) -> Gang | None:
@@ -209,34 +226,51 @@ def beside_reservations(task: Task, view: View, table: Mapping[NodeName, Found])
     return None
 
 
-def _make_room_in_limit(task: Task, view: View) -> Way:
+def _make_room_in_limit(task: Task, view: View) -> Steps[Way]:
     if view.quotas.is_short(task):
-        return Wait(WaitReason.LIMIT)
+        return Wait(WaitReason.LIMIT)  # no run is stopped for a task that its quota would hold back next
     nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
-    view.budget.spent += CLOSE_LOOK * len(nodes)
+    yield CLOSE_LOOK * len(nodes)
     eviction = make_room_in_limit(view.offers, task, view.now, nodes)
     return Evict(eviction) if isinstance(eviction, Eviction) else Wait(WaitReason.LIMIT)
 
 
-def _make_room_in_quota(task: Task, view: View) -> Way:
+def _make_room_in_quota(task: Task, view: View) -> Steps[Way]:
     missing_mb = view.quotas.missing_mb(task)
-    nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
-    view.budget.spent += CLOSE_LOOK * len(nodes)
-    eviction = make_room_in_quota(view.offers, task, missing_mb, view.now, nodes)
+    floors = _floors(task, view)
+    nodes = view.offers.nodes - view.reservations.nodes_closed_to(task) | floors.keys()
+    yield CLOSE_LOOK * len(nodes)
+    eviction = make_room_in_quota(view.offers, task, missing_mb, view.now, nodes, floors)
     if eviction is not None:
         return Evict(eviction)
     return Wait(WaitReason.QUOTA if missing_mb else WaitReason.COMING, by_tenant=True)
 
 
-def _reclaim(task: Task, view: View) -> Eviction | None:
+def _floors(task: Task, view: View) -> dict[NodeName, int]:
+    """Return the nodes with reservations ahead of the task where runs may be preempted for it all the same,
+    and from which priority on (`Reservations.victim_floors`).
+
+    Nodes where it, or a rank of it, would fit without a victim are left out: that room is reserved.
+    """
+    floors = view.reservations.victim_floors(task) if view.reservations.on else {}
+    parts = [rank_task(task, rank) for rank in range(len(task.demand.bundles))] or [task]
+    return {
+        node: floor
+        for node, floor in floors.items()
+        if node in view.offers.nodes and not any(is_coming(view.offers, part, node) for part in parts)
+    }
+
+
+def _reclaim(task: Task, view: View) -> Steps[Eviction | None]:
     surplus = view.guarantees.reclaimable(task)
     if not surplus or not may_preempt(view.offers, task):
         return None
-    view.budget.spent += CLOSE_LOOK * len(view.offers.nodes)
+    yield CLOSE_LOOK * len(view.offers.nodes)
     if any(is_coming(view.offers, task, node) for node in view.offers.nodes):
         return None
-    nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
-    return reclaim(view.offers, task, surplus, view.now, nodes)
+    floors = _floors(task, view)
+    nodes = view.offers.nodes - view.reservations.nodes_closed_to(task) | floors.keys()
+    return reclaim(view.offers, task, surplus, view.now, nodes, floors)
 
 
 def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: bool) -> Steps[Way]:
@@ -245,6 +279,7 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     closed = view.reservations.off_limits(task) & offers.nodes
     waits = WaitReason.RESERVED if has_room else WaitReason.NO_ROOM
     if not has_room:
+        # The search for victims asks the same of the nodes that are open.
         coming_on = next((node for node in sorted(closed) if is_coming(offers, task, node)), None)
         if coming_on is not None:
             return Wait(WaitReason.COMING, (coming_on,), by_tenant)
@@ -254,7 +289,7 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     if view.most_nodes is not None:
         hopeful = (node for node in sorted(open_nodes) if could_make_room(offers, task, node))
         open_nodes = frozenset(islice(hopeful, view.most_nodes))
-    found = yield from search_eviction(offers, task, open_nodes, view.now, view.budget)
+    found = yield from search_eviction(offers, task, open_nodes, view.now)
     if isinstance(found, RoomBeingFreed):
         return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)
     if found is not None and task.priority > IDLE_TOP:
@@ -264,9 +299,11 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
             found = clear_of_idle_work(offers, task, place, view.now) or found
     rule = None if found is None else view.guarantees.borrower_rule_for(task)
     if found is not None and rule is not None and not rule.allows(found.victims, found.surplus):
-        view.budget.spent += CLOSE_LOOK * len(offers.nodes)
+        yield CLOSE_LOOK * len(offers.nodes)
         found = evict_within_borrower_rule(offers, task, rule, view.now, offers.nodes - closed)
         waits, by_tenant = WaitReason.RESERVED if has_room else WaitReason.GUARANTEE, True
+    if found is None and closed:
+        found = yield from _preempt_above_floors(task, view, nodes)
     if found is not None:
         return Evict(found)
     if any(could_make_room(offers, task, node) for node in closed):
@@ -274,24 +311,38 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     return Wait(waits, by_tenant=by_tenant)
 
 
-def _make_room_for_gang(task: Task, view: View) -> Way:
+def _preempt_above_floors(task: Task, view: View, nodes: Set[NodeName] | None) -> Steps[Eviction | None]:
+    rule = view.guarantees.borrower_rule_for(task)
+    floors = _floors(task, view)
+    if nodes is not None:
+        floors = {node: floor for node, floor in floors.items() if node in nodes}
+    if view.most_nodes is not None:
+        floors = dict(islice(sorted(floors.items()), view.most_nodes))
+    yield CLOSE_LOOK * len(floors)
+    return evict_above_floors(view.offers, task, floors, view.now, tuple if rule is None else rule.together)
+
+
+def _make_room_for_gang(task: Task, view: View) -> Steps[Way]:
     surplus = view.guarantees.reclaimable(task)
     if surplus:
-        view.budget.spent += CLOSE_LOOK * len(view.offers.nodes)
-        nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
-        back = reclaim_for_gang(view.offers, task, surplus, view.now, nodes)
+        yield CLOSE_LOOK * len(view.offers.nodes)
+        floors = _floors(task, view)
+        nodes = view.offers.nodes - view.reservations.nodes_closed_to(task) | floors.keys()
+        back = reclaim_for_gang(view.offers, task, surplus, view.now, nodes, floors)
         if isinstance(back, Eviction):
             return Evict(back)
-    return _preempt_for_gang(task, view, by_tenant=bool(surplus))
+    return (yield from _preempt_for_gang(task, view, by_tenant=bool(surplus)))
 
 
-def _preempt_for_gang(task: Task, view: View, *, by_tenant: bool) -> Way:
+def _preempt_for_gang(task: Task, view: View, *, by_tenant: bool) -> Steps[Way]:
     offers = view.offers
-    view.budget.spent += CLOSE_LOOK * len(offers.nodes)
+    yield CLOSE_LOOK * len(offers.nodes)
     closed = view.reservations.off_limits(task) & offers.nodes
     rule = view.guarantees.borrower_rule_for(task)
     together: Together = tuple if rule is None else rule.together
     found = choose_for_gang(offers, task, view.now, offers.nodes - closed, together)
+    if found is None and (floors := _floors(task, view)):
+        found = choose_for_gang(offers, task, view.now, offers.nodes - closed, together, floors)
     if isinstance(found, Eviction):
         return Evict(found)
     by_tenant = by_tenant or rule is not None

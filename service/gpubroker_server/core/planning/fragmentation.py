@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from gpubroker.wire.stats import Scattered
+from msgspec import Struct
 
 from gpubroker_server.core.domain.decisions import Decision, Fields, Notice
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
@@ -16,6 +18,7 @@ from gpubroker_server.core.world.placement_scores import rows
 from gpubroker_server.core.world.world import World
 
 LOOK_SECONDS = Seconds(30.0)
+"""Time between two looks; only what two looks in a row have seen is said."""
 
 
 class FreeMemory(NamedTuple):
@@ -33,8 +36,7 @@ class FreeMemory(NamedTuple):
         return FreeMemory(self.free_mb + other.free_mb, self.stranded_mb + other.stranded_mb)
 
 
-@dataclass(frozen=True, slots=True)
-class Fragmentation:
+class Fragmentation(Struct, frozen=True):
     """Free memory of usable devices, and how much of it the usual demands could not use.
 
     Demands count by their share of recent submissions: memory that a quarter of them could use is stranded to
@@ -53,21 +55,6 @@ class Fragmentation:
         return total
 
 
-@dataclass(frozen=True, slots=True)
-class ScatteredDemand:
-    """The most common waiting demand is free in sum, but nowhere in one piece."""
-
-    demand: Demand
-    waiting: int
-    """Tasks that wait with this demand."""
-    need_mb: Mib
-    """Per device, on the kind where it takes least."""
-    free_mb: int
-    """On all devices that could host it."""
-    largest_mb: int
-    """The largest piece of that on one device."""
-
-
 def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
     worth = world.mix.worth(world.ledgers, world.inventory_version, "stranded")
     devices: dict[DeviceKey, FreeMemory] = {}
@@ -83,7 +70,7 @@ def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
     return Fragmentation(devices, {kind: kinds[kind] for kind in sorted(kinds)})
 
 
-def find_scattered_demand(world: World, policy: Policy, now: Instant) -> ScatteredDemand | None:
+def find_scattered_demand(world: World, policy: Policy, now: Instant) -> Scattered | None:
     """None unless the most common waiting demand for devices lacks only a piece that is large enough. Ignores
     CPU, host memory and limits, which `explain` covers."""
     waiting: Counter[Demand] = Counter()
@@ -100,7 +87,7 @@ def find_scattered_demand(world: World, policy: Policy, now: Instant) -> Scatter
     need, free = min(piece.need_mb for piece in pieces), sum(piece.free_mb for piece in pieces)
     if free < demand.gpus * need or any(count >= demand.gpus for count in roomy.values()):
         return None
-    return ScatteredDemand(demand, count, need, free, max(piece.free_mb for piece in pieces))
+    return Scattered(demand.gpus, need, count, free, max(piece.free_mb for piece in pieces))
 
 
 class ScatteredWatch:
@@ -113,7 +100,7 @@ class ScatteredWatch:
         self._is_said = False
 
     def look(self, world: World, policy: Policy, now: Instant) -> list[Decision]:
-        """At most every LOOK_SECONDS. What is seen only once may be over with the next start."""
+        """Look at most every LOOK_SECONDS. What is seen only once may be over with the next start."""
         if not self._pace.is_due(now):
             return []
         self._pace.done(now)
@@ -125,7 +112,7 @@ class ScatteredWatch:
             return [_notice("memory.defragmented", {})]
         if found is not None and is_lasting and not self._is_said:
             self._is_said = True
-            sizes = {"need_mb": found.need_mb, "free_mb": found.free_mb, "largest_mb": found.largest_mb}
+            sizes = {"need_mb": found.gpu_mb, "free_mb": found.free_mb, "largest_mb": found.largest_mb}
             return [_notice("memory.fragmented", {"waiting": found.waiting, **sizes})]
         return []
 

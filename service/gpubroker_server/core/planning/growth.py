@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import holder_of
 from gpubroker_server.core.domain.ranks import vacant_bundles, workers
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.planning.decisions import grow
 from gpubroker_server.core.planning.find_way import View
 from gpubroker_server.core.planning.gangs.gang_nodes import gang_nodes_of
 from gpubroker_server.core.planning.gangs.gang_search import place_gang
-from gpubroker_server.core.planning.places import CLOSE_LOOK
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
 
 BEHIND_ALL = -1
@@ -21,7 +22,7 @@ work."""
 
 
 def more_ranks(view: View, refusals: RefusalCache) -> Iterator[Decision]:
-    """One decision for each gang that gets ranks, the most urgent gang first."""
+    """Yield one decision for each gang that gets ranks, the most urgent gang first."""
     world = view.draft.world
     gangs = [view.draft.task(name) for name in world.growable]
     for gang in sorted(gangs, key=lambda gang: (-gang.priority, gang.submitted_at, gang.id)):
@@ -34,23 +35,27 @@ def more_ranks(view: View, refusals: RefusalCache) -> Iterator[Decision]:
 def _more_ranks_of(
     gang: Task, bundles: tuple[int, ...], view: View, refusals: RefusalCache
 ) -> Decision | None:
-    """As many as fit, in the order of the bundles, on nodes on which nothing is reserved."""
+    """Add as many ranks as fit, in the order of the bundles, on nodes on which nothing is reserved."""
     missing = tuple(gang.demand.bundles[bundle] for bundle in bundles)
-    # What counts for the whole gang is counted already.
-    demand = changed(gang.demand, bundles=missing, min_ranks=1, custom=(), slots=())
+    # What counts for the whole gang, its place under limits of running tasks, is counted already.
+    first = missing[0]
+    demand = replace(gang.demand, bundles=missing, min_ranks=1, custom=first.custom, slots=first.slots)
     wanted = as_pending(gang, demand)
-    if view.quotas.is_short(wanted):
+    # Limits may be for higher priorities only, such as the gang's own.
+    limited = replace(wanted, priority=gang.priority)
+    if view.quotas.is_short(wanted) or view.is_short_of_limits(limited):
         return None
     ranks = (as_pending(gang, demand) for demand in dict.fromkeys(missing))
     nodes = {node for rank in ranks for node in refusals.nodes_to_join(rank)}
     if gang.demand.strategy.startswith("strict"):
-        here = {gang.members[rank].node for rank in workers(gang)}
+        members = members_of(gang)
+        here = {members[rank].node for rank in workers(members)}
         nodes = nodes & here if gang.demand.strategy == "strict_pack" else nodes - here
     if not nodes:
         return None
-    view.budget.spent += CLOSE_LOOK * len(nodes)
     free = gang_nodes_of(view.draft, wanted, view.policy, view.now, nodes=nodes)
-    places = place_gang(wanted, free, view.quotas.max_ranks(wanted))
+    within_limits = view.draft.ranks_within_limits(limited, view.policy.custom_limits)
+    places = place_gang(wanted, free, min(view.quotas.max_ranks(wanted), within_limits))
     if places is None:
         return None
     ready_by = Instant(view.now + view.policy.gang_start_seconds)
@@ -59,5 +64,7 @@ def _more_ranks_of(
 
 
 def as_pending(gang: Task, demand: Demand) -> Task:
-    """What is missing of it, as a task of its own."""
-    return changed(gang, demand=demand, members=(), state=TaskState.PENDING, priority=BEHIND_ALL)
+    """Return what is missing of the gang, as a task of its own."""
+    return replace(
+        gang, demand=demand, holder=holder_of(demand), state=TaskState.PENDING, priority=BEHIND_ALL
+    )

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.model_orders import InferOrder
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ended, Report
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle import model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import after_stop, requeued_fields
@@ -32,8 +32,7 @@ def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
     held = holders(world, policy, model)
     if not held:
         return policy.serving.others
-    there = (task.model for task in held if task.state is TaskState.RUNNING)
-    return tuple(terms.server for terms in there if terms is not None)
+    return tuple(model_of(task).server for task in held if task.state is TaskState.RUNNING)
 
 
 def holders(world: World, policy: Policy, model: str) -> list[Task]:
@@ -45,11 +44,11 @@ def holders(world: World, policy: Policy, model: str) -> list[Task]:
 def waiting(world: World) -> dict[str, list[QueueGroup]]:
     """Queued inferences that may be sent, by model."""
     by_model: dict[str, list[QueueGroup]] = {}
-    for kin in world.queue.kin.values():
-        if kin.demand.answered_by:
-            likes = (likes for band in kin.bands.values() for likes in band.values())
-            groups = (group for alike in likes for group in alike.values())
-            by_model.setdefault(kin.demand.answered_by, []).extend(groups)
+    for equivalence in world.queue.classes.values():
+        if equivalence.demand.answered_by:
+            priorities = (groups for band in equivalence.bands.values() for groups in band.values())
+            groups = (group for same_priority in priorities for group in same_priority.values())
+            by_model.setdefault(equivalence.demand.answered_by, []).extend(groups)
     return by_model
 
 
@@ -105,7 +104,7 @@ class _ModelQueue:
         heapify(self._heads)
 
     def next(self) -> _QueueHead | None:
-        """Its group yields no other head until `take`."""
+        """Return the next head. Its group yields no other one until `take`."""
         while self._heads:
             head = heappop(self._heads)
             fresh = self._head(head.group, head.member)
@@ -126,8 +125,9 @@ class _ModelQueue:
 
 
 def _admit(world: World, task: Task, servers: Sequence[str], now: Instant) -> Decision:
-    """With several servers, each attempt goes to the next one."""
+    """Admit the inference. With several servers, each attempt goes to the next one."""
     fence = world.next_fence(task)
+    # The fence rises with each attempt, so it also chooses the server.
     server = servers[task.fence % len(servers)]
     forgotten = {} if task.not_before is None else {"not_before": None}
     write = write_move(task, Move.STARTED, fence=fence, admitted_at=now, started_at=now, **forgotten)
@@ -169,7 +169,7 @@ def check_failed_models(
     }
     decisions = []
     for holder in (holder for model in sorted(models) for holder in holders(world, policy, model)):
-        said = {"priority": holder.terms.asked_priority, "uses": 0, "doubted": True}
+        said = {"priority": model_of(holder).asked_priority, "uses": 0, "doubted": True}
         doubt = Request("", holder.id, holder.tenant, "want", said, now)
         decisions.append(model_lifecycle.want(world, holder, doubt, now, Decision(holder.id, "doubted")))
     return decisions

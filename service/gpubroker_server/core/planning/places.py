@@ -3,16 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from math import inf
 from types import MappingProxyType
 
 from gpubroker_server.core.domain.demand import Demand, device_preference_rank, need_mb, node_preference_rank
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, node_of
-from gpubroker_server.core.planning.budget import ProbeBudget, Steps
+from gpubroker_server.core.planning.budget import CLOSE_LOOK, PROBE_SIFTED, PROBES_AT_A_TIME, Steps
 from gpubroker_server.core.planning.forecasts.reservations import Reservations
-from gpubroker_server.core.planning.gangs.gang_nodes import gang_nodes_of
+from gpubroker_server.core.planning.gangs.gang_nodes import gang_nodes_of, taken_share
 from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms, Room
@@ -21,18 +20,16 @@ from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.placement_scores import PlacementScorer, Row, rows
 from gpubroker_server.core.world.world import World
 
-Found = tuple[tuple[float, int, float, tuple[str, ...]], Placement]
-"""((memory left on its devices, runs on the node if they count, CPU left on it, names), placement): the
-smallest is the best."""
+Found = tuple[tuple[float, int, int, float, tuple[str, ...]], Placement]
+"""((memory left on its devices, or for `spread` the holders on them; the taken share of them and runs on the
+node, if they count; CPU left on it; names), placement): the smallest is the best."""
 
-Option = tuple[float, DeviceKey, Mib]
-"""(MiB left on the device afterwards, negated for `spread`; device; MiB to lease)"""
-
-CLOSE_LOOK = 5
-"""Cost of probing a node's devices, in units of one quick capacity check."""
+Option = tuple[float, int, DeviceKey, Mib]
+"""(MiB left on the device afterwards, and 0; for `spread` the holders on it, and its taken share; device; MiB
+to lease)"""
 
 Allows = Callable[[DeviceKey, Mib], bool]
-"""Whether a task may take so many MiB of a device."""
+"""Returns True if a task may take so many MiB of a device."""
 
 FAR_MB = 2**40
 """Added for each unmet preference: more than any device has left."""
@@ -60,7 +57,10 @@ class PlaceTable:
 
 
 PlaceTables = dict[tuple[Demand, int] | TaskId, PlaceTable]
-"""(demand, priority) -> places of such tasks; a task with pledges has a table of its own."""
+"""(demand, priority from which pledges keep room from it) -> places of such tasks; a task with pledges has a
+table of its own."""
+
+NO_NODES: Set[NodeName] = frozenset()
 
 NOWHERE: Mapping[NodeName, Found] = MappingProxyType({})
 
@@ -75,13 +75,11 @@ class Places:
         now: Instant,
         *,
         scores: PlacementScorer | None = None,
-        budget: ProbeBudget | None = None,
         rooms: NodeRooms | None = None,
         tables: PlaceTables | None = None,
     ) -> None:
         """`scores` of places, as they were when the cycle began; None: by room left on the devices.
         `tables`: of earlier drafts that share this draft's changes."""
-        self._budget = ProbeBudget(inf) if budget is None else budget
         self._rooms = NodeRooms(draft, policy, now, now, {}) if rooms is None else rooms
         self._tables: PlaceTables = {} if tables is None else tables
         self._draft = draft
@@ -97,7 +95,8 @@ class Places:
         2. for a task without GPUs, runs that the node is starting, STARTS_AT_ONCE by STARTS_AT_ONCE
         3. how much of the usual demands it strands, in percent; or room left on its devices, then CPU left on
            the node, if the task or the policy says `spread` or `best_fit`, if the task names its devices, or
-           if no demand is known. `spread`: most room first, then fewest runs on the node, then most CPU
+           if no demand is known. `spread`: fewest holders on its devices, then the smallest share of their
+           memory taken (`taken_share`), then fewest runs on the node, then most CPU
         4. names of node and devices
         """
         if self._draft.short_of(task, self._policy.custom_limits):
@@ -108,27 +107,40 @@ class Places:
     def table(self, task: Task, nodes: Set[NodeName] | None = None) -> Steps[Mapping[NodeName, Found]]:
         """The best place on each node that has one; what is reserved counts as free. `nodes`: the others have
         none."""
-        self._budget.spent += 1
         if self._draft.short_of(task, self._policy.custom_limits):
             return NOWHERE
-        key = task.id if self._draft.pledges_of(task.id) else (task.demand, task.priority)
+        own = self._nodes_kept_for(task)
+        # Tasks of two priorities with no pledge between them have the same room on every node. The key names
+        # the lowest pledge that binds them, so it stays true for a node on which no pledge begins or ends.
+        key = task.id if own else (task.demand, self._draft.least_pledge_from(task.priority))
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = PlaceTable()
-        changes = self._draft.changes
+        changes, scores, cost = self._draft.changes, self._scores, 1.0
+        worked_out = 0 if scores is None else scores.worked_out
         for node in self._nodes if table.seen < 0 else changes.since(table.seen):
-            place = self.on(node, task) if nodes is None or node in nodes else None
+            if nodes is not None and node not in nodes:
+                table.found.pop(node, None)
+                continue
+            place = self._best_on(node, task, own)
             if place is not None:
                 table.found[node] = place
+                cost += CLOSE_LOOK
             else:
                 table.found.pop(node, None)
-            if self._budget.calls_for_a_pause:
-                yield
+            cost += CLOSE_LOOK + 1 if node in own else 1
+            if cost >= PROBES_AT_A_TIME:
+                if scores is not None:
+                    cost += CLOSE_LOOK * (scores.worked_out - worked_out)
+                    worked_out = scores.worked_out
+                yield cost
+                cost = 0.0
         table.seen = changes.revision
+        yield cost
         return table.found
 
     def kept(self, task: Task) -> Placement | None:
-        """On the devices pledged to it and no others; None if it cannot start there now."""
+        """Return a place on the devices pledged to it and no others; None if it cannot start there now."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         mine = self._draft.pledges_of(task.id)
@@ -154,58 +166,60 @@ class Places:
                     places.append(place)
         return min(places)[1] if places else None
 
-    def gang(self, task: Task, reservations: Reservations | None = None) -> Gang | None:
-        """Places for all ranks of a gang, within its quota. `reservations`: only where it delays
-        none that is ahead of it."""
-        self._budget.spent += CLOSE_LOOK * len(self._nodes)
+    def gang(
+        self, task: Task, reservations: Reservations | None = None, *, all_reservations: bool = False
+    ) -> Gang | None:
+        """Return places for all ranks of a gang, within its quota. `reservations`: only where it delays none
+        of them that is ahead of it, or with `all_reservations` none at all."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        scores = self._scores
-        before = 0 if scores is None else scores.worked_out
-        gang_nodes = gang_nodes_of(self._draft, task, self._policy, self._now, scores)
-        most = Quotas(self._draft, self._policy).max_ranks(task)
-        found = place_gang(
-            task,
-            gang_nodes if reservations is None else list(reservations.nodes_for_gang(task, gang_nodes)),
-            most,
-        )
-        if scores is not None:
-            self._budget.spent += CLOSE_LOOK * (scores.worked_out - before)
-        return found
+        gang_nodes = gang_nodes_of(self._draft, task, self._policy, self._now, self._scores)
+        within_limits = self._draft.ranks_within_limits(task, self._policy.custom_limits)
+        most = min(Quotas(self._draft, self._policy).max_ranks(task), within_limits)
+        if reservations is not None:
+            gang_nodes = list(
+                reservations.nodes_for_gang(task, gang_nodes, all_reservations=all_reservations)
+            )
+        return place_gang(task, gang_nodes, most)
 
     def without_idle_work(self, task: Task, nodes: Set[NodeName]) -> Steps[Placement | None]:
-        """The best place on these nodes once all idle work has left, and all that is leaving anyway."""
+        """Return the best place on those of these nodes that run idle work, once it has left and so has all
+        that is leaving anyway. The task does not fit on another node then: if it did, the search for
+        victims, which comes first, would have answered that it waits for that room."""
         places: list[Found] = []
-        for node in nodes & self._nodes:
-            self._budget.spent += 1
+        with_idle_work = [n for n in nodes & self._nodes if self._rooms.has_runs_below(n, IDLE_TOP + 1)]
+        yield PROBE_SIFTED * len(nodes)
+        for node in with_idle_work:
             room = self._rooms.most(node, task.priority, IDLE_TOP + 1)
             place = self._in(room, node, task, None) if room.may_fit(task) else None
             if place is not None:
                 places.append(place)
-            if self._budget.calls_for_a_pause:
-                yield
+            yield CLOSE_LOOK
         return min(places)[1] if places else None
 
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
         """The best place on one node, of the devices that are allowed."""
-        self._budget.spent += 1
+        return self._best_on(node, task, self._nodes_kept_for(task), allows)
+
+    def _best_on(
+        self, node: NodeName, task: Task, own: Set[NodeName], allows: Allows | None = None
+    ) -> Found | None:
         if node not in self._nodes:
             return None
-        is_kept = self._is_kept_for(node, task)
-        rooms, priority = self._rooms, task.priority
-        room = rooms.look(node, task.id, priority) if is_kept else rooms.now(node, priority)
-        self._budget.spent += CLOSE_LOOK * is_kept
+        if node in own:
+            room = self._rooms.look(node, task.id, task.priority)
+        else:
+            room = self._rooms.now(node, task.priority)
         return self._in(room, node, task, allows) if room.may_fit(task) else None
 
     def _in(self, room: Room, node: NodeName, task: Task, allows: Allows | None) -> Found | None:
         demand = task.demand
-        self._budget.spent += CLOSE_LOOK
         far = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
         if demand.gpus == 0:
             far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(room, node, task, far, allows)
-        there = _allowed(room, task, allows) if allows else room.rows()
+        there = _allowed(room, task, allows) if allows else room.rows
         return self._by_worth(node, task, far, self._scores, there)
 
     def _by_room(
@@ -214,23 +228,32 @@ class Places:
         demand = task.demand
         is_spread = "spread" in (demand.placement, self._policy.placement)
         sign, runs = (-1, self._draft.use(node).runs) if is_spread else (1, 0)
-        options = _devices(room, task, sign)
+        options = self._devices(room, task, is_spread=is_spread)
         if allows is not None:
-            options = (option for option in options if allows(option[1], option[2]))
+            options = (option for option in options if allows(option[2], option[3]))
         chosen = nsmallest(demand.gpus, options)
         if len(chosen) < demand.gpus:
             return None
-        devices = tuple(sorted((key, mb) for _, key, mb in chosen))
+        devices = tuple(sorted((key, mb) for *_, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
-        rank = far + sum(left for left, _, _ in chosen)
-        return (rank, runs, sign * room.beside.cpu, names), Placement(node, devices)
+        rank, share = far + sum(one[0] for one in chosen), sum(one[1] for one in chosen)
+        return (rank, share, runs, sign * room.beside.cpu, names), Placement(node, devices)
+
+    def _devices(self, room: Room, task: Task, *, is_spread: bool) -> Iterator[Option]:
+        for device, mb in room.devices:
+            need = need_mb(task.demand, device)
+            if need is not None and need <= mb:
+                far = FAR_MB * device_preference_rank(task.demand, device)
+                if is_spread:
+                    holders = len(self._draft.ledger(device.key).holdings)
+                    yield far + holders, taken_share(device, mb), device.key, need
+                else:
+                    yield far + mb - need, 0, device.key, need
 
     def _by_worth(
         self, node: NodeName, task: Task, far: int, worth: PlacementScorer, there: tuple[Row, ...]
     ) -> Found | None:
-        before = worth.worked_out
         spot = worth.spot(task.demand, there)
-        self._budget.spent += CLOSE_LOOK * (worth.worked_out - before)
         if spot is None:
             return None
         devices = []
@@ -239,19 +262,12 @@ class Places:
             assert need is not None, "it was found to fit"
             devices.append((key, need))
         rank = far + FAR_MB * spot.unwanted - spot.score
-        return (rank, 0, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
+        return (rank, 0, 0, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
-    def _is_kept_for(self, node: NodeName, task: Task) -> bool:
-        """Whether room on the node is pledged to this task."""
-        return any(node_of(device) == node for device in self._draft.pledges_of(task.id))
-
-
-def _devices(room: Room, task: Task, sign: int) -> Iterator[Option]:
-    for device, mb in room.devices:
-        need = need_mb(task.demand, device)
-        if need is not None and need <= mb:
-            far = FAR_MB * device_preference_rank(task.demand, device)
-            yield sign * (mb - need) + far, device.key, need
+    def _nodes_kept_for(self, task: Task) -> Set[NodeName]:
+        """Return the nodes on which room is pledged to this task."""
+        pledges = self._draft.pledges_of(task.id)
+        return frozenset(map(node_of, pledges)) if pledges else NO_NODES
 
 
 def _allowed(room: Room, task: Task, allows: Allows) -> tuple[Row, ...]:

@@ -38,9 +38,11 @@ class PlanCache:
         self.refusals = Refusals()
         self.needs = QuotaNeeds()
         self.order: QueueOrder | None = None
-        """Of a cycle that is not finished."""
+        """The order of a cycle that is not finished."""
+        self.has_grown = False
+        """A node grew since the last slice: any refusal may no longer hold."""
         self.has_news = False
-        """A refusal may no longer hold: a node grew, or one changed on which a task waits for room."""
+        """A node changed on which a task waits for room."""
 
     def open(
         self, world: World, policy: Policy, now: Instant, cycle_at: Instant, scores: PlacementScorer | None
@@ -55,9 +57,10 @@ class PlanCache:
             self.offers.clear()
             self._cycle_at = cycle_at
         changed, grown = self.revisions.open(now, cycle_at)
-        self.has_news = bool(grown or changed & self.refusals.awaited)
+        self.has_grown = bool(grown)
+        self.has_news = bool(changed & self.refusals.awaited)
         self.refusals.awaited -= changed
-        if len(self.places) + len(self.refusals) > 4 * len(world.queue.kin) + MOST_UNASKED:
+        if len(self.places) + len(self.refusals) > 4 * len(world.queue.classes) + MOST_UNASKED:
             self.places.clear()
             self.refusals = Refusals()
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from gpubroker_server.core.domain.policy import BANDS, Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.planning.budget import PROBE_KNOWN, PROBE_SIFTED, ProbeBudget
+from gpubroker_server.core.planning.budget import PROBE_KNOWN, PROBE_SIFTED, Steps
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import NO_PRIORITY
 from gpubroker_server.core.world.queue import (
@@ -20,7 +20,14 @@ from gpubroker_server.core.world.queue import (
 )
 from gpubroker_server.core.world.world import World
 
+SIFTED_AT_A_TIME = 64
+"""Demands sifted between two yields: well under a millisecond."""
+
+MERGED_AT_A_TIME = 16
+"""Demands, or groups of equals, merged between two yields."""
+
 BEFORE_ALL: TenantOrderKey = (-101, 0, 0.0, 0.0, TaskId(""))
+"""Sorts before every key: keys begin with the top of a band, negated, and no priority is above 100."""
 
 Equals = tuple[QueueGroup, ...]
 """Groups of one demand and one priority: without quotas, what holds for one of them holds for all."""
@@ -44,14 +51,16 @@ class Head(NamedTuple):
 class AdmissionFilter(Protocol):
     """Tells which groups need not be examined."""
 
-    budget: ProbeBudget
-
-    def inadmissible(self, kins: Iterable[EquivalenceClass], band: int) -> Iterable[EquivalenceClass]:
+    def inadmissible(self, classes: Iterable[EquivalenceClass], band: int) -> Sequence[EquivalenceClass]:
         """The demands of which each task in this band, and each equal one of lower priority, is refused."""
         ...
 
+    def is_refused_in(self, equivalence: EquivalenceClass, band: int) -> bool:
+        """True if it is known already that each task of this demand in this band is refused."""
+        ...
+
     def is_refused(self, group: QueueGroup) -> bool:
-        """Whether each of its tasks is refused."""
+        """True if each of its tasks is refused."""
         ...
 
 
@@ -73,43 +82,45 @@ class QueueOrder:
         """Top priority of the band that is open."""
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
         """Bands to open, the highest last."""
+        self._unsifted: list[EquivalenceClass] = []
+        """Demands of the open band of which it is not known whether they are admissible."""
         self._arriving: list[EquivalenceClass | Equals] = []
-        """Of the open band, not merged yet."""
-        self._is_sifted = True
-        """Whether inadmissible demands have been taken out of `_arriving`."""
+        """The groups of the open band that are sifted and not merged yet."""
         self._inadmissible: list[Equals] = []
         self._inadmissible_up_to: dict[EquivalenceClass, int] = {}
         """Demand -> priority up to which no group is admissible, in the open band and below."""
         self._heads: list[Head] = []
+        self._own_keys: dict[TaskId, TenantOrderKey] = {}
+        """Within one slice. Each task is compared with all that have a reservation."""
 
     def continues(
         self, world: World, ordered_at: Instant, after: OrderKey | None, shares: FairShares
     ) -> bool:
-        """Whether this is the order of the rest of that cycle. A task submitted meanwhile may be missing, and
+        """True if this is the order of the rest of that cycle. A task submitted meanwhile may be missing, and
         is planned in the next cycle: starting over at each arrival would cost a probe of every group."""
+        self._own_keys.clear()  # what a task inherits may have changed
         mine = (self._world, self._ordered_at, self._after)
         return mine == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
 
     @property
     def is_done(self) -> bool:
-        return not (self._arriving or self._heads or self._bands)
+        return not (self._unsifted or self._arriving or self._heads or self._bands)
 
-    def next(self, admission: AdmissionFilter) -> Head | None:
-        """The next task to examine; None at the end, and when the budget calls for a pause."""
+    def next(self, admission: AdmissionFilter) -> Steps[Head | None]:
+        """Return the next task to examine, or None at the end. May be left at any yield and asked anew."""
         while not self.is_done:
-            if not self._is_sifted:
-                self._sift(admission)
+            if self._unsifted:
+                yield self._sift(admission)
             elif self._arriving:
-                self._merge(self._arriving.pop(), admission)
-                if admission.budget.calls_for_a_pause:
-                    return None
+                some = self._arriving[-MERGED_AT_A_TIME:]
+                del self._arriving[-MERGED_AT_A_TIME:]
+                yield sum([self._merge(one, admission) for one in some])
             elif self._heads:
                 head = self._take(heappop(self._heads), admission)
                 if head is not None:
                     self._after = head.key
                     return head
-                if admission.budget.calls_for_a_pause:
-                    return None
+                yield PROBE_KNOWN
             else:
                 self._open_band(self._bands.pop())
         return None
@@ -119,27 +130,33 @@ class QueueOrder:
         self.shares.charge(task.tenant, mb, self._own_key(task))
 
     def key_of(self, task: Task) -> OrderKey:
-        """Its place in the order of the queue now."""
+        """Return the task's place in the order of the queue now."""
         return order_key(self._own_key(task), self.shares.rank(task.tenant))
+
+    def requeue_awaiting(self) -> None:
+        """Examine again what was set aside group by group: some of it may wait for room on a node that
+        changed. Classes that no node has anything for wait until one grows."""
+        self._arriving += self._inadmissible
+        self._inadmissible = []
 
     def requeue_inadmissible(self) -> None:
         """Something grew: examine the rest of the groups that were set aside again."""
         self._arriving += self._inadmissible
-        self._arriving += (kin for kin in self._inadmissible_up_to if self._band in kin.bands)
+        self._unsifted += (
+            equivalence for equivalence in self._inadmissible_up_to if self._band in equivalence.bands
+        )
         self._inadmissible = []
         self._inadmissible_up_to = {}
-        self._is_sifted = False
 
     def _take(self, head: Head, admission: AdmissionFilter) -> Head | None:
         """The head if its task is to be examined now."""
-        admission.budget.spent += PROBE_KNOWN
         if head.is_merged and not self.shares.has_one_tenant and self._was_overtaken(head):
             return None
         group = head.group
         if group is None:
             return head if head.task in self._world.queue else None
         if not head.is_merged:
-            self._merge_groups(group.kin, admission)
+            self._merge_groups(group.equivalence, admission)
             return None
         if group and admission.is_refused(group):  # an empty one has left the queue since it was merged
             behind = [other for _, _, other in head.behind if other is not None]
@@ -151,12 +168,17 @@ class QueueOrder:
 
     def _open_band(self, top: int) -> None:
         self._band = top
-        self._is_sifted = False
-        self._arriving = [
-            kin
-            for kin in self._world.queue.kin.values()
-            if top in kin.bands and not kin.demand.answered_by and self._may_be_admissible(kin, top)
+        # In a lower band a group may have a higher priority of its own: it inherited none.
+        known = self._inadmissible_up_to
+        self._unsifted = [
+            equivalence
+            for equivalence in self._world.queue.classes.values()
+            if top in equivalence.bands
+            and not equivalence.demand.answered_by
+            and equivalence.highest[top] > known.get(equivalence, NO_PRIORITY)
         ]
+        for equivalence in self._unsifted if known else ():
+            known.pop(equivalence, None)
         for name in self._pledged:
             task = self._world.tasks.get(name)
             if task is not None:
@@ -167,50 +189,59 @@ class QueueOrder:
                     self._heads.append(Head(key, True, name, None, []))
         heapify(self._heads)
 
-    def _may_be_admissible(self, kin: EquivalenceClass, top: int) -> bool:
-        """In a lower band a group may have a higher priority of its own: it inherited none."""
-        if kin.highest[top] <= self._inadmissible_up_to.get(kin, NO_PRIORITY):
-            return False
-        self._inadmissible_up_to.pop(kin, None)
-        return True
+    def _sift(self, admission: AdmissionFilter) -> float:
+        """Set aside the demands that are refused as a whole. Returns what that cost."""
+        some = self._unsifted[-SIFTED_AT_A_TIME:]
+        del self._unsifted[-SIFTED_AT_A_TIME:]
+        # A demand may have left the queue since it was set aside.
+        classes = [equivalence for equivalence in some if self._band in equivalence.bands]
+        refused = set(admission.inadmissible(classes, self._band))
+        for equivalence in classes:
+            if equivalence in refused:
+                self._inadmissible_up_to[equivalence] = equivalence.highest[self._band]
+            elif admission.is_refused_in(equivalence, self._band):
+                # Group by group, before a key is computed for each of them.
+                self._inadmissible += [
+                    tuple(same_priority.values()) for same_priority in equivalence.bands[self._band].values()
+                ]
+            else:
+                self._arriving.append(equivalence)
+        return PROBE_SIFTED * len(some)
 
-    def _sift(self, admission: AdmissionFilter) -> None:
-        self._is_sifted = True
-        admission.budget.spent += PROBE_SIFTED * len(self._arriving)
-        kins = [
-            one for one in self._arriving if isinstance(one, EquivalenceClass) and self._band in one.bands
-        ]
-        refused = {kin: kin.highest[self._band] for kin in admission.inadmissible(kins, self._band)}
-        self._inadmissible_up_to |= refused
-        self._arriving = [one for one in self._arriving if one not in refused]
-
-    def _merge(self, arriving: EquivalenceClass | Equals, admission: AdmissionFilter) -> None:
-        admission.budget.spent += PROBE_KNOWN
+    def _merge(self, arriving: EquivalenceClass | Equals, admission: AdmissionFilter) -> float:
+        """Put a demand, or groups of equals, among the heads. Returns what that cost."""
         if not isinstance(arriving, EquivalenceClass):
-            self._merge_equals([group for group in arriving if group], admission)
-        elif self._band in arriving.bands:
+            return self._merge_priority([group for group in arriving if group], admission)
+        if self._band in arriving.bands:
             now, policy, rank = self._ordered_at, self._policy, self.shares.rank
-            groups = (group for equals in arriving.bands[self._band].values() for group in equals.values())
+            groups = (
+                group
+                for same_priority in arriving.bands[self._band].values()
+                for group in same_priority.values()
+            )
             first = min(
                 (rank(group.tenant), group.order_within_tenant(group.member(0), now, policy), group)
                 for group in groups
             )
             heappush(self._heads, Head(order_key(first[1], first[0]), False, first[1][-1], first[2], []))
+        return PROBE_KNOWN
 
-    def _merge_groups(self, kin: EquivalenceClass, admission: AdmissionFilter) -> None:
+    def _merge_groups(self, equivalence: EquivalenceClass, admission: AdmissionFilter) -> None:
         """The earliest task of this demand is next: merge its groups, if it is still admissible."""
-        if self._band not in kin.bands:
+        if self._band not in equivalence.bands:
             return
-        if list(admission.inadmissible([kin], self._band)):
-            self._inadmissible_up_to[kin] = kin.highest[self._band]
+        if admission.inadmissible([equivalence], self._band):
+            self._inadmissible_up_to[equivalence] = equivalence.highest[self._band]
             return
-        for equals in list(kin.bands[self._band].values()):
-            self._merge_equals(list(equals.values()), admission)
+        for same_priority in list(equivalence.bands[self._band].values()):
+            self._merge_priority(list(same_priority.values()), admission)
 
-    def _merge_equals(self, equals: Sequence[QueueGroup], admission: AdmissionFilter) -> None:
-        """Behind one head; with quotas, which tell tenants apart, each group by itself."""
-        admission.budget.spent += PROBE_KNOWN * len(equals)
-        for groups in [(group,) for group in equals] if self._policy.has_quotas else [tuple(equals)]:
+    def _merge_priority(self, same_priority: Sequence[QueueGroup], admission: AdmissionFilter) -> float:
+        """Put them behind one head; with quotas, which tell tenants apart, each group behind its own. Returns
+        what that cost."""
+        for groups in (
+            [(group,) for group in same_priority] if self._policy.has_quotas else [tuple(same_priority)]
+        ):
             if groups and admission.is_refused(groups[0]):
                 self._inadmissible.append(groups)
                 continue
@@ -220,9 +251,10 @@ class QueueOrder:
                 if passed < len(group):
                     self._push_entry(entries, group, group.member(passed))
             self._push_head(entries)
+        return PROBE_KNOWN * (1 + len(same_priority))
 
     def _count_passed(self, group: QueueGroup) -> int:
-        """How many of its tasks were examined in this cycle."""
+        """Return how many of the group's tasks were examined in this cycle."""
         if self._after is None:
             return 0
         rank = self.shares.rank(group.tenant)
@@ -245,7 +277,7 @@ class QueueOrder:
             heappush(self._heads, Head(key, True, task, group, entries))
 
     def _was_overtaken(self, head: Head) -> bool:
-        """Whether its tenant's rank has fallen since it was merged; then it goes back by its new rank."""
+        """True if its tenant's rank has fallen since it was merged; then it goes back by its new rank."""
         task = self._world.tasks.get(head.task)
         tenant = head.group.tenant if head.group else "" if task is None else task.tenant
         rank = self.shares.rank(tenant)
@@ -256,4 +288,8 @@ class QueueOrder:
         return True
 
     def _own_key(self, task: Task) -> TenantOrderKey:
-        return self._world.queue.order_within_tenant(task, self._ordered_at, self._policy)
+        key = self._own_keys.get(task.id)
+        if key is None:
+            key = self._world.queue.order_within_tenant(task, self._ordered_at, self._policy)
+            self._own_keys[task.id] = key
+        return key

@@ -1,13 +1,18 @@
 """The one cache around `find_way`: answers `Wait`, kept until something changes that could change them."""
 
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from math import inf
 from typing import NamedTuple, TypeGuard
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import NodeName, TaskId
-from gpubroker_server.core.planning.budget import PROBE_SIFTED
 from gpubroker_server.core.planning.find_way import View, Wait, WaitReason
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
@@ -38,7 +43,7 @@ class _Answer(NamedTuple):
     watches: tuple[NodeName, ...] | None
     """Nodes on which any change ends it; None: all."""
     right: object = None
-    """What the quotas said when it was found."""
+    """The answer of the quotas at the time when it was found."""
 
 
 class _Coming(NamedTuple):
@@ -48,20 +53,88 @@ class _Coming(NamedTuple):
 
 
 class _RuledOut:
-    """No node had room for such a task, or runs that may be preempted to make it."""
+    """No node had room for a task of one equivalence class, or runs that may be preempted to make it."""
 
-    __slots__ = ("at", "gpus", "mb", "probe")
+    __slots__ = ("cpu", "gpus", "hopeful_at", "mb", "memory_mb", "probe", "steps")
 
-    def __init__(self, probe: Task) -> None:
-        """`probe`: one of these tasks, whatever its priority."""
+    def __init__(self, probe: Task, revision: int) -> None:
+        """`probe`: one of these tasks, ruled out at this revision of `growth`."""
         self.probe = probe
         self.gpus, self.mb = probe.demand.gpus, probe.demand.gpu_mb or 1
-        self.at: dict[int, int] = {}
-        """Priority -> revision of `growth` at which that was found."""
+        # What is not asked for is never lacking, even on a node where it is overcommitted.
+        self.cpu, self.memory_mb = probe.demand.cpu or -inf, probe.demand.memory_mb or -inf
+        self.steps = [(probe.priority, revision)]
+        """(priority, revision of `growth` at which that was found): priorities fall, revisions rise."""
+        self.hopeful_at: dict[int, int] = {}
+        """Priority -> revision of `changes` at which a node that had grown might have had room."""
+
+    def rule_out(self, priority: int, revision: int) -> None:
+        """Note that no node has anything at the newest revision. That covers every lower priority, so older
+        findings for those say nothing more."""
+        steps = self.steps
+        while steps and steps[-1][0] <= priority:
+            steps.pop()
+        steps.append((priority, revision))
 
     def covered_at(self, priority: int) -> int:
-        """The newest such revision: what was found for a higher priority covers this one. 0 if never."""
-        return max([at for of, at in self.at.items() if of >= priority], default=0)
+        """Return the newest revision at which this priority was ruled out, by itself or by a higher one; 0 if
+        it never was."""
+        steps = self.steps
+        if steps[-1][0] >= priority:
+            return steps[-1][1]
+        return next((at for of, at in reversed(steps) if of >= priority), 0)
+
+
+class _GrownRooms:
+    """The rooms, for tasks of one priority, of the nodes that grew, the newest first. Each says what the node
+    has, or could have after preemption. Read only as far back as it is asked for."""
+
+    __slots__ = ("_at", "_bounds", "_counts", "_grown", "_next", "_room_of", "_rooms", "bounds")
+
+    def __init__(self, grown: Iterator[tuple[NodeName, int]], room_of: Callable[[NodeName], Room]) -> None:
+        """`grown`: nodes and the revisions at which they grew, the newest first."""
+        self._grown = grown
+        self._next = next(grown, None)
+        self._room_of = room_of
+        self._rooms: list[Room] = []
+        self._at: list[int] = []
+        """Revisions of `_rooms`, negated so that they rise."""
+        self._bounds: list[tuple[int, ...]] = [()]
+        """Number of rooms -> the most MiB that any of the first so many rooms has on so many devices."""
+        self._counts: dict[int, int] = {}
+        """Revision -> how many of the rooms, from the first on, are of nodes that grew after it."""
+        self.bounds: dict[int, tuple[int, ...]] = {}
+        """Answers of `bound`."""
+
+    def fit(self, since: int, known: "_RuledOut") -> bool:
+        """True if such a task fits on a node that grew after that revision."""
+        gpus, mb, cpu, memory_mb = known.gpus, known.mb, known.cpu, known.memory_mb
+        for room in self._rooms[: self._counts[since]]:
+            amounts, beside = room.ceiling.amounts, room.beside
+            if (
+                beside.cpu >= cpu
+                and beside.memory_mb >= memory_mb
+                and (not gpus or (gpus <= len(amounts) and amounts[gpus - 1] >= mb))
+                and room.fits(known.probe)
+            ):
+                return True
+        return False
+
+    def bound(self, since: int) -> tuple[int, ...]:
+        """Return the most MiB on so many devices that any node has that grew after that revision."""
+        count = self._counts[since] = self._count_since(since)
+        bound = self.bounds[since] = self._bounds[count]
+        return bound
+
+    def _count_since(self, revision: int) -> int:
+        while self._next is not None and self._next[1] > revision:
+            node, at = self._next
+            room, bound = self._room_of(node), self._bounds[-1]
+            self._rooms.append(room)
+            self._at.append(-at)
+            self._bounds.append(tuple(map(max, zip_longest(bound, room.ceiling.amounts, fillvalue=0))))
+            self._next = next(self._grown, None)
+        return bisect_left(self._at, -revision)
 
 
 @dataclass(slots=True)
@@ -70,7 +143,7 @@ class _Ruled:
 
     out: dict[EquivalenceClass, _RuledOut]
     coming: dict[Likes, _Coming]
-    """Those for which room is being given back on a node."""
+    """The tasks for which room is being given back on a node."""
 
 
 class Refusals:
@@ -81,9 +154,9 @@ class Refusals:
         self.unreserved = _Ruled({}, {})
         """On the nodes without a reservation."""
         self.answers: dict[Key, _Answer] = {}
-        """Of gangs, and of tenants with quotas."""
+        """Refusals of gangs, and refusals in which a quota or a guarantee had a part."""
         self.behind: dict[tuple[object, ...], _Answer] = {}
-        """The same of tasks for which reservations made a difference, by what they make it depend on."""
+        """Refusals that depended on backfill reservations, keyed by the inputs of that decision."""
         self.joining: dict[Demand, int] = {}
         """Demand of a rank -> revision of `growth` at which no node had room for it in a running gang."""
         self.forecasts: tuple[Forecast, ...] = ()
@@ -101,13 +174,13 @@ class RefusalCache:
     """What is remembered, as it stands in one draft."""
 
     def __init__(self, known: Refusals, view: View, revisions: NodeRevisions) -> None:
-        self.budget = view.budget
         self._known = known
         self._view = view
         self._revisions = revisions
-        self._rooms: dict[tuple[int, int, int], list[Room]] = {}
-        self._rooms_at = 0
-        """Revision of `changes` for which they hold."""
+        self._rooms: dict[tuple[int, bool], _GrownRooms] = {}
+        """(priority, whether the tasks ask for GPUs) -> what grown nodes have for them."""
+        self._rooms_at = (0, 0)
+        """Revisions of `changes` and of `growth` for which they hold."""
         reservations = view.reservations
         if reservations.forecasts != known.forecasts:
             known.behind.clear()
@@ -117,23 +190,26 @@ class RefusalCache:
             revisions.growth.mark(node)
         known.reserved_nodes = frozenset(reservations.on)
 
-    def inadmissible(self, kins: Iterable[EquivalenceClass], band: int) -> Iterator[EquivalenceClass]:
-        """Those demands of which every task in a band is refused, and every equal one of a lower priority.
-        None with quotas: then it depends on what other tenants are given before."""
+    def inadmissible(self, classes: Iterable[EquivalenceClass], band: int) -> list[EquivalenceClass]:
+        """Return those classes of which every task in a band is refused, and every equal one of a lower
+        priority. None with quotas: then it depends on what other tenants are given before."""
         if self._view.policy.has_quotas:
-            return
+            return []
+        everywhere, unreserved = self._known.everywhere, self._known.unreserved
         is_depth_reached = self._view.reservations.is_depth_reached
-        for kin in kins:
-            priority = kin.highest[band]
-            if (
-                self._is_ruled_out(self._known.everywhere, kin, priority)
-                or (kin.demand.counted and self._is_short(kin.most_urgent_of(band)))
-                or (is_depth_reached and self._is_ruled_out(self._known.unreserved, kin, priority))
-            ):
-                yield kin
+        return [
+            equivalence
+            for equivalence in classes
+            if self._is_ruled_out(everywhere, equivalence, equivalence.highest[band])
+            or (is_depth_reached and self._is_ruled_out(unreserved, equivalence, equivalence.highest[band]))
+            or (
+                (equivalence.demand.custom or equivalence.demand.slots)
+                and self._is_short(equivalence.most_urgent_of(band))
+            )
+        ]
 
     def is_refused(self, group: QueueGroup) -> bool:
-        """Whether each of its tasks is refused. False if one of them must be examined."""
+        """True if each of its tasks is refused. False if one of them must be examined."""
         if self._view.policy.has_quotas:
             refused = self._is_refused_by_right(group)
             if refused is not None:
@@ -142,22 +218,31 @@ class RefusalCache:
             return True
         if group.demand.bundles:
             return self._holds(self._known.answers.get(("", group.priority, group.demand)))
-        is_depth_reached = self._view.reservations.is_depth_reached
-        return any(
-            self._is_ruled_out(ruled, group.kin, group.priority) or self._is_coming(ruled, group)
-            for ruled in (
-                (self._known.unreserved, self._known.everywhere)
-                if is_depth_reached
-                else (self._known.everywhere,)
-            )
+        known = self._known
+        return self._is_known_to_wait(known.everywhere, group) or (
+            self._view.reservations.is_depth_reached and self._is_known_to_wait(known.unreserved, group)
         )
+
+    def _is_known_to_wait(self, ruled: _Ruled, group: QueueGroup) -> bool:
+        return self._is_ruled_out(ruled, group.equivalence, group.priority) or self._is_coming(ruled, group)
+
+    def is_refused_in(self, equivalence: EquivalenceClass, band: int) -> bool:
+        """True if every task of this class in this band is refused, one priority after the other. A lower
+        priority of another band may find a way. False with quotas, as for `inadmissible`."""
+        if self._view.policy.has_quotas:
+            return False
+        for same_priority in equivalence.bands[band].values():
+            one = next(iter(same_priority.values()))  # it stands for all of its priority
+            if not self.is_refused(one):
+                return False
+        return True
 
     def recall(self, task: Task) -> Wait | None:
         """The answer for one task behind reservations, if it still holds."""
         if not self._known.behind or not self._view.reservations.on:
             return None
         answer = self._known.behind.get(self._key_behind(task))
-        if answer is None or not self._holds(answer):
+        if answer is None or not (self._holds(answer) or self._still_waits(answer, task)):
             return None
         return answer.wait if answer.right == self._right(task.tenant, task.demand, task.priority) else None
 
@@ -170,6 +255,8 @@ class RefusalCache:
         if not is_gang and wait.reason in SHARED and (wait.coming_on or wait.reason is WaitReason.NO_ROOM):
             self._rule_out(self._known.everywhere, task, wait)
         on = self._view.reservations.on
+        # It says nothing about the nodes without a reservation if a guarantee decided, or if the room that is
+        # coming is on a node with one.
         if not is_gang and reserved and not (wait.by_tenant or set(wait.coming_on) & on.keys()):
             self._rule_out(self._known.unreserved, task, wait)
         closed = wait.by_tenant and bool(self._view.reservations.nodes_closed_to(task))
@@ -197,7 +284,6 @@ class RefusalCache:
         known, revision = self._known.joining, self._revisions.growth.revision
         since = known.get(rank.demand, 0)
         nodes = self._grown(since) if since else list(self._view.offers.nodes)
-        self.budget.spent += PROBE_SIFTED * len(nodes)
         reserved, rooms = self._view.reservations.on, self._view.offers.rooms
         found = [node for node in nodes if node not in reserved and rooms.now(node, rank.priority).fits(rank)]
         if not found:
@@ -206,7 +292,7 @@ class RefusalCache:
 
     def _ruled_out_at(self, ruled: _Ruled, task: Task) -> int:
         """0 if never."""
-        known = ruled.out.get(self._view.draft.world.queue.group_of(task.id).kin)
+        known = ruled.out.get(self._view.draft.world.queue.group_of(task.id).equivalence)
         return known.covered_at(task.priority) if known else 0
 
     def _answer(self, task: Task, wait: Wait) -> _Answer:
@@ -229,8 +315,20 @@ class RefusalCache:
             return answer.changed == changes.revision
         return all(changes.at(node) <= answer.changed for node in answer.watches)
 
+    def _still_waits(self, answer: _Answer, task: Task) -> bool:
+        """True if nodes grew, but none that the answer watches, and none that has anything for the task."""
+        if answer.watches is None or answer.wait.by_tenant or task.demand.bundles:
+            return False
+        changes, equivalence = (
+            self._revisions.changes,
+            self._view.draft.world.queue.group_of(task.id).equivalence,
+        )
+        return all(changes.at(node) <= answer.changed for node in answer.watches) and self._is_ruled_out(
+            self._known.unreserved, equivalence, task.priority
+        )
+
     def _is_refused_by_right(self, group: QueueGroup) -> bool | None:
-        """By its tenant's quota; None if that leaves it to what all such tasks find."""
+        """True if its tenant's quota refuses it; None if that leaves it to what all such tasks find."""
         tenant, priority, demand = group.tenant, group.priority, group.demand
         answer = self._known.answers.get((tenant, priority, demand))
         is_known = self._holds(answer) and answer.right == self._right(tenant, demand, priority)
@@ -240,7 +338,7 @@ class RefusalCache:
         return is_known if may_reclaim or is_known else None
 
     def _right(self, tenant: str, demand: Demand, priority: int) -> object:
-        """What quotas and guarantees say of a task; None if nothing."""
+        """Return what quotas and guarantees say of a task; None if nothing."""
         view = self._view
         if not view.policy.has_quotas:
             return None
@@ -257,46 +355,55 @@ class RefusalCache:
         return tenant, task.priority, task.demand, *self._view.reservations.equivalence_key(task)
 
     def _is_short(self, group: QueueGroup) -> bool:
-        """Whether a limit of the whole cluster has too little left for such a task without pledges, and could
+        """True if a limit of the whole cluster has too little left for such a task without pledges, and could
         not be made to have enough."""
         probe = replace(self._probe(group), id=TaskId(""))
         return self._view.is_short_of_limits(probe) and not may_make_room_in_limit(self._view.offers, probe)
 
-    def _is_ruled_out(self, ruled: _Ruled, kin: EquivalenceClass, priority: int) -> bool:
-        """Whether the nodes that grew since then have nothing for such a task either."""
-        known, now = ruled.out.get(kin), self._revisions.growth.revision
-        if known is None or known.at.get(priority) == now:
-            return known is not None
-        since = known.covered_at(priority)
-        if since and since != now:
-            gpus, mb = known.gpus, known.mb
-            rooms = self._rooms_since(since, priority, victims_below(priority, with_gpus=gpus > 0))
-            self.budget.spent += PROBE_SIFTED * len(rooms)
-            for room in rooms:
-                amounts = room.ceiling.amounts
-                if gpus and (gpus > len(amounts) or amounts[gpus - 1] < mb):
-                    continue  # the common case, first
-                if room.fits(known.probe):
-                    return False
-        if since:
-            known.at[priority] = now
-        return since > 0
+    def _is_ruled_out(self, ruled: _Ruled, equivalence: EquivalenceClass, priority: int) -> bool:
+        """True if the nodes that grew since then have nothing for such a task either."""
+        # Every class is asked in each cycle that follows a release, so the common answers call nothing.
+        known = ruled.out.get(equivalence)
+        if known is None:
+            return False
+        covers, since = known.steps[-1]
+        if covers < priority:
+            since = known.covered_at(priority)
+        changed, now = self._revisions.changes.revision, self._revisions.growth.revision
+        if since == now or not since:
+            return since > 0
+        gpus = known.gpus
+        grown = self._rooms.get((priority, gpus > 0)) if self._rooms_at == (changed, now) else None
+        if grown is None:
+            grown = self._grown_rooms(priority, with_gpus=gpus > 0)
+        bound = grown.bounds.get(since)
+        if bound is None:
+            bound = grown.bound(since)
+        # One comparison rules out most classes: the largest block of all these nodes is too small.
+        if not gpus or (gpus <= len(bound) and bound[gpus - 1] >= known.mb):
+            if known.hopeful_at.get(priority) == changed:
+                return False
+            if grown.fit(since, known):
+                known.hopeful_at[priority] = changed
+                return False
+        known.rule_out(priority, now)
+        return True
 
-    def _rooms_since(self, since: int, priority: int, below: int) -> list[Room]:
-        """What the nodes that grew since then have, or could have after preemption. The same for hundreds of
-        demands: without remembering them `bench plan` takes twice the time for a cycle."""
-        if self._rooms_at != self._revisions.changes.revision:
-            self._rooms_at = self._revisions.changes.revision
+    def _grown_rooms(self, priority: int, *, with_gpus: bool) -> _GrownRooms:
+        """Return what nodes that grew have for tasks of this priority. Without remembering it `bench plan`
+        takes twice the time for a cycle."""
+        revisions, below = self._revisions, victims_below(priority, with_gpus=with_gpus)
+        at = revisions.changes.revision, revisions.growth.revision
+        if self._rooms_at != at:
+            self._rooms_at = at
             self._rooms.clear()
-        key = since, priority, below
-        found = self._rooms.get(key)
-        if found is None:
-            rooms, grown = self._view.offers.rooms, self._grown(since)
-            if below > NOTHING and self._view.policy.preemption:
-                found = [rooms.most(node, priority, below) for node in grown]
-            else:
-                found = [rooms.now(node, priority) for node in grown]
-            self._rooms[key] = found
+        rooms, nodes = self._view.offers.rooms, self._view.offers.nodes
+        if below > NOTHING and self._view.policy.preemption:
+            room_of = partial(rooms.most, priority=priority, below=below)
+        else:
+            room_of = partial(rooms.now, priority=priority)
+        grown = (mark for mark in revisions.growth.newest_first() if mark[0] in nodes)
+        found = self._rooms[priority, with_gpus] = _GrownRooms(grown, room_of)
         return found
 
     def _grown(self, since: int) -> list[NodeName]:
@@ -304,9 +411,9 @@ class RefusalCache:
         return [node for node in self._revisions.growth.since(since) if node in nodes]
 
     def _is_coming(self, ruled: _Ruled, group: QueueGroup) -> bool:
-        """Whether the room that is being given back will still do, and there is none before."""
-        likes = (group.kin, group.priority)
-        coming = ruled.coming.get(likes)
+        """True if the room that is being given back will still do, and there is none before."""
+        key = (group.equivalence, group.priority)
+        coming = ruled.coming.get(key) if ruled.coming else None
         if coming is None:
             return False
         grown, changes = self._revisions.growth.revision, self._revisions.changes
@@ -318,22 +425,29 @@ class RefusalCache:
             or not rooms.soon(coming.node, priority).fits(probe)
             or any(rooms.now(node, priority).fits(probe) for node in self._grown(coming.grown))
         ):
-            del ruled.coming[likes]
+            del ruled.coming[key]
             return False
-        ruled.coming[likes] = _Coming(coming.node, grown, changes.revision)
+        ruled.coming[key] = _Coming(coming.node, grown, changes.revision)
         self._known.awaited.add(coming.node)
         return True
 
     def _rule_out(self, ruled: _Ruled, task: Task, wait: Wait) -> None:
-        grown, kin = self._revisions.growth.revision, self._view.draft.world.queue.group_of(task.id).kin
+        grown, equivalence = (
+            self._revisions.growth.revision,
+            self._view.draft.world.queue.group_of(task.id).equivalence,
+        )
         if wait.coming_on:
             [node] = wait.coming_on
-            ruled.coming[kin, task.priority] = _Coming(node, grown, self._revisions.changes.revision)
+            ruled.coming[equivalence, task.priority] = _Coming(node, grown, self._revisions.changes.revision)
             self._known.awaited.add(node)
         else:
-            ruled.coming.pop((kin, task.priority), None)
-            ruled.out.setdefault(kin, _RuledOut(task)).at[task.priority] = grown
+            ruled.coming.pop((equivalence, task.priority), None)
+            known = ruled.out.get(equivalence)
+            if known is None:
+                ruled.out[equivalence] = _RuledOut(task, grown)
+            else:
+                known.rule_out(task.priority, grown)
 
     def _probe(self, group: QueueGroup) -> Task:
-        """One of its tasks; which one makes no difference to a node."""
+        """Return one of its tasks; which one makes no difference to a node."""
         return self._view.draft.world.tasks[group.member(0)[1]]

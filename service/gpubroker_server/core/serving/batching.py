@@ -5,9 +5,12 @@ Values become bytes once, where a request comes in; joining and splitting do not
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
+
+from gpubroker_server.core.domain.setting_marks import written
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, split_rows
 
@@ -19,19 +22,17 @@ _OWN_STATE: Final = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 """Parameters of requests for which the model keeps state."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRules:
-    most_rows: int = 16
+class BatchRules(Struct, frozen=True):
+    most_rows: Annotated[int, Meta(ge=1, le=65_536), written("max_size", {})] = 16
     """Rows in one request, and no more than the model takes; 1: no batches."""
-    delay_seconds: Seconds = Seconds(0.005)
+    delay_seconds: Annotated[Seconds, Meta(ge=0, le=60)] = Seconds(0.005)
     """How long the first request of a batch waits for others."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(Struct, frozen=True):
     inputs: tuple[Tensor, ...]
     version: str = ""
-    """Of the model; empty: the server chooses."""
+    """The version of the model; empty: the server chooses."""
     outputs: tuple[str, ...] = ()
     """Empty: all."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -39,13 +40,13 @@ class InferenceRequest:
 
     @property
     def rows(self) -> int:
-        """Of each input; 0 if they do not have the same number."""
+        """Return the number of rows of each input; 0 if they do not have the same number."""
         found = {tensor.rows for tensor in self.inputs}
         return found.pop() if len(found) == 1 else 0
 
     @property
     def may_be_joined(self) -> bool:
-        """With others, along the first dimension."""
+        """Return True if the request can be joined with others along the first dimension."""
         return self.rows > 0 and not _OWN_STATE & self.parameters.keys()
 
     def batch_key(self) -> tuple[Any, ...]:
@@ -54,8 +55,7 @@ class InferenceRequest:
         return self.version, inputs, self.outputs, json.dumps(self.parameters, sort_keys=True)
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceResponse:
+class InferenceResponse(Struct, frozen=True):
     model: str
     version: str
     outputs: tuple[Tensor, ...]
@@ -107,7 +107,7 @@ def split(response: InferenceResponse, requests: Sequence[InferenceRequest]) -> 
 
 
 def packed(message: InferenceRequest | InferenceResponse) -> bytes:
-    """As it is stored: the length of the head, the head as JSON, the tensors' data."""
+    """Return the bytes that are stored: the length of the head, the head as JSON, the tensors' data."""
     tensors = message.inputs if isinstance(message, InferenceRequest) else message.outputs
     head: dict[str, Any] = {
         "id": message.id,
@@ -124,13 +124,13 @@ def packed(message: InferenceRequest | InferenceResponse) -> bytes:
 
 
 def request_in(data: bytes) -> InferenceRequest:
-    """Raises BadTensor."""
+    """Return the request that `packed` stored. Raises BadTensor."""
     head, tensors = _unpacked(data)
     return InferenceRequest(tensors, head["version"], tuple(head["outputs"]), head["parameters"], head["id"])
 
 
 def response_in(data: bytes) -> InferenceResponse:
-    """Raises BadTensor."""
+    """Return the response that `packed` stored. Raises BadTensor."""
     head, tensors = _unpacked(data)
     return InferenceResponse(head["model"], head["version"], tensors, head["parameters"], head["id"])
 
@@ -190,7 +190,8 @@ def decoded_response(body: bytes, head_bytes: int) -> InferenceResponse:
 def _sliced(
     rows: Iterable[tuple[str, str, tuple[int, ...], int]], data: bytes, begin: int
 ) -> tuple[Tensor, ...]:
-    """Raises BadTensor if the tensors do not fill the data."""
+    """Return the tensors of these rows, whose data begins at `begin`. Raises BadTensor if they do not fill
+    the data."""
     tensors, at = [], begin
     for name, datatype, shape, size in rows:
         tensors.append(Tensor(name, datatype, shape, data[at : at + size]))

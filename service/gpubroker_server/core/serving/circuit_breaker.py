@@ -33,7 +33,7 @@ class Breaker:
         self._pause_seconds = Seconds(0.0)
 
     def failed(self, now: MonotonicSeconds, why: str) -> bool:
-        """Whether this has opened it."""
+        """Count a fault. Return True if it has opened the breaker."""
         self._faults += 1
         self.fault = why
         if self.is_open or self._faults < self._rules.faults:
@@ -44,7 +44,7 @@ class Breaker:
         return True
 
     def answered(self, now: MonotonicSeconds) -> bool:
-        """Whether this has closed it."""
+        """Note an answer. Return True if it has closed the breaker."""
         if self.is_open and now < self._changed_at + self._pause_seconds:
             return False
         was_open = self.is_open

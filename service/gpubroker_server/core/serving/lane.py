@@ -15,17 +15,21 @@ from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.slots import HillClimb
 
 _WEIGHT = 0.125
-"""Of the newest request in the mean duration."""
+"""The weight of the newest request in the mean duration."""
 
 
 class LaneRules(NamedTuple):
+    """The rules of all lanes. Its defaults are those of the settings."""
+
     places: int = 256
     """How many requests may wait."""
     tenant_share: float = 0.75
     """The part of the places that one tenant may have while another one is there, and of the slots while
     others wait; one always."""
     ageing_seconds_per_point: float = AGEING_SECONDS_PER_POINT
-    """As of tasks."""
+    """The ageing of requests; by default that of tasks."""
+    queue_seconds: Seconds = Seconds(30.0)
+    """The longest time that a request may wait; less if it says so."""
 
 
 class Place(NamedTuple):
@@ -53,7 +57,7 @@ class Queued(NamedTuple):
 
 class LaneFull(NamedTuple):
     estimate: QueueEstimate
-    """As if there had been a place."""
+    """The estimate for the request as if there had been a place."""
     is_share: bool
     """The tenant's share is full, and the lane is not."""
 
@@ -76,11 +80,11 @@ class ModelLane:
         self._waits: Counter[str] = Counter()
         """Waiting, by tenant."""
         self._queues: dict[tuple[str, int], list[Place]] = {}
-        """By tenant and order, each by arrival and none empty."""
+        """(tenant, order) -> places by arrival; none is empty."""
         self._turn = 0
-        """Of the request that started last of those that had waited."""
+        """The turn of the request that started last among those that had waited."""
         self._turns: dict[str, int] = {}
-        """By tenant, its next turn, if that is ahead; of tenants that are there."""
+        """Tenant -> its next turn, for tenants that are there and whose turn is ahead."""
         self._arrivals = 0
         self._mean_seconds: float | None = None
 
@@ -94,7 +98,7 @@ class ModelLane:
         return self._slots is not None
 
     def limit(self, slots: int) -> None:
-        """From now on; requests in flight go on."""
+        """Set the number of slots from now on; requests in flight go on."""
         self._slots = slots
 
     @property
@@ -143,7 +147,7 @@ class ModelLane:
         return self._share_of(self._rules.places)
 
     def _is_alone(self, tenant: str) -> bool:
-        """No other tenant waits or has a slot."""
+        """Return True if no other tenant waits or has a slot."""
         return self.waiting + self.in_flight == self._waits[tenant] + self._held[tenant]
 
     def withdraw(self, place: Place) -> None:
@@ -192,7 +196,7 @@ class ModelLane:
             self._turns.pop(tenant, None)
 
     def finish(self, tenant: str, held_seconds: float, now: MonotonicSeconds) -> None:
-        """One of the tenant's requests is over, and its slot is free."""
+        """Free the slot of one of the tenant's requests, which is over."""
         self.in_flight -= 1
         self._held[tenant] -= 1
         self._forget_if_gone(tenant)
@@ -202,7 +206,8 @@ class ModelLane:
             self._climb.answered(now, is_queued=self.waiting > 0)
 
     def estimate(self, place: Place) -> QueueEstimate:
-        """Of a request that waits, or would: by priority and arrival, without regard to turns."""
+        """Estimate the wait of a request that waits, or would: by priority and arrival, without regard to
+        turns."""
         position = 1 + sum(bisect_left(queue, place) for queue in self._queues.values())
         mean = self._mean_seconds
         return QueueEstimate(position, None if mean is None else Seconds(position * mean / self.slots))

@@ -23,7 +23,7 @@ _REMEMBERED_SECONDS: Final = 2 * FRESH_SECONDS
 """No gateway acts upon shares that were given longer ago."""
 
 Shares = Mapping[str, int]
-"""By gateway."""
+"""Gateway -> slots."""
 
 
 class Claim(NamedTuple):
@@ -32,9 +32,9 @@ class Claim(NamedTuple):
     gateway: str
     at: Instant
     holds: Mapping[str, int]
-    """By model, how many requests it may be sending at once."""
+    """Model -> how many requests it may be sending at once."""
     wants: Mapping[str, int]
-    """By model, how many requests it has, queued ones included."""
+    """Model -> how many requests it has, queued ones included."""
 
 
 class SlotShares:
@@ -48,7 +48,7 @@ class SlotShares:
         """Shares by model, with the time until which they were the newest."""
 
     def give(self, claims: Sequence[Claim], now: Instant) -> Mapping[str, Shares]:
-        """By model what each gateway may claim from now on."""
+        """Return what each gateway may claim from now on, by model."""
         if self._given:
             self._given[-1] = now, self._given[-1][1]
         self._given = [(at, given) for at, given in self._given if at > now - _REMEMBERED_SECONDS]
@@ -71,13 +71,14 @@ class SlotShares:
         return shares
 
     def _used(self, model: str, claim: Claim) -> int:
-        """At most: its claim, and the shares that it may still act upon; one always."""
+        """Return the most that the gateway may use: its claim, the shares that it may still act upon, and
+        always one."""
         given = (shares.get(model, {}).get(claim.gateway, 1) for _, shares in self._given)
         return max(1, claim.holds.get(model, 1), *given)
 
 
 def goal_shares(slots: int, wants: Mapping[str, int]) -> Shares:
-    """One slot for each gateway, the rest by what each wants beyond that, and what none wants evenly."""
+    """Give one slot to each gateway, the rest by what each wants beyond that, and what none wants evenly."""
     left = max(0, slots - len(wants))
     lacks = {gateway: max(0, wanted - 1) for gateway, wanted in wants.items()}
     lacked = min(left, sum(lacks.values()))
@@ -86,7 +87,7 @@ def goal_shares(slots: int, wants: Mapping[str, int]) -> Shares:
 
 
 def _split(amount: int, weights: Mapping[str, int]) -> Shares:
-    """By largest remainders; all of it, if there is a weight."""
+    """Divide the amount by largest remainders; all of it, if there is a weight."""
     total = max(1, sum(weights.values()))
     shares = {gateway: amount * weight // total for gateway, weight in weights.items()}
     left = amount - sum(shares.values())
@@ -131,7 +132,7 @@ class HillClimb:
         limit."""
         self._since = MonotonicSeconds(0.0)
         self._before: _Tried | None = None
-        """What the present limit is compared with."""
+        """The attempt that the present limit is compared with."""
         self._is_upwards = True
         self._is_fast = True
         """Nothing has been too much yet: the limit doubles."""

@@ -2,10 +2,11 @@
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice, repeat, takewhile
 from math import isfinite, prod
 from typing import Any, Final
+
+from msgspec import Struct
 
 _FORMATS: Final = {
     "BOOL": "?", "INT8": "b", "UINT8": "B", "INT16": "h", "UINT16": "H", "INT32": "i", "UINT32": "I",
@@ -21,8 +22,7 @@ class BadTensor(ValueError):
     """These values are not a tensor of that type and shape; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
@@ -30,12 +30,12 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """Of its first dimension, along which batches are joined; 0 if it has none."""
+        """Return the size of the first dimension, along which batches are joined; 0 if there is none."""
         return self.shape[0] if self.shape else 0
 
 
 def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
-    """Of values as JSON has them, nested by rows or not. Raises BadTensor."""
+    """Return the tensor of values as JSON has them, nested by rows or not. Raises BadTensor."""
     flat = list(_flat(values))
     if len(flat) != prod(shape):
         raise BadTensor(f"shape {list(shape)} has {prod(shape)} values, and {len(flat)} are given")
@@ -62,7 +62,7 @@ def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
 
 
 def checked(tensor: Tensor) -> Tensor:
-    """Raises BadTensor if the data is not what type and shape say."""
+    """Return the tensor. Raises BadTensor if its data is not what type and shape say."""
     _ends(tensor, [prod(tensor.shape)])
     return tensor
 

@@ -2,24 +2,22 @@
 happens once a dependency has ended."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from gpubroker.wire.tasks import Inherited
+
 from gpubroker_server.core.domain.decisions import Decision, Outcome, write_move
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import Move, OnFailure, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 NO_PRIORITY = -1
-"""What a held task passes on: nothing need hurry for it."""
+"""The priority that a held task passes on: nothing need hurry for it."""
 
 MAX_DECISIONS = 1000
 """Per call of `settle_dependencies`: a task may have any number of dependents."""
-
-
-class Inherited(NamedTuple):
-    priority: int
-    task: TaskId
 
 
 class PriorityInheritance:
@@ -27,14 +25,19 @@ class PriorityInheritance:
     dependent passes on: a change costs as much as there are tasks whose place in the queue changes."""
 
     def __init__(
-        self, remaining: Mapping[TaskId, Collection[TaskId]], dependents: Mapping[TaskId, Collection[TaskId]]
+        self,
+        remaining: Mapping[TaskId, Collection[TaskId]],
+        dependents: Mapping[TaskId, Collection[TaskId]],
+        workers: Mapping[TaskId, Collection[TaskId]],
     ) -> None:
-        """`remaining`: dependent -> its dependencies. `dependents`: dependency -> its dependents."""
+        """`remaining`: dependent -> its dependencies. `dependents`: dependency -> its dependents. `workers`:
+        array -> its workers, which inherit what the array does."""
         self.priorities: dict[TaskId, int] = {}
         self.changed: set[TaskId] = set()
         """Tasks with a changed inherited priority, until the queue has taken notice."""
         self._remaining = remaining
         self._dependents = dependents
+        self._workers = workers
         self._own: dict[TaskId, int] = {}
         self._passed: dict[TaskId, int] = {}
         """Dependent -> the priority that it passes on."""
@@ -56,12 +59,13 @@ class PriorityInheritance:
         self.priorities.pop(task, None)
 
     def of(self, task: Task) -> Inherited | None:
-        """The priority that it has in the queue, if that is inherited."""
-        highest = self.priorities.get(task.id, NO_PRIORITY)
+        """Return the priority that the task has in the queue, if that is inherited."""
+        first = task.holder.array if isinstance(task.holder, WorkerSeat) else task.id
+        highest = self.priorities.get(first, NO_PRIORITY)
         if highest <= task.priority:
             return None
-        name = task.id
-        while name == task.id or self._own[name] != highest:
+        name = first
+        while name == first or self._own[name] != highest:
             name = min(other for other in self._dependents[name] if self._passed[other] == highest)
         return Inherited(highest, name)
 
@@ -77,7 +81,8 @@ class PriorityInheritance:
                 agenda += (task for task in changed if task in self._own)
 
     def _recount(self, task: TaskId, before: int, after: int) -> bool:
-        """Whether the task inherits another priority once a dependent passes on `after` for `before`."""
+        """Count `after` instead of `before` for one dependent. Return True if the task now inherits another
+        priority."""
         counts = self._counts.setdefault(task, Counter())
         if before != NO_PRIORITY:
             counts[before] -= 1
@@ -91,7 +96,7 @@ class PriorityInheritance:
         self.priorities[task] = highest
         if highest == NO_PRIORITY:
             del self.priorities[task], self._counts[task]
-        self.changed.add(task)
+        self.changed.update(self._workers.get(task) or (task,))
         return True
 
 
@@ -107,9 +112,16 @@ class DependencyIndex:
 
     A dependency may have ended before the World read either row: it is `unknown`, and the store says how it
     ended. So the order in which rows arrive does not matter, and no end is missed.
+
+    The id of an array or of a worker set, which is that of its first worker, means all of it. It ends with
+    its last worker; how an array ended depends on its items, which the store knows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sets: Container[TaskId] = ()) -> None:
+        """`sets`: the worker sets that are not over."""
+        self.sets = sets
+        self.workers: dict[TaskId, set[TaskId]] = {}
+        """Array -> its workers that have not ended."""
         self.dependents: dict[TaskId, dict[TaskId, OnFailure]] = {}
         """Dependency -> dependents, and what its failure does to each."""
         self.remaining: dict[TaskId, set[TaskId]] = {}
@@ -120,10 +132,16 @@ class DependencyIndex:
         """Dependents that cannot run, and the end because of which."""
         self.unknown: set[TaskId] = set()
         """Dependencies that the World does not know."""
-        self.inheritance = PriorityInheritance(self.remaining, self.dependents)
+        self.inheritance = PriorityInheritance(self.remaining, self.dependents, self.workers)
 
     def enter(self, task: Task, known: Mapping[TaskId, Task]) -> None:
         """A task that is new to the World: as a dependent, and as a dependency."""
+        match task.holder:
+            case WorkerSeat(array) if not task.is_terminal:
+                self.workers.setdefault(array, set()).add(task.id)
+                self.unknown.discard(array)
+            case _:
+                pass
         if task.id in self.dependents:
             self.unknown.discard(task.id)
             self.update(task)
@@ -133,20 +151,43 @@ class DependencyIndex:
         for dependency in task.after:
             self.dependents.setdefault(dependency.task, {})[task.id] = dependency.on_failure
             row = known.get(dependency.task)
-            if row is None:
-                self.unknown.add(dependency.task)
-            else:
+            if row is not None:
                 self.update(row)
+            elif dependency.task not in self.workers and dependency.task not in self.sets:
+                self.unknown.add(dependency.task)
         self.inheritance.update(task)
 
     def update(self, task: Task) -> None:
         if task.is_terminal:
-            self.ended(task.id, TaskEnd(task.state, task.failed_by))
+            end = TaskEnd(task.state, task.failed_by)
+            match task.holder:
+                case WorkerSeat(array):
+                    self._worker_ended(array, task.id)
+                    if array != task.id:
+                        self.ended(task.id, end)
+                case _ if task.id not in self.sets:
+                    self.ended(task.id, end)
+                case _:
+                    pass
         if task.id in self.remaining:
             if task.is_terminal or not task.awaits:
                 self._leave(task.id)
             else:
                 self.inheritance.update(task)
+
+    def _worker_ended(self, array: TaskId, worker: TaskId) -> None:
+        left = self.workers.get(array)
+        if left is not None:
+            left.discard(worker)
+            if not left:
+                del self.workers[array]
+        if array in self.dependents and array not in self.workers:
+            self.unknown.add(array)
+
+    def set_is_over(self, id: TaskId) -> None:
+        """A worker set is over; what waits for it learns from the store how its first worker ended."""
+        if id in self.dependents:
+            self.unknown.add(id)
 
     def ended(self, task: TaskId, end: TaskEnd) -> None:
         self.unknown.discard(task)

@@ -5,6 +5,8 @@ from heapq import heapify, heappop, heappush
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 _STALE_ENTRIES = 64
+"""The heap is rebuilt when stale entries outnumber the live ones by this many, so that a small one is not
+rebuilt at each change."""
 
 
 class DueTimes(dict[TaskId, Instant]):
@@ -34,6 +36,7 @@ class DueTimes(dict[TaskId, Instant]):
         come: list[tuple[Instant, TaskId]] = []
         while self._heap and self._heap[0][0] <= now:
             at, task = heappop(self._heap)
+            # A task that was set twice to one instant has two equal entries, which come one after the other.
             if self.get(task) == at and (not come or come[-1] != (at, task)):
                 come.append((at, task))
         for entry in come:

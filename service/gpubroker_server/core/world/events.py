@@ -1,28 +1,33 @@
 """The events of the log, and how a decision becomes events."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, field
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from typing import Any, assert_never
 
-from gpubroker_server.core.domain.decisions import Decision, Fields, Request
+from msgspec import Struct
+
+from gpubroker_server.core.domain.decisions import Decision, Fields, Request, TaskWrite
+from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.estimates import SketchKey
-from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.holders import External, Gang, Inference, Model, Run, WorkerSeat
+from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState
+from gpubroker_server.core.domain.task import Task, members_of
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
-from gpubroker_server.core.domain.values import value
-from gpubroker_server.core.world.event_codec import lease_change, row_fields, task_changes, task_fields
+from gpubroker_server.core.world.payload import Payload, fields_of, payload_of, released_members, without
 
 SUBMITTED = "task.submitted"
+_CORDON = ("cordon_reason", "draining_since", "drain_deadline_at")
+"""Fields of a node with an event of their own: release 0.2.0 passes over that event, and fails on an unknown
+field of a node."""
 _FORM_OF_STANDING = 4
-"""Of pauses and worker sets: a leader that does not know them would start what is paused, and scale
-nothing."""
+"""Events of pauses and worker sets have it: a leader that does not know them would start what is paused, and
+scale nothing."""
 _FORM_OF_LATE_RANKS = 4
 """A reader that does not know them cannot read the members of a gang that has grown."""
 
 
-@value
-class Event:
+class Event(Struct, frozen=True, eq=False):
     """One event of the log: what changed in which row, in commit order. Never a payload."""
 
     position: Position
@@ -32,9 +37,25 @@ class Event:
     key: str
     version: int
     tenant: str
-    fields: Fields
-    task: Task | None = field(default=None, compare=False, repr=False)
+    payload: Payload
+    task: Task | None = None
     """The task after the event, if this process wrote the event: it need not be decoded."""
+
+    @property
+    def fields(self) -> Fields:
+        return fields_of(self.payload)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if both record the same change; only the process that wrote an event has values."""
+        return isinstance(other, Event) and _facts(self) == _facts(other)
+
+    def __hash__(self) -> int:
+        return hash(self.position)
+
+
+def _facts(event: Event) -> tuple[object, ...]:
+    about = event.position, event.at, event.kind, event.key
+    return *about, event.version, event.tenant, event.fields
 
 
 def consecutive(events: Iterable[Event], position: Position) -> list[Event]:
@@ -49,38 +70,47 @@ def consecutive(events: Iterable[Event], position: Position) -> list[Event]:
     return fresh
 
 
-@value
-class NewEvent:
+class NewEvent(Struct, frozen=True):
     """An event without a position; the last statement before COMMIT numbers it."""
 
     kind: str
     key: str
     version: int
     tenant: str
-    fields: Fields
-    task: Task | None = field(default=None, compare=False, repr=False)
+    payload: Payload
+    task: Task | None = None
     reader: int = 1
     """The lowest reader form that may read on past this event. A new kind that changes the World, or a new
     meaning of a known field, gets a new number; an optional field does not."""
 
+    @property
+    def fields(self) -> Fields:
+        return fields_of(self.payload)
+
     def at(self, position: Position, at: Instant) -> Event:
-        return Event(position, at, self.kind, self.key, self.version, self.tenant, self.fields, self.task)
+        return Event(position, at, self.kind, self.key, self.version, self.tenant, self.payload, self.task)
 
 
 def submitted(task: Task) -> NewEvent:
     """The first event of a task: all its fields."""
-    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task, _form_of(task))
+    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, payload_of(task), task, _form_of(task))
 
 
 def _form_of(task: Task) -> int:
     """A reader that does not know models or inferences would start them as runs."""
-    if task.is_inference:
-        return 3
-    return 1 if task.model is None else 2
+    match task.holder:
+        case Run() | Gang() | WorkerSeat() | External():
+            return 1
+        case Model():
+            return 2
+        case Inference():
+            return 3
+        case _:
+            assert_never(task.holder)
 
 
 def requested(request: Request) -> NewEvent:
-    return NewEvent("request.made", request.id, 1, request.tenant, row_fields(request))
+    return NewEvent("request.made", request.id, 1, request.tenant, request)
 
 
 def task_of(event: Event | NewEvent) -> TaskId | None:
@@ -89,7 +119,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
         case "task":
             return TaskId(event.key)
         case "pledge":
-            return TaskId(event.fields["preemptor"])
+            return TaskId(event.key.partition(":")[0])
         case "request":
             return TaskId(event.fields["task"])
         case "worker":
@@ -102,23 +132,24 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
-    notices, worker sets, pauses, work streams, estimates."""
+    notices, worker sets, pauses, work streams, estimates. The World enters a lease into its device's ledger
+    with its task's stop notice, so device and task come before it."""
     for node in decision.nodes:
-        yield NewEvent("node.seen", node.name, node.version, "", row_fields(node))
+        yield NewEvent("node.seen", node.name, node.version, "", without(node, _CORDON))
     for device in decision.devices:
-        yield NewEvent("device.seen", device.key, device.version, "", row_fields(device))
+        yield NewEvent("device.seen", device.key, device.version, "", device)
     for write in decision.tasks:
         task = write.task
-        form = _FORM_OF_LATE_RANKS if any(member.is_late for member in task.members) else 1
-        fields = task_changes(write)
-        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, fields, task, form)
+        form = _FORM_OF_LATE_RANKS if any(member.is_late for member in members_of(task)) else 1
+        some = _task_changes(write)
+        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, some, task, form)
     for lease in decision.leases:
-        what, fields = lease_change(lease)
-        yield NewEvent(f"lease.{what}", lease.key, lease.version, lease.tenant, fields)
+        what, payload = lease_change(lease)
+        yield NewEvent(f"lease.{what}", lease.key, lease.version, lease.tenant, payload)
     for written in decision.pledges:
         pledge, end = written.pledge, written.end
         what = "made" if end is None else str(end)
-        yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, row_fields(pledge))
+        yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge)
     for request in decision.requests_done:
         answer = {"answer": decision.answer} if decision.answer else {}
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
@@ -126,23 +157,54 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent(notice.kind, notice.key, 1, notice.tenant, notice.fields)
     for row in decision.worker_sets:
         workers, kind = row.workers, f"worker_set.{row.what}"
-        fields = {name: getattr(workers, name) for name in row.changed}
-        fields = asdict(workers) if row.what == "formed" else fields
-        yield NewEvent(kind, workers.id, 1, workers.tenant, fields, reader=_FORM_OF_STANDING)
+        some = {name: getattr(workers, name) for name in row.changed}
+        payload = workers if row.what == "formed" else some
+        yield NewEvent(kind, workers.id, 1, workers.tenant, payload, reader=_FORM_OF_STANDING)
     for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
         for pause in pauses:
-            fields = row_fields(pause)
-            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_STANDING)
+            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, pause, reader=_FORM_OF_STANDING)
     for stream in decision.streams:
         # Release 0.2.0 passes over it: it goes on with the weights of its settings.
         what = "removed" if stream.is_untold else "changed"
-        yield NewEvent(f"stream.{what}", stream.name, 1, "", row_fields(stream))
+        yield NewEvent(f"stream.{what}", stream.name, 1, "", stream)
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 
 
+def cordon_of(node: Node) -> Mapping[str, Any]:
+    """Return the payload of a changed cordon."""
+    return {name: getattr(node, name) for name in _CORDON}
+
+
+def _task_changes(write: TaskWrite) -> dict[str, Any]:
+    """Return the state and the changed hot fields."""
+    payload: dict[str, Any] = {"state": write.task.state}
+    for name in write.changed:
+        payload[name] = getattr(write.task, name)
+    match payload.pop("holder", None):
+        case None:
+            pass
+        case Gang(members):
+            payload["members"] = released_members(members)
+        case holder:
+            payload["model"] = holder
+    return payload
+
+
+def lease_change(lease: Lease) -> tuple[str, Payload]:
+    """Return what happened to a lease, and its payload: all of a new one, otherwise what changed."""
+    if lease.version == 1:
+        return lease.state.value, lease
+    state = {"state": lease.state}
+    if lease.state is LeaseState.HELD and lease.overused_mb:  # it is marked only while it is held
+        return "overused", {**state, "mb": lease.mb, "overused_mb": lease.overused_mb}
+    if lease.state is LeaseState.QUARANTINED:
+        return lease.state.value, {**state, "quarantined_at": lease.quarantined_at}
+    return lease.state.value, {**state, "proof": lease.proof} if lease.proof else state
+
+
 def _estimates(what: str, topics: Iterable[tuple[SketchKey, float | None]]) -> Iterator[NewEvent]:
-    """One event for what one run teaches. It holds values, never a sketch."""
+    """Yield one event for what one run teaches. The event holds values, never a sketch."""
     for (tenant, subject), group in groupby(topics, key=lambda pair: (pair[0].tenant, pair[0].subject)):
         values = [[topic.kind, topic.what.value, value] for topic, value in group]
         yield NewEvent(f"estimate.{what}", subject, 1, tenant, {"values": values})

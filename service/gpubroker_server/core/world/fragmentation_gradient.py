@@ -8,7 +8,9 @@ Amounts are in one unit of the caller's choice: MiB in the service, thousandths 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 COVERAGE = 0.95
@@ -105,7 +107,7 @@ class FragmentationMeasure:
         return lost
 
     def whole(self, room: Remainder) -> float:
-        """What `lost` would be if no typical demand could use any of it."""
+        """Return what `lost` would be if no typical demand could use any of the room."""
         return self._table(tuple(sorted(room.left)), room.kind).whole
 
     def spot(self, shape: Shape, room: Remainder) -> DeviceChoice | None:
@@ -128,8 +130,9 @@ class FragmentationMeasure:
         if amount is None:
             return None
         best: DeviceChoice | None = None
+        lost = self.lost(room)
         for devices in candidate_devices(room.left, shape.devices, amount):
-            score = self._score(room, remaining_after(room, shape, devices, amount))
+            score = self.rate(lost - self.lost(remaining_after(room, shape, devices, amount)))
             if best is None or score > best.score:
                 best = DeviceChoice(score, devices)
         return best
@@ -180,24 +183,20 @@ class Table:
         self.whole = sum(left) * math.fsum(one.weight for one in known)
         self._uses: list[tuple[float, float, float, int]] = []
         """(CPU of one task, value if one fits, value of each that fits, how many fit if CPU allows)"""
-        roomiest_first = left[::-1]  # `left` ascends
+        # A measure makes thousands of tables, each for up to 64 demands, so this loop calls little.
+        count = len(left)
+        sums = list(accumulate(reversed(left), initial=0))  # of the emptiest devices: `left` ascends
         for cpu, devices, amount, weight in known:
             if amount is None:
                 continue
-            usable = copies = 0
-            slots = []
-            for room in roomiest_first:
-                if room < amount:
-                    break
-                usable += room
-                copies += room // amount
-                slots.append(room // amount)
-            if devices > 1:
-                copies = most_copies(slots, devices)
-            if copies:
-                once = (1 - capacity_share) * weight * usable
-                each = capacity_share * weight * devices * amount
-                self._uses.append((cpu, once, each, copies))
+            too_full = bisect_left(left, amount)
+            if count - too_full < devices:
+                continue
+            usable, slots = sums[count - too_full], [room // amount for room in left[too_full:]]
+            copies = sum(slots) if devices == 1 else most_copies(slots, devices)
+            once = (1 - capacity_share) * weight * usable
+            each = capacity_share * weight * devices * amount
+            self._uses.append((cpu, once, each, copies))
 
     def lost(self, cpu_left: float) -> float:
         usable = 0.0
@@ -205,7 +204,8 @@ class Table:
             if cpu > cpu_left:
                 break
             if each and cpu:
-                copies = min(copies, int(cpu_left / cpu + 1e-9))
+                allowed = int(cpu_left / cpu + 1e-9)  # 0.3 / 0.1 is a little less than 3
+                copies = allowed if allowed < copies else copies
             usable += once + each * copies
         return max(0.0, self.whole - usable)
 
@@ -250,9 +250,12 @@ def task_amount(shape: Shape, kind: str | None = None) -> int:
 
 
 def most_copies(slots: list[int], devices: int) -> int:
-    """How many tasks of `devices` different devices each fit, if each device has that many slots."""
+    """Return how many tasks of `devices` different devices each fit, if each device has that many slots."""
     if devices == 1:
         return sum(slots)
+    # A device serves each task once, so at most `copies` of its slots count. That many slots are also enough:
+    # dealt out to the tasks in turn, device by device, no two of a device go to one task (McNaughton's
+    # wrap-around rule).
     copies = sum(slots) // devices
     while copies and sum(min(slot, copies) for slot in slots) < copies * devices:
         copies -= 1

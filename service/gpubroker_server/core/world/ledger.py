@@ -2,9 +2,11 @@
 gone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.device import Device, DeviceSample
 from gpubroker_server.core.domain.lease import HOLDERS_ON_SERVERS, Lease, LeaseState, Pledge
@@ -15,8 +17,7 @@ NOISE_DIVISOR = 256
 """1/NOISE_DIVISOR of a device's memory may be in use without a process: contexts and the driver."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Struct, frozen=True):
     """A lease, its holder's measured use, and the preemptor that it is freed for."""
 
     lease: Lease
@@ -30,13 +31,15 @@ class Holding:
 
     @property
     def is_leaving(self) -> bool:
-        """Its memory is being freed: its run has ended or is asked to stop, and is not in quarantine."""
+        """True if the memory is being freed: the run has ended or is asked to stop, and is not in
+        quarantine."""
         state = self.lease.state
         return state is LeaseState.RELEASING or (self.stopping and state is not LeaseState.QUARANTINED)
 
     @property
     def unlisted_mb(self) -> int:
-        """What an ended run may still use: its process is no longer listed before its memory is free."""
+        """The memory that an ended run may still use: its process is no longer listed before its memory is
+        free."""
         is_ending = self.lease.state is LeaseState.RELEASING
         return self.occupied_mb - self.measured_mb if is_ending and not self.is_on_server else 0
 
@@ -159,8 +162,9 @@ class DeviceLedger:
             self._enter(lease.key, Holding(lease, self._measured_mb(lease), freeing_for, stopping))
 
     def assume_released(self, lease: str) -> None:
-        """As if the holder had left, and a sample had shown it."""
+        """Take the lease out as if its holder had left and a sample had shown it."""
         holding = self.holdings[lease]
+        # The lease explains use without a listed process only as far as the sample has such use.
         dying_mb = max(0, holding.unlisted_mb + min(0, self._beyond_known_mb()))
         self._enter(lease, None)
         if self.sample is not None:
@@ -170,6 +174,7 @@ class DeviceLedger:
             if foreign_mb is not None:
                 unlisted_mb = dying_mb
             if foreign_mb is not None and began and holding.is_on_server:
+                # What a model uses is measured as foreign: it is memory of its server's process (ADR 111).
                 unlisted_mb = min(mb, foreign_mb)
                 foreign_mb = Mib(foreign_mb - unlisted_mb)
             used_mb = self.sample.used_mb - holding.measured_mb - unlisted_mb
@@ -198,8 +203,13 @@ class DeviceLedger:
     def held_mb(self) -> int:
         return self._sums.held_mb
 
+    def quarantined_mb(self) -> int:
+        """MiB that are leased to holders not confirmed gone."""
+        leases = (holding.lease for holding in self.holdings.values())
+        return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
+
     def taken(self) -> tuple[int, list[Mib]]:
-        """What plans depend on of its samples: (free MiB, MiB of each holding)."""
+        """Return the part of the samples that plans depend on: (free MiB, MiB of each holding)."""
         return self.unallocated_mb(), [holding.occupied_mb for holding in self.holdings.values()]
 
     def unallocated_mb(self) -> int:
@@ -211,11 +221,12 @@ class DeviceLedger:
         return self._unheld_mb
 
     def releasing_mb(self, preemptor: TaskId) -> int:
-        """What the runs being stopped for this preemptor still hold here."""
+        """Return what the runs that stop for this preemptor still hold here."""
         return sum(holding.occupied_mb for holding in self.leaving() if holding.freeing_for == preemptor)
 
     def pledge_claim_mb(self, pledge: Pledge) -> int:
-        """What others must leave free for this preemptor: its pledge without what its victims still hold."""
+        """Return what others must leave free for this preemptor: its pledge without what its victims still
+        hold."""
         return max(0, pledge.mb - self.releasing_mb(pledge.preemptor))
 
     def reserved_free_mb(self, pledge: Pledge) -> int:
@@ -249,7 +260,8 @@ class DeviceLedger:
         return soon
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
-        """Its last sample is older than three periods, or missing: it takes nothing new."""
+        """Return True if the last sample is missing or older than three periods: the device takes nothing
+        new."""
         return self.sample is None or now - self.sample.at > 3 * period_seconds
 
     def _enter(self, key: str, after: Holding | None) -> None:

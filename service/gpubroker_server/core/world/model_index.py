@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
+from gpubroker_server.core.domain.holders import Inference, Model
 from gpubroker_server.core.domain.models import ModelKey
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import TaskId
 
 WAIT_BOUNDS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
@@ -23,8 +24,13 @@ class InferenceCounts:
 
     def note(self, before: Task, after: Task) -> None:
         """A task changed. The wait ends at the first send; it begins at submit, or at `not_before`."""
-        if not after.is_inference:
-            return
+        match after.holder:
+            case Inference():
+                self._note_inference(before, after)
+            case _:
+                pass
+
+    def _note_inference(self, before: Task, after: Task) -> None:
         if not before.fence and after.fence and after.started_at is not None:
             since = max(after.submitted_at, before.not_before or after.submitted_at)
             waited_seconds = max(0.0, after.started_at - since)
@@ -47,17 +53,22 @@ class ModelIndex:
         self.answered = InferenceCounts()
 
     def note(self, task: Task) -> None:
-        if task.is_inference:
-            self._note_inference(task)
-        if task.model is None:
-            return
+        match task.holder:
+            case Inference():
+                self._note_inference(task)
+            case Model() as model:
+                self._note_model(task, model)
+            case _:
+                pass
+
+    def _note_model(self, task: Task, model: Model) -> None:
         if task.id in self._known:
-            home = self._known[task.id].terms.home  # its server may have had another name
+            home = model_of(self._known[task.id]).home  # its server may have had another name
             if self._live.get(home) == self._known[task.id]:
                 del self._live[home]
         self._known[task.id] = task
         if not task.is_terminal:
-            self._live[task.model.home] = task
+            self._live[model.home] = task
 
     def drop(self, task: Task) -> None:
         self._known.pop(task.id, None)
@@ -89,7 +100,7 @@ class ModelIndex:
     def on(self, server: str, address: str = "", process: str = "") -> Iterator[Task]:
         """All of one server, ended ones with memory included, ordered by id."""
         for task in self.known():
-            if task.model is not None and task.model.is_at(server, address, process):
+            if model_of(task).is_at(server, address, process):
                 yield task
 
     def live(self) -> Iterator[Task]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 
+from gpubroker_server.core.domain.holders import is_started_by_agent
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.events import SUBMITTED, Event
@@ -47,25 +48,28 @@ def course_of_row(task: Task) -> Course | None:
         return None
     course: list[tuple[Phase | None, Instant]] = [(Phase.QUEUED, task.submitted_at)]
     if task.admitted_at is not None:
-        course.append((Phase.ADMITTED if task.is_run else Phase.STARTING, task.admitted_at))
+        course.append(
+            (Phase.ADMITTED if is_started_by_agent(task.holder) else Phase.STARTING, task.admitted_at)
+        )
     if task.started_at is not None:
         _begin(course, task.started_at, task.ordered_at)
     return course if task.finished_at is None else [*course, (None, task.finished_at)]
 
 
-def course_of_events(events: Iterable[Event], *, is_run: bool = True) -> Course | None:
-    """`events`: those of one task whose kinds are in STATE_EVENTS, in order. None if its first is gone.
-    `is_run`: as of the task."""
+def course_of_events(events: Iterable[Event], *, by_agent: bool = True) -> Course | None:
+    """Return the phases by the events of one task whose kinds are in STATE_EVENTS, in order. None if its
+    first is gone. `by_agent`: node agents start the task."""
     course: list[tuple[Phase | None, Instant]] = []
     for event in events:
         if not course and event.kind != SUBMITTED:
             return None
-        phase = _PHASES.get(TaskState(event.fields["state"]))
-        at = Instant(event.fields.get(_BEGAN_AT.get(phase, "")) or event.at)
-        if (started_at := event.fields.get("started_at")) is not None:
-            _begin(course, started_at, event.fields.get("ordered_at"))
+        fields = event.fields
+        phase = _PHASES.get(TaskState(fields["state"]))
+        at = Instant(fields.get(_BEGAN_AT.get(phase, "")) or event.at)
+        if (started_at := fields.get("started_at")) is not None:
+            _begin(course, started_at, fields.get("ordered_at"))
         if phase is not Phase.RUNNING:
-            course.append((Phase.STARTING if phase is Phase.ADMITTED and not is_run else phase, at))
+            course.append((Phase.STARTING if phase is Phase.ADMITTED and not by_agent else phase, at))
     return course or None
 
 

@@ -3,10 +3,11 @@ for."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from math import fsum
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints, device_preference_rank, need_mb
 from gpubroker_server.core.domain.device import Device
@@ -58,8 +59,8 @@ def device_classes(devices: Iterable[Device]) -> DeviceClasses:
 
 
 def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
-    """What is left of a node, class by class. `left`: its devices in key order, with MiB; negative counts as
-    0."""
+    """Return what is left of a node, one row per class of devices. `left`: its devices in key order, with
+    MiB; a negative number counts as 0."""
     sorts: dict[str, list[tuple[Device, int]]] = {}
     for device, free_mb in left:
         sorts.setdefault(device.sort, []).append((device, max(0, free_mb)))
@@ -72,13 +73,13 @@ def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
 class PlacementScorer:
     """Scores placements. Answers are cached; they depend on the arguments alone."""
 
-    def __init__(self, edition: Mapping[Demand, int], alike: DeviceClasses, policy: str) -> None:
+    def __init__(self, edition: Mapping[Demand, int], classes: DeviceClasses, policy: str) -> None:
         """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
-        self._alike = alike
+        self._classes = classes
         self._shapes: dict[Demand, Shape] = {}
         self._stranded: dict[Remainder, tuple[Mib, ...]] = {}
         self.usual = self._usual(edition)
-        stock: Inventory = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
+        stock: Inventory = {name: (count, device.allocatable_mb) for name, (count, device) in classes.items()}
         self._measure = fgd(self.usual, _mean(stock)) if policy == "fgd" else tasks_lost(self.usual, stock)
 
     def spot(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
@@ -93,7 +94,7 @@ class PlacementScorer:
                 (),
             )
         if len(node) == 1:
-            return self._on_alike(demand, node[0])
+            return self._on_same_class(demand, node[0])
         return self._on_mixed(demand, node)
 
     def stranded(self, room: Remainder) -> tuple[Mib, ...]:
@@ -124,7 +125,7 @@ class PlacementScorer:
         return self._measure.worked_out
 
     def shape(self, demand: Demand) -> Shape:
-        """What it would take of devices of each class of the fleet."""
+        """Return what the demand would take of devices of each class of the fleet."""
         shape = self._shapes.get(demand)
         if shape is None:
             shape = self._shapes[demand] = Shape(demand.cpu, demand.gpus, tuple(self._amounts(demand)))
@@ -132,7 +133,7 @@ class PlacementScorer:
 
     def _amounts(self, demand: Demand) -> Iterator[tuple[str, int]]:
         if demand.gpus:
-            for name, (_, device) in self._alike.items():
+            for name, (_, device) in self._classes.items():
                 need = need_mb(demand, device)
                 if need is not None:
                     yield name, need
@@ -149,7 +150,7 @@ class PlacementScorer:
             dict(sorted(mix.items(), key=lambda kept: (kept[1], kept[0]), reverse=True)[:MAX_TYPICAL])
         )
 
-    def _on_alike(self, demand: Demand, row: Row) -> ScoredPlacement | None:
+    def _on_same_class(self, demand: Demand, row: Row) -> ScoredPlacement | None:
         spot = self._measure.spot(self.shape(demand), row.room)
         if spot is None:
             return None
@@ -224,8 +225,8 @@ class DemandMix:
         self._total = 0
         self._fresh = 0
         self._worths: dict[str, PlacementScorer | None] = {}
-        """By policy, for this edition and these devices."""
-        self._alike: DeviceClasses = {}
+        """Policy -> scores, for this edition and these devices."""
+        self._classes: DeviceClasses = {}
         self._inventory_version = -1
 
     def add(self, demand: Demand) -> None:
@@ -255,12 +256,12 @@ class DemandMix:
             return None
         if version != self._inventory_version:
             self._inventory_version = version
-            alike = device_classes(ledger.device for ledger in ledgers.values())
-            if alike != self._alike:
-                self._alike = alike
+            classes = device_classes(ledger.device for ledger in ledgers.values())
+            if classes != self._classes:
+                self._classes = classes
                 self._worths.clear()
         if policy not in self._worths:
-            found = PlacementScorer(self.edition, self._alike, policy)
+            found = PlacementScorer(self.edition, self._classes, policy)
             self._worths[policy] = found if found.usual else None
         return self._worths[policy]
 

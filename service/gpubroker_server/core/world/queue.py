@@ -7,6 +7,7 @@ from heapq import merge
 
 from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import Model, WorkerSeat
 from gpubroker_server.core.domain.policy import Policy, aged_priority, band_of
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Instant, TaskId
@@ -52,9 +53,10 @@ def order_key(own: TenantOrderKey, rank: Rank) -> OrderKey:
 
 
 def reserves_before(first: OrderKey, other: OrderKey) -> bool:
-    """Whether a reservation of the first task binds the other one: it is ahead; or it has aged to the top of
-    its band and would be ahead at equal shares. Else tasks that need little, whose tenant's share stays
-    small, take the room that a large task of another tenant needs at once, again and again."""
+    """Return True if a reservation of the first task binds the other one: it is ahead, or it has aged to the
+    top of its band and would be ahead at equal shares. Without the second rule, tasks that need little, whose
+    tenant's share stays small, would take the room that a large task of another tenant needs, again and
+    again."""
     is_aged = first[3] == first[0]
     return first < other or (is_aged and (*first[:2], *first[3:]) < (*other[:2], *other[3:]))
 
@@ -82,9 +84,9 @@ class EquivalenceClass:
 
     def drop(self, group: "QueueGroup") -> None:
         top = band_of(group.standing)[2]
-        alike = self.bands[top][group.priority]
-        del alike[group.key]
-        if not alike:
+        same_priority = self.bands[top][group.priority]
+        del same_priority[group.key]
+        if not same_priority:
             del self.bands[top][group.priority]
         if self.bands[top]:
             self.highest[top] = max(self.bands[top])
@@ -95,17 +97,20 @@ class EquivalenceClass:
 class QueueGroup:
     """Pending tasks of one key in order of submission. Removal at the head is the common case, and cheap."""
 
-    __slots__ = ("_first", "_members", "_weight", "key", "kin")
+    __slots__ = ("_first", "_members", "_ordered", "_weight", "equivalence", "key")
 
     def __init__(
-        self, key: GroupKey, kin: EquivalenceClass | None = None, weight: float | None = None
+        self, key: GroupKey, equivalence: EquivalenceClass | None = None, weight: float | None = None
     ) -> None:
         """`weight`: of its work stream, if that is no longer as the policy has it."""
         self.key = key
         self._weight = weight
-        self.kin = EquivalenceClass(key[2]) if kin is None else kin
+        self.equivalence = EquivalenceClass(key[2]) if equivalence is None else equivalence
         self._members: list[Member] = []
         self._first = 0
+        self._ordered: tuple[Member, Instant, Policy, TenantOrderKey] | None = None
+        """The newest answer of `order_within_tenant`: one cycle asks for the key of the same member at each
+        merge, and priorities age between cycles only."""
 
     @property
     def tenant(self) -> str:
@@ -133,31 +138,39 @@ class QueueGroup:
         return iter(self._members[self._first :])
 
     def order_within_tenant(self, member: Member, now: Instant, policy: Policy) -> TenantOrderKey:
+        known = self._ordered
+        if known is not None and known[0] == member and known[1] == now and known[2] is policy:
+            return known[3]
+        key = self._key_of(member, now, policy)
+        self._ordered = member, now, policy, key
+        return key
+
+    def _key_of(self, member: Member, now: Instant, policy: Policy) -> TenantOrderKey:
         submitted_at, task = member
-        weight = self._weight_by(policy)
-        return order_within_tenant(self.standing, weight, Instant(submitted_at), task, now, policy)
+        weight = policy.weight_of(self.key[3]) if self._weight is None else self._weight
+        return order_within_tenant(self.key[4], weight, Instant(submitted_at), task, now, policy)
 
     def weigh(self, weight: float | None) -> None:
         self._weight = weight
-
-    def _weight_by(self, policy: Policy) -> float:
-        return policy.weight_of(self.key[3]) if self._weight is None else self._weight
+        self._ordered = None
 
     def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
-        """How many members are at or before this place of the queue, given their tenant's rank."""
+        """Return how many members are at or before this place of the queue, given their tenant's rank."""
         mine = (-band_of(self.standing)[2], *rank)
         if key[:3] != mine:
             return 0 if key[:3] < mine else len(self)
         return self.count_own((key[0], *key[3:]), now, policy)
 
     def count_own(self, key: TenantOrderKey, now: Instant, policy: Policy) -> int:
-        """How many members are at or before this place among their tenant's tasks. Within a group the order
-        of submission is the order of the queue, so this is a binary search."""
-
-        def place(index: int) -> TenantOrderKey:
-            return self.order_within_tenant(self._members[self._first + index], now, policy)
-
-        return bisect_right(range(len(self)), key, key=place)
+        """Return how many members are at or before this place among their tenant's tasks. Within a group the
+        order of submission is the order of the queue, so this is a binary search; of most groups all or none
+        are, so the ends are compared first."""
+        members, first = self._members, self._first
+        if not len(self) or key < self.order_within_tenant(members[first], now, policy):
+            return 0
+        if self._key_of(members[-1], now, policy) <= key:
+            return len(self)
+        return bisect_right(members, key, lo=first, key=lambda one: self._key_of(one, now, policy)) - first
 
     def after(self, member: Member) -> Member | None:
         """The next member; `member` itself may be gone."""
@@ -174,6 +187,8 @@ class QueueGroup:
         at = bisect_left(self._members, member, lo=self._first)
         if at == self._first:
             self._first += 1
+            # Removed heads are dropped once they are half of the list, so that on average a removal costs the
+            # same however long the queue is.
             if self._first > 64 and self._first * 2 > len(self._members):
                 del self._members[: self._first]
                 self._first = 0
@@ -186,20 +201,21 @@ class PendingQueue:
     apart."""
 
     def __init__(self, inherited: Mapping[TaskId, int]) -> None:
-        """`inherited`: task -> the highest priority of its dependents."""
+        """`inherited`: task, or array, -> the highest priority of its dependents."""
         self._inherited = inherited
         self.groups: dict[GroupKey, QueueGroup] = {}
-        self.kin: dict[Demand, EquivalenceClass] = {}
+        self.classes: dict[Demand, EquivalenceClass] = {}
         self.tenants: Counter[str] = Counter()
         self.delayed = DueTimes()
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
         self.pauses: dict[str, QueuePause] = {}
-        """By queue; changed by `set_pause` only."""
+        """Queue -> pause; changed by `set_pause` only."""
         self.paused: set[TaskId] = set()
         """Nothing but a pause keeps them out of the groups."""
         self.stream_weights: dict[str, float] = {}
-        """As fleet control has them; other work streams have that of the policy. Changed by `weigh` only."""
+        """Stream -> weight from fleet control; other work streams have that of the policy. Changed by `weigh`
+        only."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
@@ -222,7 +238,7 @@ class PendingQueue:
     def pause_of(self, task: Task) -> QueuePause | None:
         """The pause that keeps it from starting. A run that is moved goes on, and a model is loaded for
         requests that stand in no queue."""
-        if not self.pauses or task.model is not None or task.stop_reason is StopReason.MOVE:
+        if not self.pauses or isinstance(task.holder, Model) or task.stop_reason is StopReason.MOVE:
             return None
         return self.pauses.get(f"tenant:{task.tenant}") or self.pauses.get(f"stream:{task.stream}")
 
@@ -254,7 +270,7 @@ class PendingQueue:
         return order_within_tenant(standing, weight, task.queued_at, task.id, now, policy)
 
     def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
-        """How many tasks are at or before this place, given the ranks of tenants."""
+        """Return how many tasks are at or before this place, given the ranks of tenants."""
         ranks, count = {tenant: rank(tenant) for tenant in self.tenants}, 0
         first, own = key[:3], (key[0], *key[3:])
         for (tenant, _, _, _, standing), group in self.groups.items():
@@ -266,8 +282,8 @@ class PendingQueue:
         return count
 
     def of_tenant(self, tenant: str | None, now: Instant, policy: Policy) -> Iterator[TaskId]:
-        """Its tasks in their order; None: those of all, each tenant's in its order. Costs one step per group,
-        and one per task that is taken."""
+        """Yield the tenant's tasks in their order; with None those of all tenants, each tenant's in its
+        order. The cost is one step per group and one per task that is taken."""
 
         def keys(group: QueueGroup) -> Iterator[TenantOrderKey]:
             return (group.order_within_tenant(member, now, policy) for member in group)
@@ -279,11 +295,17 @@ class PendingQueue:
         return self._where.get(task) == group.key
 
     def effective_priority_of(self, task: Task) -> int:
-        """Its priority in the queue: its own, or an inherited one."""
-        return max(task.priority, self._inherited.get(task.id, task.priority))
+        """Return the task's priority in the queue: its own, or an inherited one."""
+        name = task.id
+        match task.holder:
+            case WorkerSeat(array):
+                name = array
+            case _:
+                pass
+        return max(task.priority, self._inherited.get(name, task.priority))
 
     def group_of(self, task: TaskId) -> QueueGroup:
-        """Raises KeyError unless it may be planned now."""
+        """Return the group of a task that may be planned now. Raises KeyError for any other task."""
         return self.groups[self._where[task]]
 
     def remove(self, task: Task) -> None:
@@ -315,22 +337,28 @@ class PendingQueue:
         if self.pause_of(task) is not None:
             self.paused.add(task.id)
             return
-        kin = self.kin.get(task.demand)
-        if kin is None:
-            kin = self.kin[task.demand] = EquivalenceClass(task.demand)
+        equivalence = self.classes.get(task.demand)
+        if equivalence is None:
+            equivalence = self.classes[task.demand] = EquivalenceClass(task.demand)
         standing = self.effective_priority_of(task)
-        key = (task.tenant, task.priority, kin.demand, task.stream, standing)  # one demand for all equal ones
+        key = (
+            task.tenant,
+            task.priority,
+            equivalence.demand,
+            task.stream,
+            standing,
+        )  # one demand for all equal ones
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = QueueGroup(key, kin, self.stream_weights.get(task.stream))
-            kin.put(group)
+            group = self.groups[key] = QueueGroup(key, equivalence, self.stream_weights.get(task.stream))
+            equivalence.put(group)
             self.tenants[task.tenant] += 1
         group.add((task.queued_at, task.id))
         self._where[task.id] = key
 
     def _drop(self, group: QueueGroup) -> None:
         del self.groups[group.key]
-        group.kin.drop(group)
+        group.equivalence.drop(group)
         self.tenants -= Counter((group.tenant,))
-        if not group.kin.bands:
-            del self.kin[group.demand]
+        if not group.equivalence.bands:
+            del self.classes[group.demand]

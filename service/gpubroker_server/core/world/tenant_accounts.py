@@ -1,10 +1,11 @@
 """What each tenant holds, and has used: GPU-MiB-seconds that decay with a half-life."""
 
 from collections.abc import Iterable, Iterator
+from heapq import nlargest
 from math import log
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.ledger import DeviceLedger
 
@@ -67,7 +68,7 @@ class Accounts:
         self.revision += 1
         account = self._known.setdefault(tenant, Account())
         account.mb_seconds = self._used(account, at)
-        account.at = max(account.at, at)
+        account.at = max(account.at, at)  # set back, it would count the seconds in between once more
         account.held_mb += mb
 
     def restore(self, usage: TenantUsage) -> None:
@@ -87,6 +88,11 @@ class Accounts:
     def held(self) -> list[tuple[str, int]]:
         return [(name, account.held_mb) for name, account in self._known.items() if account.held_mb]
 
+    def largest(self, most: int) -> list[tuple[str, int]]:
+        """The tenants that hold most, and the MiB that each holds."""
+        held = nlargest(most, ((account.held_mb, name) for name, account in self._known.items()))
+        return [(name, mb) for mb, name in held]
+
     def used(self, tenant: str, now: Instant) -> float:
         """GPU-MiB-seconds, decayed to now."""
         account = self._known.get(tenant)
@@ -100,3 +106,12 @@ class Accounts:
 
     def _used(self, account: Account, now: Instant) -> float:
         return decayed(account.mb_seconds, account.held_mb, now - account.at, self.half_life_seconds)
+
+
+def guarantees(policy: Policy, tenants: Iterable[str], most: int) -> dict[str, int]:
+    """The guaranteed MiB of at most so many tenants: first of those that the operator names, so that unused
+    guarantees are among them, then of `tenants`."""
+    named = (tenant.name for tenant in policy.tenants if tenant.name != "*")
+    known = list(dict.fromkeys((*named, *tenants)))[:most]
+    found = {tenant: policy.tenant(tenant).guaranteed_mb for tenant in known}
+    return {tenant: mb for tenant, mb in found.items() if mb is not None}

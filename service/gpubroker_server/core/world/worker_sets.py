@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 
-from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
+from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.payload import changed, read
 
 
 class WorkerSets(dict[TaskId, WorkerSet]):
@@ -15,6 +15,10 @@ class WorkerSets(dict[TaskId, WorkerSet]):
     def __init__(self, known: Iterable[WorkerSet] = ()) -> None:
         super().__init__()
         self._set_of: dict[TaskId, TaskId] = {}
+        self.restore(known)
+
+    def restore(self, known: Iterable[WorkerSet]) -> None:
+        """Take over the sets of a database snapshot."""
         for workers in known:
             self._form(workers)
 
@@ -23,7 +27,7 @@ class WorkerSets(dict[TaskId, WorkerSet]):
         return self.get(self._set_of.get(worker, worker))
 
     def running(self, tasks: Mapping[TaskId, Task]) -> int:
-        """How many of all workers run."""
+        """Return how many workers of all sets run."""
         found = (tasks.get(worker) for worker in self._set_of)
         return sum(task is not None and task.state is TaskState.RUNNING for task in found)
 
@@ -31,9 +35,9 @@ class WorkerSets(dict[TaskId, WorkerSet]):
         id = TaskId(event.key)
         match what:
             case "formed":
-                self._form(worker_set_from(event.fields))
+                self._form(read(event.payload, WorkerSet))
             case "changed":
-                self[id] = changed(self[id], **event.fields)
+                self[id] = changed(self[id], event.payload)
             case _:
                 for worker in self.pop(id).workers:
                     del self._set_of[worker]

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from gpubroker_server.core.domain.decisions import QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
-from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
+from gpubroker_server.core.domain.holders import Gang, Model
+from gpubroker_server.core.domain.lease import (
+    HOLDERS_OF_TASKS,
+    Lease,
+    LeaseState,
+    Pledge,
+    is_unproven,
+    moved_lease,
+)
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks, vacant_bundles
@@ -26,20 +34,11 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
-from gpubroker_server.core.world.event_codec import (
-    changed_lease,
-    changed_task,
-    lease_from,
-    node_from,
-    pledge_from,
-    stream_from,
-    task_from,
-    with_cordon,
-)
 from gpubroker_server.core.world.events import Event, consecutive
 from gpubroker_server.core.world.ledger import DeviceLedger, UnconfirmedHolders
 from gpubroker_server.core.world.model_index import ModelIndex
 from gpubroker_server.core.world.past_runs import RunHistory
+from gpubroker_server.core.world.payload import Payload, changed, changed_task, read, read_task
 from gpubroker_server.core.world.placement_scores import DemandMix
 from gpubroker_server.core.world.queue import PendingQueue
 from gpubroker_server.core.world.revisions import WorldRevisions
@@ -56,7 +55,8 @@ class World:
 
     `tasks` holds every task that is not terminal, and terminal ones until their last lease is released. From
     a database snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges,
-    requests.
+    requests. Each is entered into what is there before it: a lease into the ledger of its device with the
+    stop notice of its task, usage in place of what entering the leases has counted.
     """
 
     def __init__(self, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
@@ -66,7 +66,8 @@ class World:
         nothing any more, may still have the others."""
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
-        self.awaited = DependencyIndex()
+        self.worker_sets = WorkerSets()
+        self.awaited = DependencyIndex(self.worker_sets)
         self.queue = PendingQueue(self.awaited.inheritance.priorities)
         self.expiring = DueTimes()
         self.marks = WorldRevisions()
@@ -87,7 +88,6 @@ class World:
         """Devices that give nothing before a sample shows that memory released there is free."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
-        self.worker_sets = WorkerSets()
         self.streams: dict[str, StreamState] = {}
         self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
@@ -116,7 +116,7 @@ class World:
         the events before it are applied.
         """
         for event in consecutive(events, self.position):
-            self.as_of = event.at
+            self.as_of = event.at  # first: leases and accounts are entered as of this instant
             try:
                 self._take_over(event)
             except Exception as fault:
@@ -127,7 +127,7 @@ class World:
             self.position = event.position
 
     def next_fence(self, holder: Task) -> Fence:
-        """Of its next claim."""
+        """Return the fence of the holder's next claim."""
         return Fence(max(holder.fence, self.lineage) + 1)
 
     def measure(self, samples: Iterable[DeviceSample], nodes: Iterable[NodeSample] = ()) -> None:
@@ -245,35 +245,41 @@ class World:
             case "pledge":
                 self._apply_pledge(event, what)
             case "device":
-                self.add_device(Device(**event.fields))
+                self.add_device(read(event.payload, Device))
             case "node":
-                self.add_node(node_from(event.fields, self.nodes.get(NodeName(event.key))))
+                known = self.nodes.get(NodeName(event.key))
+                # Its cordon, which has events of its own, stays as it is.
+                self.add_node(changed(known, event.payload) if known else read(event.payload, Node))
             case "cordon":
-                self.add_node(with_cordon(self.nodes[NodeName(event.key)], event.fields))
+                self.add_node(changed(self.nodes[NodeName(event.key)], event.payload))
             case "request" if what == "made":
-                self.add_request(Request(**event.fields))
+                self.add_request(read(event.payload, Request))
             case "request":
                 self.requests.pop(event.key, None)
             case "estimate":
                 self.learned.apply(event, what)
             case "worker_set":
                 self.worker_sets.apply(event, what)
+                if what == "over":
+                    self.awaited.set_is_over(TaskId(event.key))
             case "queue":
-                pause = QueuePause(**event.fields) if what == "paused" else None
+                pause = read(event.payload, QueuePause) if what == "paused" else None
                 self.queue.set_pause(event.key, pause, self.tasks)
             case "stream" if what == "changed":
-                self.streams[event.key] = stream_from(event.fields)
+                self.streams[event.key] = read(event.payload, StreamState)
             case "stream":
                 self.streams.pop(event.key, None)
 
     def _apply_task(self, event: Event, what: str) -> None:
         if what == "submitted":
-            self.add_task(event.task or task_from(event.fields))
+            self.add_task(event.task or read_task(event.payload))
             return
         before = self.tasks.get(TaskId(event.key))
         if before is None:
             return
-        after = event.task or changed_task(before, event.version, event.fields)
+        after = event.task or changed_task(before, event.payload, event.version)
+        # A start that is reported gives no room. It does make victims of the ranks that an elastic gang can
+        # lose: only a running gang goes on without them.
         begins = (before.state, after.state) == (TaskState.ADMITTED, TaskState.RUNNING)
         grows = before.is_active and (not begins or bool(removable_ranks(after)))
         self._count_out(before, grows=grows)
@@ -281,10 +287,17 @@ class World:
         self._count_in(after, grows=grows)
         self.awaited.update(after)
         self.models.answered.note(before, after)
-        self.preempted["task" if after.model is None else "model"] += after.preemptions - before.preemptions
+        if preemptions := after.preemptions - before.preemptions:
+            match after.holder:
+                case Model():
+                    self.preempted["model"] += preemptions
+                case _:
+                    self.preempted["task"] += preemptions
         self.queue.reposition(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
-            self.marks.mark(node_of(device))
+            # Once admitted, a single task uses what was kept for it; a pledge elsewhere grows when it ends.
+            uses_it = after.state is TaskState.ADMITTED and not isinstance(after.holder, Gang)
+            self.marks.mark(node_of(device), grows=not uses_it)
         if stop_notices(before) != stop_notices(after):
             for lease in self.leases_of(after):
                 self._enter(lease)
@@ -294,14 +307,14 @@ class World:
 
     def _apply_lease(self, event: Event) -> None:
         if event.version == 1:
-            self.add_lease(lease_from(event.fields))
+            self.add_lease(read(event.payload, Lease))
             return
         kind, holder, fence, _rest = event.key.split(":", 3)
         run = self.leases.get((holder, int(fence)), {})
         before = run.get(event.key)
         if before is None:
             return
-        after = changed_lease(before, event.fields)
+        after = _changed_lease(before, event.payload)
         self._enter(after)
         self.unconfirmed.note(after, event.at)
         if is_unproven(after) and (ledger := self.ledgers.get(after.device)) is not None:
@@ -319,7 +332,7 @@ class World:
                 self._drop_if_done(TaskId(holder))
 
     def _apply_pledge(self, event: Event, what: str) -> None:
-        pledge = pledge_from(event.fields)
+        pledge = read(event.payload, Pledge)
         if what == "made":
             self.add_pledge(pledge)
             return
@@ -327,10 +340,18 @@ class World:
         mine.pop(pledge.device, None)
         if not mine:
             self.pledges.pop(pledge.preemptor, None)
-        self.marks.mark(node_of(pledge.device))
+        self.marks.mark(node_of(pledge.device), grows=not self._is_taken_up(pledge))
         if (ledger := self.ledgers.get(pledge.device)) is not None:
             ledger.pledges.pop(pledge.preemptor, None)
             self._drop_if_gone(ledger)
+
+    def _is_taken_up(self, pledge: Pledge) -> bool:
+        """True if its task runs on the node and has leased as much there: nothing grows for others."""
+        task = self.tasks.get(pledge.preemptor)
+        if task is None or isinstance(task.holder, Gang) or task.node != node_of(pledge.device):
+            return False
+        leased = sum(lease.mb for lease in self.leases_of(task) if lease.device == pledge.device)
+        return task.is_active and leased >= pledge.mb
 
     def _enter(self, lease: Lease) -> None:
         """Enter a lease in its device's ledger, with its run's stop notice. Raises KeyError for an unknown
@@ -340,6 +361,8 @@ class World:
         ledger = self.ledgers[lease.device]
         unallocated_mb = ledger.unallocated_mb()
         ledger.put(lease, freeing_for, stopping=stopping)
+        # A new lease only takes room. One that becomes HELD may give some: it explains use that counted as
+        # unexplained where use cannot be attributed.
         grows = lease.version > 1 and (
             lease.state is not LeaseState.HELD or ledger.unallocated_mb() > unallocated_mb
         )
@@ -357,7 +380,7 @@ class World:
         elif task.is_active:
             self._count_active(task, +1, grows=grows)
             self.active[task.id] = may_be_late_at(task)
-            if task.members and vacant_bundles(task):
+            if vacant_bundles(task):
                 self.growable.add(task.id)
 
     def _count_out(self, task: Task, *, grows: bool) -> None:
@@ -393,3 +416,11 @@ class World:
         if row is not None and row.is_terminal and (task, row.fence) not in self.leases:
             self.models.drop(row)
             del self.tasks[task]
+
+
+def _changed_lease(lease: Lease, payload: Payload) -> Lease:
+    """Return the lease after a change that was committed. Raises IllegalTransition."""
+    after = changed(lease, payload, version=lease.version + 1)
+    if after.overused_mb == lease.overused_mb:
+        moved_lease(lease, after.state)
+    return after

@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import Response
+from gpubroker.wire.administration import Health, Readiness, Stopping
 from pydantic import Field
-from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.http.bodies import Body, JsonBody
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.routing import Caller, Resource, answer, app_part
 from gpubroker_server.ports.store import StoreExhausted, StoreUnavailable
 from gpubroker_server.telemetry.exposition import CONTENT_TYPE, text_of
 from gpubroker_server.telemetry.metrics import Telemetry
@@ -24,33 +24,14 @@ _READY = frozenset({"connected", "standby"})
 STORE_TIMEOUT_SECONDS = 2.0
 
 
-class Health(TypedDict):
-    status: Literal["ok"]
-
-
-class Readiness(TypedDict):
-    """Each part is `ok`, or begins with one word for what it is instead. While `nodes` are `paused` the
-    process is ready: all other nodes work. So it is while the `clock` is `contradicted`: all but pruning goes
-    on."""
-
-    status: Literal["ready", "not_ready"]
-    parts: dict[str, str]
-
-
 class ShutDown(Body):
     stop_cluster: Annotated[bool, Field(description="Also stop the local Ray and all that it runs.")] = False
-
-
-class Stopping(TypedDict):
-    stopping: Literal[True]
-    stop_cluster: bool
 
 
 @resource.route("GET /healthz", "health_get", None, Health)
 async def get_health() -> Response:
     """Answer that the process is alive."""
-    view: Health = {"status": "ok"}
-    return answer(view)
+    return answer(Health("ok"))
 
 
 @resource.route(
@@ -84,8 +65,7 @@ async def get_readiness(parts: Parts) -> Response:
     paused = parts.leadership.paused()
     states["nodes"] = OK if paused is None else paused.summary
     states["clock"] = "contradicted" if parts.freshness.is_clock_contradicted else OK
-    view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
-    return answer(view, 200 if ready else 503)
+    return answer(Readiness("ready" if ready else "not_ready", states), 200 if ready else 503)
 
 
 async def _store_state(parts: Parts) -> str:
@@ -111,7 +91,7 @@ async def _store_state(parts: Parts) -> str:
         }
     },
 )
-async def get_metrics(parts: Parts, telemetry: Annotated[Telemetry, PARTS]) -> Response:
+async def get_metrics(parts: Parts, telemetry: Annotated[Telemetry, app_part(Telemetry)]) -> Response:
     """Read all metrics in Prometheus's text format. They are listed in docs/reference/metrics.md."""
     try:
         telemetry.note_held_back(await parts.store.held_back())
@@ -124,16 +104,15 @@ async def get_metrics(parts: Parts, telemetry: Annotated[Telemetry, PARTS]) -> R
     "POST /shutdown", "service_shutdown", Scope.ADMIN, Stopping, "validation-failed", status_code=202
 )
 async def shut_down(
-    call: Call,
+    caller: Caller,
     parts: Parts,
-    body: ShutDown = ShutDown(),  # noqa: B008  # frozen
+    body: JsonBody[ShutDown] = ShutDown(),  # noqa: B008  # frozen
 ) -> Response:
     """Stop this process. Tasks go on, unless the local cluster is to stop as well. A process that only speaks
     HTTP has no local cluster, and answers so."""
     stop_cluster = body.stop_cluster and parts.has_executor
-    caller, subject = call.identity, "everything" if stop_cluster else "service"
+    subject = "everything" if stop_cluster else "service"
     with contextlib.suppress(StoreUnavailable):  # must not keep the service from stopping
         await parts.store.audit(by=caller.name, tenant=caller.tenant, action="shutdown", subject=subject)
     parts.shutdown(stop_cluster)
-    view: Stopping = {"stopping": True, "stop_cluster": stop_cluster}
-    return answer(view, 202)
+    return answer(Stopping(True, stop_cluster), 202)

@@ -3,31 +3,24 @@
 from typing import Any
 
 from fastapi import Response
-from typing_extensions import TypedDict
+from gpubroker.wire.administration import Secret
+from gpubroker.wire.answered import Listed
 
-from gpubroker_server.gateway.http.bodies import is_name
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.http.bodies import is_name
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import Call, Caller, Resource, answer
 
 resource = Resource("administration")
 
 MOST_BYTES = 32 * 1024
-"""Of one secret: it becomes an environment variable."""
+"""The most bytes of a secret: it becomes an environment variable."""
 MOST_SECRETS = 1000
-"""Of one tenant."""
+"""The most secrets of a tenant."""
 
 _TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string", "minLength": 1}}}
-
-
-class SecretView(TypedDict):
-    name: str
-
-
-class SecretList(TypedDict):
-    items: list[SecretView]
 
 
 @resource.route(
@@ -50,17 +43,15 @@ async def set_secret(call: Call, parts: Parts, name: str) -> Response:
     if name not in known and len(known) >= MOST_SECRETS:
         detail = f"your tenant has {len(known)} secrets, and may have {MOST_SECRETS}; delete some"
         raise invalid(Fault(pointer="", detail=detail, code="too-many-secrets"))
-    await _note(call, parts, "secret.set", name)
+    await _note(call.identity, parts, "secret.set", name)
     await parts.secrets.put(tenant, name, text)
     return Response(status_code=204)
 
 
-@resource.route("GET /secrets", "secrets_list", Scope.SECRETS_USE, SecretList, "store-unavailable")
-async def list_secrets(call: Call, parts: Parts) -> Response:
+@resource.route("GET /secrets", "secrets_list", Scope.SECRETS_USE, Listed[Secret], "store-unavailable")
+async def list_secrets(caller: Caller, parts: Parts) -> Response:
     """List the names of the secrets of the token's tenant."""
-    names = await parts.secrets.names(call.identity.tenant)
-    view: SecretList = {"items": [{"name": name} for name in names]}
-    return answer(view)
+    return answer(Listed(tuple(map(Secret, await parts.secrets.names(caller.tenant)))))
 
 
 @resource.route(
@@ -71,23 +62,22 @@ async def list_secrets(call: Call, parts: Parts) -> Response:
     "not-found store-unavailable",
     status_code=204,
 )
-async def delete_secret(call: Call, parts: Parts, name: str) -> Response:
+async def delete_secret(caller: Caller, parts: Parts, name: str) -> Response:
     """Delete a secret. Tasks that name it and have not started fail at their start."""
-    tenant = call.identity.tenant
+    tenant = caller.tenant
     if name not in await parts.secrets.names(tenant):
         raise Problem("not-found", f'tenant "{tenant}" has no secret "{name[:100]}"; GET /secrets lists them')
-    await _note(call, parts, "secret.deleted", name)
+    await _note(caller, parts, "secret.deleted", name)
     await parts.secrets.drop(tenant, name)
     return Response(status_code=204)
 
 
-async def _note(call: Call, parts: Parts, action: str, name: str) -> None:
-    by, tenant = call.identity.name, call.identity.tenant
-    await parts.store.audit(by=by, tenant=tenant, action=action, subject=name)
+async def _note(caller: Identity, parts: Parts, action: str, name: str) -> None:
+    await parts.store.audit(by=caller.name, tenant=caller.tenant, action=action, subject=name)
 
 
 def _checked(name: str, body: bytes) -> str:
-    """The text. No fault quotes it. Raises Problem."""
+    """Return the text of a secret. No fault quotes it. Raises Problem."""
     if not is_name(name):
         detail = "the name of a secret has letters, digits, dots, dashes and underscores, at most 63"
         raise invalid(Fault(pointer="path:name", detail=detail, code="bad-name"))

@@ -1,28 +1,29 @@
 """Tokens: create, list, delete."""
 
 from collections.abc import Set
-from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Response
+from gpubroker.wire.administration import NewToken, Token
+from gpubroker.wire.answered import Listed, Time
 from pydantic import Field, StringConstraints
-from typing_extensions import TypedDict
 
+from gpubroker_server.core.admission.times import HORIZON_SECONDS
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.suggestions import did_you_mean
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.bodies import NAME, Body
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Identity, Scope, new_token
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
-from gpubroker_server.gateway.http.times import Time
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.task_body import Priority
+from gpubroker_server.http.bodies import NAME, Body, JsonBody
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Identity, Scope, new_token
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import Caller, Resource, answer
+from gpubroker_server.ports.store import TokenRow
 
 resource = Resource("administration")
 
 MOST_NAMED = 5
-_MAX_SECONDS = 3650 * 24 * 3600
 
 
 class CreateToken(Body):
@@ -38,31 +39,13 @@ class CreateToken(Body):
         Field(description="The tenant may be one that neither the settings nor any token names yet."),
     ] = False
     max_priority: Priority | None = None
-    expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
+    expires_in_seconds: Annotated[float, Field(gt=0, le=HORIZON_SECONDS)] | None = None
 
 
-class TokenView(TypedDict):
-    name: str
-    tenant: str
-    scopes: list[str]
-    max_priority: int
-    created_at: Time
-    expires_at: Time | None
-
-
-class NewToken(TokenView):
-    token: Annotated[str, Field(description="The secret. Only this answer has it.")]
-
-
-class TokenList(TypedDict):
-    items: list[TokenView]
-
-
-@resource.route("GET /tokens", "tokens_list", Scope.ADMIN, TokenList)
+@resource.route("GET /tokens", "tokens_list", Scope.ADMIN, Listed[Token])
 async def list_tokens(parts: Parts) -> Response:
     """List all tokens, without their secrets, which are not stored."""
-    view: TokenList = {"items": [view_of(TokenView, row) for row in await parts.store.tokens()]}
-    return answer(view)
+    return answer(Listed(tuple(Token(**_shown(row)) for row in await parts.store.tokens())))
 
 
 @resource.route(
@@ -73,9 +56,9 @@ async def list_tokens(parts: Parts) -> Response:
     "malformed-json token-exists validation-failed",
     status_code=201,
 )
-async def create_token(call: Call, parts: Parts, body: CreateToken) -> Response:
+async def create_token(creator: Caller, parts: Parts, body: JsonBody[CreateToken]) -> Response:
     """Create a token. Only this answer has its secret."""
-    creator, now, seconds = call.identity, parts.clock.now(), body.expires_in_seconds
+    now, seconds = parts.clock.now(), body.expires_in_seconds
     max_priority = creator.max_priority if body.max_priority is None else body.max_priority
     _check_within(creator, body, max_priority)
     if body.tenant is not None and not body.new_tenant:
@@ -92,18 +75,30 @@ async def create_token(call: Call, parts: Parts, body: CreateToken) -> Response:
     if not await parts.store.put_token(row, by=creator.name):
         raise Problem("token-exists", name=body.name)
     await parts.tokens.load()
-    view: NewToken = {**view_of(TokenView, row), "token": secret}
-    return answer(view, 201, {"Cache-Control": "no-store", "Location": f"/tokens/{row.name}"})
+    created = NewToken(**_shown(row), token=secret)
+    return answer(created, 201, {"Cache-Control": "no-store", "Location": f"/tokens/{row.name}"})
 
 
 @resource.route("DELETE /tokens/{name}", "tokens_delete", Scope.ADMIN, None, "not-found", status_code=204)
-async def delete_token(call: Call, parts: Parts, name: str) -> Response:
+async def delete_token(caller: Caller, parts: Parts, name: str) -> Response:
     """Delete a token. This process refuses it at once, others within seconds."""
     known = any(row.name == name for row in await parts.store.tokens())
-    if not known or not await parts.store.drop_token(name, by=call.identity.name):
+    if not known or not await parts.store.drop_token(name, by=caller.name):
         raise Problem("not-found", f'there is no token "{name[:100]}"; GET /tokens lists them')
     parts.tokens.drop(name)
     return Response(status_code=204)
+
+
+def _shown(row: TokenRow) -> dict[str, Any]:
+    """Return the fields of a Token."""
+    return {
+        "name": row.name,
+        "tenant": row.tenant,
+        "scopes": row.scopes,
+        "max_priority": row.max_priority,
+        "created_at": Time.at(row.created_at),
+        "expires_at": Time.at_or_none(row.expires_at),
+    }
 
 
 def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
@@ -112,8 +107,7 @@ def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
     known = configured | others
     if not configured or tenant in known:
         return
-    near = get_close_matches(tenant, sorted(known), n=1)
-    meant = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(sorted(known)[:MOST_NAMED])}"
+    meant = did_you_mean(tenant, known, otherwise=f"known are {', '.join(sorted(known)[:MOST_NAMED])}")
     detail = f'nobody has configured a tenant "{tenant}"; {meant} For a new one send new_tenant: true'
     raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown-tenant"))
 
@@ -133,4 +127,4 @@ def _check_within(creator: Identity, body: CreateToken, max_priority: int) -> No
         detail = f'the cap of token "{creator.name}" is {creator.max_priority}'
         faults.append(Fault(pointer="/max_priority", detail=detail, code="not-yours"))
     if faults:
-        raise Problem("forbidden", f"{faults[0]['detail']}; ask with a token that has it", errors=faults)
+        raise Problem("forbidden", f"{faults[0].detail}; ask with a token that has it", errors=faults)

@@ -3,18 +3,17 @@
 import asyncio
 from base64 import b64encode
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.decisions import ItemPage
 from gpubroker_server.core.domain.orders import ItemRange
 from gpubroker_server.core.domain.submission import ArrayTerms
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.http.bodies import Query
-from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.status.records import is_json
+from gpubroker_server.http.bodies import Query
+from gpubroker_server.http.problems import Problem
 from gpubroker_server.ports.arrays import PageFilter
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, TaskStore
 
@@ -23,30 +22,6 @@ PAGES_AT_ONCE = 50
 MOST_LINES = 10_000
 MOST_BYTES = 16 * 2**20
 """No further page of results is added to an answer of this size."""
-
-
-class ItemErrorView(TypedDict):
-    kind: str
-    message: str
-    traceback: str
-
-
-class ItemView(TypedDict, total=False):
-    number: Annotated[int, Field(description="The item's place in the list, from 0.")]
-    state: Literal["succeeded", "failed"]
-    seconds: Annotated[float, Field(description="How long it took, all tries together.")]
-    tries: int
-    result: Any
-    data_base64: Annotated[
-        str, Field(description="A result that is pickled, or is no JSON, instead of `result`.")
-    ]
-    error: ItemErrorView
-
-
-class ItemPageView(TypedDict):
-    items: list[ItemView]
-    next_after: Annotated[int, Field(description="`after` for the next page, now or later.")]
-    has_more: bool
 
 
 class ItemQuery(Query):
@@ -71,8 +46,8 @@ class ItemQuery(Query):
 async def lines_of_items(
     store: TaskStore, blobs: BlobStore, array: TaskId, query: ItemQuery
 ) -> tuple[list[bytes], int, bool]:
-    """Lines of whole pages until there are enough, or too many bytes; where the next ones begin; whether more
-    are there now."""
+    """Return lines of whole pages until there are enough, or too many bytes; where the next ones begin; and
+    whether more are there now."""
     by_commit = query.order == "completed"
     after = (0 if by_commit else -1) if query.after is None else query.after
     failed = None if query.state is None else query.state == "failed"
@@ -97,12 +72,12 @@ async def lines_of_items(
 
 
 def _has_failed(line: bytes) -> bool:
-    """The state is the second member, before anything that user code made."""
+    # The state is the second member, before anything that user code made.
     return b'"state":"failed"' in line[:60]
 
 
 def _readable(line: bytes) -> bytes:
-    """The code of a run wrote what it says is a JSON result. What is none is passed on as bytes."""
+    """Return the line, with its result as bytes if that is no JSON, whatever the code of the run said."""
     head, found, rest = line.partition(b'"result":')
     if not found or is_json(rest[:-1]):
         return line
@@ -110,7 +85,7 @@ def _readable(line: bytes) -> bytes:
 
 
 async def _lines_of(blobs: BlobStore, page: ItemPage) -> list[bytes]:
-    """Raises Problem result-damaged."""
+    """Return the lines of a page of results. Raises Problem result-damaged."""
     if page.digest is None:
         return page.lines.split(b"\n")[:-1]
     try:
@@ -124,7 +99,7 @@ async def _lines_of(blobs: BlobStore, page: ItemPage) -> list[bytes]:
 
 
 async def items_without_success(store: TaskStore, blobs: BlobStore, terms: ArrayTerms) -> list[ItemRange]:
-    """The items that have failed or are not done."""
+    """Return the items that have failed or are not done."""
     is_left = bytearray(max(behind for _, behind in terms.numbers))
     for first, behind in terms.numbers:
         is_left[first:behind] = b"\1" * (behind - first)

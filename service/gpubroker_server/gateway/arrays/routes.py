@@ -2,27 +2,25 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 import structlog
 from fastapi import Query as QueryMark
 from fastapi import Response
-from pydantic import Field
-from typing_extensions import TypedDict
+from gpubroker.wire.answered import Time
+from gpubroker.wire.arrays import Array, ArrayItemPage, ArrayState, ArrayWorker
+from msgspec.structs import replace
 
-from gpubroker_server.core.domain.submission import ArrayTerms, array_terms_from
+from gpubroker_server.core.domain.submission import ArrayTerms, array_terms_from, state_of_array
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.gateway.arrays.items import (
-    ItemPageView,
     ItemQuery,
     items_without_success,
     lines_of_items,
 )
 from gpubroker_server.gateway.arrays.submit import (
     GivenObjects,
-    NewArray,
     SubmitArray,
     check_worker,
     items_of,
@@ -30,17 +28,16 @@ from gpubroker_server.gateway.arrays.submit import (
     new_array,
     objects_left,
     terms_of,
-    terms_text,
 )
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, json_answer, view_of
-from gpubroker_server.gateway.http.times import Time, rfc3339_or_none
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.submission.again import again
-from gpubroker_server.gateway.submission.batches import SentBatch, sent_batch
 from gpubroker_server.gateway.submission.named_objects import objects_in_run
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, accepted_headers
+from gpubroker_server.gateway.submission.translation import submission_of
+from gpubroker_server.http.bodies import JsonBody
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import SUBMIT_PROBLEMS, Problem
+from gpubroker_server.http.routing import Call, Caller, Resource, answer, app_part, json_answer
 from gpubroker_server.ports.arrays import ItemCounts
 from gpubroker_server.ports.store import BatchSubmission
 
@@ -51,37 +48,6 @@ resource = Resource("arrays")
 NDJSON = "application/x-ndjson"
 
 
-class WorkerView(TypedDict):
-    id: Annotated[str, Field(description="An ordinary task, with its own log, explanation and events.")]
-    state: str
-
-
-class ArrayView(TypedDict):
-    """An array, its workers, and how far it is."""
-
-    id: str
-    name: str
-    tenant: str
-    state: Annotated[
-        Literal["pending", "running", "succeeded", "failed", "cancelled"],
-        Field(description="`failed`: items failed, or are left although no worker is."),
-    ]
-    total: int
-    done: Annotated[int, Field(description="Of them, those that have a result or an error.")]
-    failed: Annotated[int, Field(description="Of those, the ones with an error.")]
-    fraction: float
-    items_per_second: Annotated[float | None, Field(description="On average since the first result.")]
-    eta_at: Annotated[Time | None, Field(description="When all are done, at this rate.")]
-    chunk: int | None
-    item_timeout_seconds: float | None
-    item_retries: int
-    result_format: Literal["json", "cloudpickle"]
-    workers: list[WorkerView]
-    submitted_at: Time
-    last_item_at: Time | None
-    retry_of: Annotated[str | None, Field(description="The array of which it does the failed items again.")]
-
-
 _REFUSALS = f"{SUBMIT_PROBLEMS} not-found result-damaged"
 
 
@@ -89,7 +55,7 @@ _REFUSALS = f"{SUBMIT_PROBLEMS} not-found result-damaged"
     "POST /arrays",
     "arrays_submit",
     Scope.TASKS_WRITE,
-    ArrayView,
+    Array,
     _REFUSALS,
     status_code=202,
     response_description="The array is on disk, and its workers start as soon as there is room.",
@@ -97,8 +63,8 @@ _REFUSALS = f"{SUBMIT_PROBLEMS} not-found result-damaged"
 async def submit_array(
     call: Call,
     parts: Parts,
-    objects: Annotated[GivenObjects, PARTS],
-    body: SubmitArray,
+    objects: Annotated[GivenObjects, app_part(GivenObjects)],
+    body: JsonBody[SubmitArray],
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Run one function or command for many items.
@@ -106,43 +72,40 @@ async def submit_array(
     Up to `max_parallel` workers, ordinary tasks with the given resources, share the items. A worker that is
     preempted or lost loses only the items that it had not finished.
     """
-    submissions, tenant = parts.submissions, call.identity.tenant
-    sent = await sent_batch(call, submissions.store, idempotency_key, "array")
-    if (known := await sent.stored_before()) is not None:
-        return await _replayed(call, parts, known)
-    check_worker(body)
-    given = await items_of(body, objects, tenant)
-    task, learned = await submissions.new_task(body, tenant)
-    await submissions.check_allowed(call.identity, body, task)
-    submissions.check_possible(task)
-    spec = submissions.run_spec(body, body.run, learned)
-    named = {**objects_in_run(spec), **given.objects}
-    await submissions.check_objects(tenant, named)
-    terms = terms_of(tenant, body, given, submissions.clock.now())
-    arguments = joined(spec.arguments, given.packed)
-    array = await new_array(submissions, task, spec, terms, arguments, body.max_parallel)
-    return await _store(call, parts, array, sent)
+    submissions, caller = parts.submissions, call.identity
+
+    async def new() -> BatchSubmission:
+        check_worker(body)
+        given = await items_of(body, objects, caller.tenant)
+        worker = submission_of(body, caller.tenant)
+        named = {**objects_in_run(worker.spec), **given.objects}
+        terms = terms_of(caller.tenant, body, given, submissions.clock.now())
+        spec = replace(worker.spec, arguments=joined(worker.spec.arguments, given.packed))
+        worker = replace(worker, spec=spec)
+        return await new_array(submissions, caller, worker, terms, named, body.max_parallel)
+
+    return await _accepted(call, parts, *await submissions.batch_once(call, idempotency_key, "array", new))
 
 
-@resource.route("GET /arrays/{array_id}", "arrays_get", Scope.TASKS_READ, ArrayView, "not-found")
-async def get_array(call: Call, parts: Parts, array_id: str) -> Response:
+@resource.route("GET /arrays/{array_id}", "arrays_get", Scope.TASKS_READ, Array, "not-found")
+async def get_array(caller: Caller, parts: Parts, array_id: str) -> Response:
     """Read how far an array is."""
-    return answer(await _view(parts, await _find(call, parts, array_id)))
+    return answer(await _shown(parts, await _find(caller, parts, array_id)))
 
 
 @resource.route(
     "GET /arrays/{array_id}/items",
     "arrays_items",
     Scope.TASKS_READ,
-    ItemPageView,
-    "not-found result-damaged validation-failed",
+    ArrayItemPage,
+    "not-found result-damaged",
     responses={200: {"content": {NDJSON: {"schema": {"type": "string"}}}}},
 )
 async def get_items(
-    call: Call, parts: Parts, array_id: str, query: Annotated[ItemQuery, QueryMark()]
+    caller: Caller, parts: Parts, array_id: str, query: Annotated[ItemQuery, QueryMark()]
 ) -> Response:
     """Fetch the results of items that are done: result or error, and how long each took."""
-    terms = await _find(call, parts, array_id)
+    terms = await _find(caller, parts, array_id)
     submissions = parts.submissions
     found = await lines_of_items(submissions.store, submissions.blobs, terms.id, query)
     lines, after, has_more = found
@@ -157,26 +120,26 @@ async def get_items(
     "POST /arrays/{array_id}/cancel",
     "arrays_cancel",
     Scope.TASKS_WRITE,
-    ArrayView,
+    Array,
     "not-found",
     status_code=202,
     response_description="Stored. Workers that run have their notice; results stay.",
 )
-async def cancel_array(call: Call, parts: Parts, array_id: str) -> Response:
+async def cancel_array(caller: Caller, parts: Parts, array_id: str) -> Response:
     """Cancel what is left of an array."""
-    terms = await _find_to_change(call, parts, array_id, "array.cancel")
+    terms = await _find_to_change(caller, parts, array_id, "array.cancel")
     states = await parts.submissions.store.states(terms.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
     if left:
         await parts.requests.ask_many(left, terms.tenant, "cancel", {})
-    return answer(await _view(parts, terms), 202)
+    return answer(await _shown(parts, terms), 202)
 
 
 @resource.route(
     "POST /arrays/{array_id}/retry",
     "arrays_retry",
     Scope.TASKS_WRITE,
-    ArrayView,
+    Array,
     f"{_REFUSALS} array-not-finished nothing-to-retry",
     status_code=202,
     response_description="A new array is on disk; its `retry_of` is the old one.",
@@ -188,45 +151,37 @@ async def retry_array(
 
     Items keep their numbers.
     """
-    old = await _find_to_change(call, parts, array_id, "array.retry")
-    submissions = parts.submissions
-    sent = await sent_batch(call, submissions.store, idempotency_key, "array", f"retry of array {old.id}")
-    if (known := await sent.stored_before()) is not None:
-        return await _replayed(call, parts, known)
-    state = _state(old, await submissions.store.item_counts(old.id), await _worker_states(parts, old))
-    if state in ("pending", "running"):
-        raise Problem("array-not-finished", array=old.id, state=state)
-    numbers = await items_without_success(submissions.store, submissions.blobs, old)
-    if not numbers:
-        raise Problem("nothing-to-retry", array=old.id)
-    record = await submissions.records.find(call.identity, old.id)
-    task, spec = await again(submissions, call.identity, record)
-    await submissions.check_objects(old.tenant, await objects_left(spec, old, numbers))
-    now = submissions.clock.now()
-    terms = replace(old, numbers=tuple(numbers), workers=(), submitted_at=now, retry_of=old.id)
-    array = await new_array(submissions, task, spec, terms, spec.arguments, len(old.workers))
-    return await _store(call, parts, array, sent)
+    submissions, caller = parts.submissions, call.identity
+    old = await _find_to_change(caller, parts, array_id, "array.retry")
+
+    async def new() -> BatchSubmission:
+        state = _state(old, await submissions.store.item_counts(old.id), await _worker_states(parts, old))
+        if not state.is_terminal:
+            raise Problem("array-not-finished", array=old.id, state=state)
+        numbers = await items_without_success(submissions.store, submissions.blobs, old)
+        if not numbers:
+            raise Problem("nothing-to-retry", array=old.id)
+        worker = await again(submissions.blobs, await submissions.records.find(caller, old.id))
+        named = await objects_left(worker.spec, old, numbers)
+        now = submissions.clock.now()
+        terms = replace(old, numbers=tuple(numbers), workers=(), submitted_at=now, retry_of=old.id)
+        return await new_array(submissions, caller, worker, terms, named, len(old.workers))
+
+    purpose = f"retry of array {old.id}"
+    stored = await submissions.batch_once(call, idempotency_key, "array", new, purpose=purpose)
+    return await _accepted(call, parts, *stored)
 
 
-async def _store(call: Call, parts: Parts, array: NewArray, sent: SentBatch) -> Response:
-    """One commit for all of it. Raises Problem."""
-    submissions, terms = parts.submissions, array.terms
-    submissions.leader.require("array")
-    submissions.check_queue(worker.task for worker in array.workers)
-    if (known := await sent.store(BatchSubmission(array.workers, answer=terms_text(terms)))) is not None:
-        return await _replayed(call, parts, known)
-    log.info("array accepted", task=terms.id, tenant=terms.tenant)
-    return answer(await _view(parts, terms), 202, {"Location": f"/arrays/{terms.id}"})
+async def _accepted(call: Call, parts: Parts, array: TaskId, is_new: bool) -> Response:
+    terms = await _find(call.identity, parts, array)
+    if is_new:
+        log.info("array accepted", task=array, tenant=terms.tenant)
+    return answer(await _shown(parts, terms), 202, accepted_headers(f"/arrays/{array}", is_new=is_new))
 
 
-async def _replayed(call: Call, parts: Parts, array: TaskId) -> Response:
-    headers = {"Location": f"/arrays/{array}", "Idempotency-Replayed": "true"}
-    return answer(await _view(parts, await _find(call, parts, array)), 202, headers)
-
-
-async def _find(call: Call, parts: Parts, array_id: str) -> ArrayTerms:
-    """Raises Problem not-found, also for an array that the token may not see."""
-    first = await parts.submissions.records.find(call.identity, array_id)
+async def _find(caller: Caller, parts: Parts, array_id: str) -> ArrayTerms:
+    """Return the terms of an array. Raises Problem not-found, also for one that the token may not see."""
+    first = await parts.submissions.records.find(caller, array_id)
     text = await parts.submissions.store.batch_answer(first.task.id)
     fields = json.loads(text) if text else {}
     if "numbers" not in fields:
@@ -234,14 +189,14 @@ async def _find(call: Call, parts: Parts, array_id: str) -> ArrayTerms:
     return array_terms_from(fields)
 
 
-async def _find_to_change(call: Call, parts: Parts, array_id: str, action: str) -> ArrayTerms:
-    terms = await _find(call, parts, array_id)
-    await parts.submissions.records.find_to_change(call.identity, terms.id, action)
+async def _find_to_change(caller: Caller, parts: Parts, array_id: str, action: str) -> ArrayTerms:
+    terms = await _find(caller, parts, array_id)
+    await parts.submissions.records.find_to_change(caller, terms.id, action)
     return terms
 
 
 States = Mapping[TaskId, TaskState]
-"""Of the workers that have a row."""
+"""Worker -> state, for the workers that have a row."""
 
 
 async def _worker_states(parts: Parts, terms: ArrayTerms) -> States:
@@ -249,36 +204,38 @@ async def _worker_states(parts: Parts, terms: ArrayTerms) -> States:
     return {worker: stored.state for worker, stored in found.items()}
 
 
-def _state(terms: ArrayTerms, counts: ItemCounts, workers: States) -> str:
-    """It follows from the items and the workers."""
-    if counts.done >= terms.total:
-        return "failed" if counts.failed else "succeeded"
-    left = [state for state in workers.values() if not state.is_terminal]
-    if not left:
-        return "cancelled" if TaskState.CANCELLED in workers.values() else "failed"
-    has_begun = counts.done > 0 or len(left) < len(workers) or set(left) != {TaskState.PENDING}
-    return "running" if has_begun else "pending"
+def _state(terms: ArrayTerms, counts: ItemCounts, workers: States) -> ArrayState:
+    return state_of_array(terms, counts.done, counts.failed, workers.values())
 
 
-async def _view(parts: Parts, terms: ArrayTerms) -> ArrayView:
+async def _shown(parts: Parts, terms: ArrayTerms) -> Array:
     # The workers first: the last results are stored before a worker ends.
     workers = await _worker_states(parts, terms)
     counts = await parts.submissions.store.item_counts(terms.id)
     rate, left = counts.per_second, terms.total - counts.done
     state = _state(terms, counts, workers)
-    is_under_way = state == "running" and rate is not None and counts.last_at is not None
-    eta_at = Instant(counts.last_at + left / rate) if is_under_way and rate and counts.last_at else None
-    return view_of(
-        ArrayView,
-        terms,
+    is_under_way = state is ArrayState.RUNNING and rate is not None and counts.last_at is not None
+    eta_at = counts.last_at + left / rate if is_under_way and rate and counts.last_at else None
+    return Array(
+        id=terms.id,
+        name=terms.name,
+        tenant=terms.tenant,
         state=state,
+        total=terms.total,
         done=counts.done,
         failed=counts.failed,
         fraction=counts.done / terms.total,
         items_per_second=rate,
-        eta_at=rfc3339_or_none(eta_at),
-        workers=[
-            {"id": worker, "state": workers[worker].value} for worker in terms.workers if worker in workers
-        ],
-        last_item_at=rfc3339_or_none(counts.last_at),
+        eta_at=Time.at_or_none(eta_at),
+        chunk=terms.chunk,
+        item_timeout_seconds=terms.item_timeout_seconds,
+        item_retries=terms.item_retries,
+        retry_on=tuple(cause.value for cause in terms.retry_on),
+        result_format=terms.result_format,
+        workers=tuple(
+            ArrayWorker(worker, workers[worker].value) for worker in terms.workers if worker in workers
+        ),
+        submitted_at=Time.at(terms.submitted_at),
+        last_item_at=Time.at_or_none(counts.last_at),
+        retry_of=terms.retry_of,
     )

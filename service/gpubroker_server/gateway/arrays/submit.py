@@ -3,43 +3,43 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Annotated, Any, NamedTuple, Protocol
 
+from msgspec import to_builtins
+from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import from_json, to_json
 
+from gpubroker_server.core.admission.admit import like
+from gpubroker_server.core.admission.submission import Submission
 from gpubroker_server.core.domain.orders import MOST_HELD, ItemRange
 from gpubroker_server.core.domain.submission import (
     ARRAY_LABEL,
-    ARRAY_VARIABLE,
     ArrayTerms,
+    ItemTerms,
     RunSpec,
-    bytes_of,
 )
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.task import RetryOn
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.domain.values import changed
-from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.named_objects import (
     may_name_objects,
     objects_among,
     objects_in_run,
 )
-from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
-from gpubroker_server.gateway.submission.task_body import Function, SubmitTask, decoded
-from gpubroker_server.ports.store import Submission
+from gpubroker_server.gateway.submission.submissions import Submissions
+from gpubroker_server.gateway.submission.task_body import Function, SubmitTask, causes_of, decoded
+from gpubroker_server.http.bodies import Body
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Identity
+from gpubroker_server.http.problems import Fault
+from gpubroker_server.ports.store import BatchSubmission
 
 MAX_WORKERS = 256
 MAX_ITEMS = 10_000_000
 MAX_CHUNK = MOST_HELD // 2
 """A worker gets its next chunk before it has finished the one before."""
-WORKER_RETRIES = 10
-"""So often in a row a worker is started again that ended before its first report."""
 _LENGTH_BYTES = 8
-"""As `gpubroker.runtime.items` reads them."""
+"""The bytes of a length, which `gpubroker.runtime.items` reads."""
 
 
 class GivenObjects(Protocol):
@@ -89,13 +89,8 @@ class SubmitArray(SubmitTask):
     ] = None
     item_timeout_seconds: Annotated[float | None, Field(gt=0, le=30 * 86_400)] = None
     item_retries: Annotated[
-        int, Field(ge=0, le=100, description="How often a failed item is tried again.")
+        int, Field(ge=0, le=100, description="How often an item is tried again, as `retry_on` says.")
     ] = 0
-
-
-class NewArray(NamedTuple):
-    terms: ArrayTerms
-    workers: list[Submission]
 
 
 class GivenItems(NamedTuple):
@@ -107,7 +102,7 @@ class GivenItems(NamedTuple):
 
 
 async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> GivenItems:
-    """Raises Problem for items that cannot be counted, and for none."""
+    """Read the items of a body. Raises Problem for items that cannot be counted, and for none."""
     is_pickled = isinstance(body.items, PickledItems) or (
         isinstance(body.items, ObjectItems) and body.items.count is not None
     )
@@ -137,7 +132,7 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
 
 
 def _list_in(packed: bytes) -> list[Any] | None:
-    """Of a JSON array."""
+    """Return the items of a JSON array; None for any other text."""
     try:
         found = from_json(packed)
     except ValueError:
@@ -146,7 +141,7 @@ def _list_in(packed: bytes) -> list[Any] | None:
 
 
 def check_worker(body: SubmitArray) -> None:
-    """Raises Problem for what a worker of an array cannot have."""
+    """Refuse what a worker of an array cannot have. Raises Problem."""
     faults = []
     if body.resources.bundles:
         detail = "a worker of an array has one process; leave bundles out, and set max_parallel"
@@ -163,35 +158,30 @@ def check_worker(body: SubmitArray) -> None:
 
 async def new_array(
     submissions: Submissions,
-    task: Task,
-    spec: RunSpec,
+    identity: Identity,
+    worker: Submission,
     terms: ArrayTerms,
-    arguments: bytes,
+    named: Mapping[str, str],
     most_workers: int,
-) -> NewArray:
-    """`task` and `spec` are those of a worker; `terms` have no workers yet: there will be no more than have
-    something to do. All workers share one object of their arguments if these are large."""
+) -> BatchSubmission:
+    """Admit the workers. `worker` has the joined arguments; `terms` have no workers yet: there will be no
+    more than have something to do. `named`: id by place of the objects that they open. All workers share one
+    object of their arguments if these are large. Raises Problem."""
+    submissions.leader.require("array")
     chunks = -(-terms.total // (terms.chunk or 1))
     ids = submissions.ids.tasks(submissions.clock.now(), min(most_workers, chunks))
     terms = replace(terms, id=ids[0], workers=tuple(ids))
-    limits = {
-        "id": terms.id,
-        "item_retries": terms.item_retries,
-        "item_timeout_seconds": terms.item_timeout_seconds,
-        "pickled": terms.pickled,
-    }
-    spec = changed(
-        spec,
-        arguments=arguments,
-        arguments_digest=None,
-        env={**spec.env, ARRAY_VARIABLE: json.dumps(limits)},
-        labels={**spec.labels, ARRAY_LABEL: terms.id},
+    spec = replace(
+        worker.spec,
+        items=ItemTerms(
+            terms.id, terms.item_retries, terms.item_timeout_seconds, terms.pickled, terms.retry_on
+        ),
+        labels={**worker.spec.labels, ARRAY_LABEL: terms.id},
     )
-    worker = changed(task, id=ids[0], array=ids[0], shareable=False, max_retries=WORKER_RETRIES)
-    first = await submissions.with_object(submission_of(worker, spec))
-    own_bytes = bytes_of(first.spec)
-    others = (changed(first.task, id=id, queued_bytes=own_bytes) for id in ids[1:])
-    return NewArray(terms, [first, *(Submission(other, first.spec, like=first) for other in others)])
+    new = await submissions.admitted(identity, replace(worker, spec=spec), named=named, id=ids[0])
+    first = await submissions.with_object(new)
+    workers = [first, *(like(first, id, first.spec) for id in ids[1:])]
+    return BatchSubmission(workers, answer=json.dumps(to_builtins(terms)))
 
 
 def joined(arguments: bytes, items: bytes) -> bytes:
@@ -199,13 +189,16 @@ def joined(arguments: bytes, items: bytes) -> bytes:
 
 
 async def objects_left(spec: RunSpec, terms: ArrayTerms, numbers: Sequence[ItemRange]) -> Mapping[str, str]:
-    """Ids of the objects that the common arguments and these items name, by place. A function with pickled
-    items says what all of them name together, also those that need not be done again."""
+    """Return the ids of the objects that the common arguments and these items name, by place.
+
+    A function with pickled items says what all of them name together, also those that need not be done
+    again.
+    """
     if terms.pickled:
         return {}
     begin = _LENGTH_BYTES + int.from_bytes(spec.arguments[:_LENGTH_BYTES], "big")
     common, packed = spec.arguments[_LENGTH_BYTES:begin], spec.arguments[begin:]
-    in_common = objects_in_run(changed(spec, arguments=common))
+    in_common = objects_in_run(replace(spec, arguments=common))
     if not may_name_objects(packed):
         return in_common
     items = await asyncio.to_thread(from_json, packed)
@@ -214,7 +207,7 @@ async def objects_left(spec: RunSpec, terms: ArrayTerms, numbers: Sequence[ItemR
 
 
 def terms_of(tenant: str, body: SubmitArray, given: GivenItems, now: float) -> ArrayTerms:
-    """Without the ids of its workers."""
+    """Return the terms of a new array, without the ids of its workers."""
     return ArrayTerms(
         id=TaskId(""),
         tenant=tenant,
@@ -223,13 +216,10 @@ def terms_of(tenant: str, body: SubmitArray, given: GivenItems, now: float) -> A
         numbers=((0, given.total),),
         chunk=body.chunk,
         item_retries=body.item_retries,
+        retry_on=causes_of(body.retry_on, tuple(RetryOn)),
         item_timeout_seconds=body.item_timeout_seconds,
         result_format=body.result_format,
         pickled=given.pickled,
         submitted_at=now,
         objects=tuple(sorted(set(given.objects.values()))),
     )
-
-
-def terms_text(terms: ArrayTerms) -> str:
-    return json.dumps(asdict(terms))

@@ -3,61 +3,20 @@
 from typing import Annotated
 
 from fastapi import Query, Response
+from gpubroker.wire.fleet import AutoscalingDemand, Spare, Unmet
+from msgspec.structs import asdict
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.explain.autoscaling import CapacityAmounts, DemandScope, autoscaling_demand
-from gpubroker_server.gateway.http.bodies import Query as QueryModel
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.http.routing import Resource, answer, view_of
-from gpubroker_server.gateway.http.times import AsOf
+from gpubroker_server.core.explain.autoscaling import DemandScope, autoscaling_demand, plus, total_of
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.http.bodies import Query as QueryModel
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Fault
+from gpubroker_server.http.routing import Resource, answer
 
 resource = Resource("cluster")
-
-
-class CapacityView(TypedDict):
-    gpus: Annotated[int, Field(description="Whole ones, and as many as parts of GPUs fill.")]
-    gpu_mb: int
-    cpu: float
-    memory_mb: int
-
-
-class UnmetView(CapacityView):
-    tasks: int
-    waiting_seconds: Annotated[float, Field(description="Of the task that has waited longest.")]
-
-
-class UnmetGroupView(UnmetView):
-    pool: Annotated[str, Field(description="Empty: the tasks name none.")]
-    kinds: Annotated[list[str], Field(description="Any of these; empty: any kind, or no GPU.")]
-
-
-class SpareNodeView(CapacityView):
-    name: str
-    kinds: list[str]
-
-
-class SpareView(CapacityView):
-    """Nodes of which nothing is held, and which no waiting task could use."""
-
-    nodes: list[SpareNodeView]
-
-
-class AutoscalingView(AsOf):
-    unmet: Annotated[
-        UnmetView, Field(description="Of tasks that wait for room, each in full, and of missing ranks.")
-    ]
-    used: Annotated[CapacityView, Field(description="Held now: GPUs in whole or in part.")]
-    needed: Annotated[CapacityView, Field(description="`used` and `unmet`: what the cluster should have.")]
-    groups: Annotated[list[UnmetGroupView], Field(description="`unmet` by pool and kinds.")]
-    limited_tasks: Annotated[
-        int, Field(description="They wait for a quota or a limit, which no node would raise.")
-    ]
-    spare: SpareView
 
 
 class AutoscalingQuery(QueryModel):
@@ -76,7 +35,7 @@ class AutoscalingQuery(QueryModel):
     "GET /autoscaling/demand",
     "autoscaling_demand",
     Scope.CLUSTER_READ,
-    AutoscalingView,
+    AutoscalingDemand,
     "validation-failed follower-stale",
 )
 async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) -> Response:
@@ -93,35 +52,15 @@ async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) 
         raise invalid(Fault(pointer="query:pool", detail=detail, code="unknown-pool"))
     scope = DemandScope(query.pool, query.kind, Seconds(query.waited_seconds))
     found = autoscaling_demand(parts.world, parts.policy, parts.clock.now(), scope)
-    spare = CapacityAmounts()
-    for node in found.spare:
-        spare = spare.plus(node.amounts)
-    view: AutoscalingView = {
-        **parts.freshness.as_of(),
-        "unmet": {
-            **view_of(CapacityView, found.lacking),
-            "tasks": found.tasks,
-            "waiting_seconds": max((group.waiting_seconds for group in found.unmet), default=0.0),
-        },
-        "used": view_of(CapacityView, found.used),
-        "needed": view_of(CapacityView, found.used.plus(found.lacking)),
-        "groups": [
-            {
-                "pool": group.pool,
-                "kinds": list(group.kinds),
-                "tasks": group.tasks,
-                "waiting_seconds": group.waiting_seconds,
-                **view_of(CapacityView, group.amounts),
-            }
-            for group in found.unmet
-        ],
-        "limited_tasks": found.limited_tasks,
-        "spare": {
-            **view_of(CapacityView, spare),
-            "nodes": [
-                {"name": node.name, "kinds": list(node.kinds), **view_of(CapacityView, node.amounts)}
-                for node in found.spare
-            ],
-        },
-    }
-    return answer(view)
+    waited_seconds = max((group.waiting_seconds for group in found.unmet), default=0.0)
+    return answer(
+        AutoscalingDemand(
+            **parts.freshness.moment(),
+            unmet=Unmet(**asdict(found.lacking), tasks=found.tasks, waiting_seconds=waited_seconds),
+            used=found.used,
+            needed=plus(found.used, found.lacking),
+            groups=found.unmet,
+            limited_tasks=found.limited_tasks,
+            spare=Spare(**asdict(total_of(found.spare)), nodes=found.spare),
+        )
+    )

@@ -1,26 +1,29 @@
 """Idle templates: make, list, delete; and the job that submits their tasks as long as devices are idle."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Annotated
 
 import msgspec
 import structlog
 from fastapi import Response
+from gpubroker.wire.answered import Listed, Time
+from gpubroker.wire.fleet import IdleTemplate as ShownTemplate
+from msgspec.structs import replace
 from pydantic import Field, StringConstraints
-from starlette.types import Message
-from typing_extensions import TypedDict
 
+from gpubroker_server.core.admission.facts import Refused
 from gpubroker_server.core.control.idle_templates import NAME_PREFIX, Template, TemplateSeen
-from gpubroker_server.gateway.http.bodies import NAME, Body
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.gateway.submission.submissions import SentKey, body_hash
 from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.gateway.submission.translation import submission_of
+from gpubroker_server.http.bodies import NAME, Body, JsonBody
+from gpubroker_server.http.faults import invalid, problem_of
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import Call, Resource, answer
+from gpubroker_server.http.times import rfc3339
 from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import StoreUnavailable
@@ -34,12 +37,13 @@ SUBMIT_SECONDS = 2.0
 WAIT_SECONDS = 60.0
 """A task that does not start within this time expires: what was idle is in use by then."""
 MOST_BYTES = 256 * 1024
-"""Of the body of a template's tasks: every process that leads reads all templates."""
+"""The most bytes of the body of a template's tasks: every process that leads reads all templates."""
 MOST_TEMPLATES = 32
 """The leader looks for work for each idle device every few seconds."""
 MOST_WEIGHT = 1000
 _OURS = frozenset({"priority", "held", "name", "after", "not_before", "queue_ttl_seconds", "deadline_at"})
-"""Of a task's body: the service chooses them, or they make no sense for a task that is submitted again."""
+"""Fields of a task's body that the service chooses, or that make no sense for a task that is submitted
+again."""
 
 
 class CreateIdleTemplate(Body):
@@ -59,39 +63,17 @@ class CreateIdleTemplate(Body):
     max_running: Annotated[int, Field(ge=1, le=100_000)]
 
 
-class IdleTemplateView(TypedDict):
-    name: str
-    tenant: str
-    weight: int
-    max_running: int
-    made_by: Annotated[str, Field(description="Name of the token that made it; its tasks are that token's.")]
-    made_at: Time
-    running: Annotated[int, Field(description="How many of its tasks hold something now.")]
-    waiting: int
-    stopped: Annotated[
-        str | None,
-        Field(
-            description="Why nothing of it is submitted now, such as a deleted token, or a task that failed; "
-            "null: it goes on."
-        ),
-    ]
-
-
-class IdleTemplateList(TypedDict):
-    items: list[IdleTemplateView]
-
-
 @resource.route(
     "POST /idle-templates",
     "idle_templates_create",
     Scope.CLUSTER_WRITE,
-    IdleTemplateView,
+    ShownTemplate,
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch leader-outdated idle-template-exists",
     status_code=201,
 )
-async def create_idle_template(call: Call, parts: Parts, body: CreateIdleTemplate) -> Response:
+async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateIdleTemplate]) -> Response:
     """Make a template of tasks for idle devices.
 
     As long as a device is idle, a task of it is submitted there, at the lowest priority; another when it
@@ -102,10 +84,10 @@ async def create_idle_template(call: Call, parts: Parts, body: CreateIdleTemplat
     _check_body(body.task, raw)
     _check_scopes(identity)
     try:
-        demand = (await parts.submissions.checked(identity, _task(body.name, body.task))).task.demand
+        submission = submission_of(_task(body.name, body.task), identity.tenant)
+        demand = (await parts.submissions.admitted(identity, submission)).task.demand
     except Problem as problem:
-        for fault in problem.errors:
-            fault["pointer"] = f"/task{fault['pointer']}"
+        problem.errors = [replace(fault, pointer=f"/task{fault.pointer}") for fault in problem.errors]
         raise
     if demand.bundles:
         detail = "a gang is for no idle device; leave ranks and bundles out"
@@ -124,18 +106,17 @@ async def create_idle_template(call: Call, parts: Parts, body: CreateIdleTemplat
     )
     if not await parts.store.put_idle_template(template):
         raise Problem("idle-template-exists", name=body.name)
-    return answer(await _view(parts, template, {}), 201, {"Location": f"/idle-templates/{body.name}"})
+    return answer(await _shown(parts, template, {}), 201, {"Location": f"/idle-templates/{body.name}"})
 
 
-@resource.route("GET /idle-templates", "idle_templates_list", Scope.CLUSTER_READ, IdleTemplateList)
+@resource.route("GET /idle-templates", "idle_templates_list", Scope.CLUSTER_READ, Listed[ShownTemplate])
 async def list_idle_templates(call: Call, parts: Parts) -> Response:
     """List the idle templates of your tenant, or of all with the scope admin."""
     leader = parts.leadership.leader()
     seen = {} if leader is None or leader.fleet is None else {it.name: it for it in leader.fleet.templates}
     found = await parts.store.idle_templates()
     mine = [template for template in found if call.identity.may_see(template.tenant)]
-    view: IdleTemplateList = {"items": [await _view(parts, template, seen) for template in mine]}
-    return answer(view)
+    return answer(Listed(tuple([await _shown(parts, template, seen) for template in mine])))
 
 
 @resource.route(
@@ -186,19 +167,14 @@ async def fill(parts: Parts, leader: LeaderSeen, refused: dict[str, str]) -> Non
 
 
 async def _submit(parts: Parts, template: IdleTemplate, number: str) -> None:
-    """Raises Problem."""
+    """Submit one task of the template. Raises Problem."""
     identity = _holder(parts, template)
-    call = Call({"type": "http", "state": {"identity": identity}}, _body_of(template))
     # Made at: a template of the same name that was deleted had tasks with the same numbers.
     key = f"{NAME_PREFIX}{template.name}/{template.made_at}/{number}"
-    await parts.submissions.accept(call, _task(template.name, _parsed(template)), key)
-
-
-def _body_of(template: IdleTemplate) -> Callable[[], Awaitable[Message]]:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": template.task.encode()}
-
-    return receive
+    # All gateways submit the task with the same key, so they must find the same hash.
+    sent = SentKey(key, await body_hash("task", identity.tenant, template.task.encode()))
+    submission = submission_of(_task(template.name, _parsed(template)), identity.tenant)
+    await parts.submissions.accept(identity, submission, sent)
 
 
 def _parsed(template: IdleTemplate) -> SubmitTask:
@@ -231,16 +207,14 @@ def _why_paused(seen: TemplateSeen) -> str | None:
 
 
 async def _why_stopped(parts: Parts, template: IdleTemplate) -> str | None:
-    """What a submit of one of its tasks would be refused for, but for the state of the queue."""
+    """Return why a submit of one of its tasks would be refused, but for the state of the queue."""
     submissions, body = parts.submissions, _task(template.name, _parsed(template))
     try:
         identity = _holder(parts, template)
-        task, _ = await submissions.new_task(body, identity.tenant)
-        await submissions.check_allowed(identity, body, task)
-        submissions.check_possible(task)
+        found = await submissions.judged(identity, submission_of(body, identity.tenant))
     except Problem as problem:
         return problem.detail
-    return None
+    return problem_of(found).detail if isinstance(found, Refused) else None
 
 
 def _check_body(body: SubmitTask, raw: bytes) -> None:
@@ -255,16 +229,16 @@ def _check_body(body: SubmitTask, raw: bytes) -> None:
         raise invalid(*faults)
 
 
-async def _view(parts: Parts, template: IdleTemplate, seen: dict[str, TemplateSeen]) -> IdleTemplateView:
+async def _shown(parts: Parts, template: IdleTemplate, seen: dict[str, TemplateSeen]) -> ShownTemplate:
     now = seen.get(template.name, TemplateSeen(template.name))
-    return {
-        "name": template.name,
-        "tenant": template.tenant,
-        "weight": template.template.weight,
-        "max_running": template.template.max_running,
-        "made_by": template.made_by,
-        "made_at": rfc3339(template.made_at),
-        "running": now.running,
-        "waiting": now.waiting,
-        "stopped": await _why_stopped(parts, template) or _why_paused(now),
-    }
+    return ShownTemplate(
+        name=template.name,
+        tenant=template.tenant,
+        weight=template.template.weight,
+        max_running=template.template.max_running,
+        made_by=template.made_by,
+        made_at=Time.at(template.made_at),
+        running=now.running,
+        waiting=now.waiting,
+        stopped=await _why_stopped(parts, template) or _why_paused(now),
+    )

@@ -4,19 +4,21 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import Response
+from gpubroker.wire.answered import Overview, Time
+from gpubroker.wire.quarantine import Detection, Released
+from gpubroker.wire.quarantine import Quarantined as ShownQuarantined
+from msgspec.structs import asdict
 from pydantic import Field, StringConstraints
-from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.lifecycle.quarantine import Quarantined, quarantined, seen_in_use
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.gateway.http.bodies import Body, line
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer, view_of
-from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
-from gpubroker_server.gateway.status.quarantine import QuarantinedView, quarantined_view
+from gpubroker_server.gateway.status.quarantine import quarantined_view
+from gpubroker_server.http.bodies import Body, JsonBody, line
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.routing import STORED, Caller, Resource, answer
 
 resource = Resource("cluster")
 
@@ -28,19 +30,6 @@ Reason = Annotated[
         examples=["powered n2 off, it is being repaired"],
     ),
 ]
-
-
-class QuarantineList(AsOf):
-    items: list[QuarantinedView]
-
-
-class ReleasedView(TypedDict):
-    """What an operator stated to be gone."""
-
-    id: str
-    gpu_mb: Annotated[int, Field(description="Of all its devices together.")]
-    devices: Annotated[list[str], Field(description="Their UUIDs.")]
-    quarantine: Annotated[list[QuarantinedView], Field(description="What of it is still in quarantine.")]
 
 
 class ReleaseQuarantine(Body):
@@ -58,33 +47,36 @@ class ReleaseQuarantine(Body):
     ] = Field(default_factory=list)
 
     def includes(self, one: Quarantined) -> bool:
-        """Whether it is about this run, on whichever devices."""
+        """True if the statement is about this run, on whichever devices."""
         return (not self.attempts or one.attempt in self.attempts) and (
             not self.ranks or one.rank in self.ranks
         )
 
 
-@resource.route("GET /quarantine", "quarantine_list", Scope.CLUSTER_READ, QuarantineList, "follower-stale")
-async def list_quarantine(call: Call, parts: Parts) -> Response:
+@resource.route(
+    "GET /quarantine", "quarantine_list", Scope.CLUSTER_READ, Overview[ShownQuarantined], "follower-stale"
+)
+async def list_quarantine(caller: Caller, parts: Parts) -> Response:
     """List the memory that counts as used because its holder is not confirmed to be gone, and which proof it
     waits for.
 
     Longest first: runs of tasks, each attempt and rank by itself, and external leases.
     """
-    view: QuarantineList = {**parts.freshness.as_of(), "items": _views(call, parts)}
-    return answer(view)
+    return answer(Overview(**parts.freshness.moment(), items=_shown(caller, parts)))
 
 
 @resource.route(
     "POST /quarantine/{holder_id}/release",
     "quarantine_release",
     Scope.CLUSTER_WRITE,
-    ReleasedView,
+    Released,
     "malformed-json nothing-quarantined still-in-use follower-stale validation-failed",
     accepted=STORED,
     response_description="It is out of quarantine; the next measurement says what is free.",
 )
-async def release_quarantine(call: Call, parts: Parts, holder_id: str, body: ReleaseQuarantine) -> Response:
+async def release_quarantine(
+    caller: Caller, parts: Parts, holder_id: str, body: JsonBody[ReleaseQuarantine]
+) -> Response:
     """State that the processes of a task, or an external lease, are gone, so that its memory is released.
 
     For what no agent can prove, such as a machine that does not come back. The name of your token and your
@@ -92,25 +84,25 @@ async def release_quarantine(call: Call, parts: Parts, holder_id: str, body: Rel
     measurement.
     """
     await parts.freshness.catch_up()
-    parts.freshness.as_of()
-    leases = _stated_leases(call, parts, holder_id, body)
+    parts.freshness.moment()
+    leases = _stated_leases(caller, parts, holder_id, body)
     keys = [lease.key for lease in leases]
-    fields = {"leases": keys, "by": call.identity.name, "reason": body.reason}
+    fields = {"leases": keys, "by": caller.name, "reason": body.reason}
     settled = await parts.requests.ask(holder_id, leases[0].tenant, "attest", fields)
-    view: ReleasedView = {
-        "id": holder_id,
-        "gpu_mb": sum(lease.mb for lease in leases),
-        "devices": sorted({_uuid(parts, lease) for lease in leases}),
-        "quarantine": _views(call, parts, holder_id),
-    }
-    return answer(view, 200 if settled else 202)
+    released = Released(
+        holder_id,
+        sum(lease.mb for lease in leases),
+        tuple(sorted({_uuid(parts, lease) for lease in leases})),
+        _shown(caller, parts, holder_id),
+    )
+    return answer(released, 200 if settled else 202)
 
 
-def _stated_leases(call: Call, parts: Parts, holder_id: str, body: ReleaseQuarantine) -> Sequence[Lease]:
-    """The quarantined leases that the statement is about. Raises Problem if there are none, or if one of them
-    is in use."""
+def _stated_leases(caller: Caller, parts: Parts, holder_id: str, body: ReleaseQuarantine) -> Sequence[Lease]:
+    """Return the quarantined leases that the statement is about. Raises Problem if there are none, or if one
+    of them is in use."""
     world = parts.world
-    runs = [one for one in quarantined(world, holder_id) if _may_release(call.identity, one.tenant)]
+    runs = [one for one in quarantined(world, holder_id) if _may_release(caller, one.tenant)]
     leases = [lease for one in runs if body.includes(one) for lease in one.leases]
     if body.devices:
         leases = [lease for lease in leases if _uuid(parts, lease) in body.devices]
@@ -132,12 +124,13 @@ def _stated_leases(call: Call, parts: Parts, holder_id: str, body: ReleaseQuaran
     return leases
 
 
-def _views(call: Call, parts: Parts, holder: str | None = None) -> list[QuarantinedView]:
-    world, viewer = parts.world, call.identity
-    return [
+def _shown(viewer: Identity, parts: Parts, holder: str | None = None) -> tuple[ShownQuarantined, ...]:
+    """Return the quarantine of one holder, or of all."""
+    world = parts.world
+    return tuple(
         quarantined_view(world, one, named=_may_release(viewer, one.tenant))
         for one in quarantined(world, holder)
-    ]
+    )
 
 
 def _may_release(viewer: Identity, tenant: str) -> bool:
@@ -152,17 +145,6 @@ def _uuid(parts: Parts, lease: Lease) -> str:
 SUBJECT = "detection"
 
 
-class DetectionView(TypedDict):
-    """Whether the leader gives up silent nodes."""
-
-    state: Annotated[str, Field(description="watching, or paused.")]
-    since: Annotated[Time | None, Field(description="While paused.")]
-    message: Annotated[str, Field(description="Why it is paused; otherwise empty.")]
-    nodes: Annotated[list[str], Field(description="Silent, and not given up.")]
-    runs: Annotated[int, Field(description="On these nodes, and on those that were given up just before.")]
-    of_runs: int
-
-
 class Resume(Body):
     """Let the leader give up the silent nodes that it holds back."""
 
@@ -173,12 +155,12 @@ class Resume(Body):
     "POST /detection/resume",
     "detection_resume",
     Scope.CLUSTER_WRITE,
-    DetectionView,
+    Detection,
     "malformed-json nothing-paused validation-failed",
     accepted=STORED,
     response_description="What was paused. The leader gives these nodes up, unless it hears from them first.",
 )
-async def resume_detection(call: Call, parts: Parts, body: Resume) -> Response:
+async def resume_detection(caller: Caller, parts: Parts, body: JsonBody[Resume]) -> Response:
     """State that the silent nodes are lost, so that their runs start elsewhere.
 
     The leader pauses when too many nodes fall silent at once. Memory on lost nodes is quarantined until it is
@@ -187,12 +169,12 @@ async def resume_detection(call: Call, parts: Parts, body: Resume) -> Response:
     paused = parts.leadership.paused()
     if paused is None:
         raise Problem("nothing-paused")
-    fields = {"nodes": list(paused.nodes), "by": call.identity.name, "reason": body.reason}
-    settled = await parts.requests.ask(SUBJECT, call.identity.tenant, "resume", fields)
+    fields = {"nodes": list(paused.nodes), "by": caller.name, "reason": body.reason}
+    settled = await parts.requests.ask(SUBJECT, caller.tenant, "resume", fields)
     return answer(detection_view(paused), 200 if settled else 202)
 
 
-def detection_view(paused: PausedDetection | None) -> DetectionView:
+def detection_view(paused: PausedDetection | None) -> Detection:
     if paused is None:
-        return {"state": "watching", "since": None, "message": "", "nodes": [], "runs": 0, "of_runs": 0}
-    return view_of(DetectionView, paused, state="paused", since=rfc3339(paused.since))
+        return Detection("", (), 0, 0, "watching", None)
+    return Detection(**{**asdict(paused), "since": Time.at(paused.since)}, state="paused")

@@ -2,61 +2,33 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from random import Random
 from typing import Annotated, Self
 
 from fastapi import Response
-from pydantic import AwareDatetime, Field, model_validator
-from typing_extensions import TypedDict
+from gpubroker.wire.answered import Overview, Time
+from gpubroker.wire.streams import DrawnStream, WorkStream
+from msgspec.structs import replace
+from pydantic import Field, model_validator
 
 from gpubroker_server.core.control.streams import Draw, drawn, draws
 from gpubroker_server.core.domain.decisions import StreamState, known_streams
-from gpubroker_server.gateway.http.bodies import NAME, PATTERNS_IN_WORDS, Because, Body, is_name
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer, view_of
-from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.known_names import unknown_stream
+from gpubroker_server.http.bodies import NAME, PATTERNS_IN_WORDS, Because, Body, JsonBody, is_name
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import STORED, Caller, Resource, answer
+from gpubroker_server.http.times import GivenTime
 
 resource = Resource("cluster")
 
 LARGEST = 1e12
-"""Of a progress: far beyond every score, and far from what a float cannot hold."""
+"""The largest progress: far beyond every score, and far from what a float cannot hold."""
 
 SEEDS = 2**53
 """Whole numbers below it are exact in every client."""
-
-
-class FactorsView(TypedDict):
-    curriculum: Annotated[float, Field(description="The weight that an operator has given it.")]
-    velocity: Annotated[float, Field(description="Above 1 while its progress rises.")]
-    staleness: Annotated[float, Field(description="Rises with the age of its data.")]
-    quality: float
-
-
-class StreamView(TypedDict):
-    name: str
-    progress: Annotated[float | None, Field(description="As last told; null: nothing was told.")]
-    progress_at: Time | None
-    velocity_per_hour: Annotated[float, Field(description="Of the progress.")]
-    data_age_seconds: Annotated[float | None, Field(description="Of its newest data, as they age since.")]
-    quality: Annotated[float, Field(description="0 to 1; 1 if nothing was told.")]
-    factors: FactorsView
-    weight: Annotated[float, Field(description="The product of the factors.")]
-    probability: Annotated[float, Field(description="That it is drawn; 0 while it is paused.")]
-    paused: bool
-
-
-class StreamList(AsOf):
-    items: list[StreamView]
-
-
-class DrawnView(TypedDict):
-    stream: StreamView
-    seed: Annotated[int, Field(description="The same seed draws the same stream while weights are equal.")]
 
 
 class PutStream(Body):
@@ -72,7 +44,7 @@ class TellSignal(Body):
     ] | (None) = None
     progress_at: (
         Annotated[
-            AwareDatetime,
+            GivenTime,
             Field(description="When it was measured; default: now. Older progress than is known is dropped."),
         ]
         | None
@@ -100,32 +72,30 @@ _ERRORS = "malformed-json validation-failed leader-outdated"
 _SIGNAL_ERRORS = f"{_ERRORS} not-found"
 
 
-@resource.route("GET /streams", "streams_list", Scope.TASKS_READ, StreamList, "follower-stale")
+@resource.route("GET /streams", "streams_list", Scope.TASKS_READ, Overview[WorkStream], "follower-stale")
 async def list_streams(parts: Parts) -> Response:
     """List all work streams: what was told of each, its factors, its weight and its chance to be drawn."""
-    as_of, told = parts.freshness.as_of(), parts.world.streams
-    view: StreamList = {**as_of, "items": [_view(parts, told, draw) for draw in _draws(parts, told)]}
-    return answer(view)
+    moment, told = parts.freshness.moment(), parts.world.streams
+    return answer(Overview(**moment, items=tuple(_shown(parts, told, draw) for draw in _draws(parts, told))))
 
 
 @resource.route(
-    "POST /streams/next", "streams_next", Scope.TASKS_READ, DrawnView, f"{_SIGNAL_ERRORS} follower-stale"
+    "POST /streams/next", "streams_next", Scope.TASKS_READ, DrawnStream, f"{_SIGNAL_ERRORS} follower-stale"
 )
-async def draw_stream(parts: Parts, body: DrawStream = _DRAW) -> Response:
+async def draw_stream(parts: Parts, body: JsonBody[DrawStream] = _DRAW) -> Response:
     """Draw the work stream to go on with, each by its probability. Nothing is stored."""
-    parts.freshness.as_of()
+    parts.freshness.moment()
     told = parts.world.streams
     seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
     number = Random(seed).random()  # noqa: S311  # not a secret: the seed is answered
     draw = drawn(_draws(parts, told), number)
     if draw is None:
         raise Problem("not-found", "there is no work stream, or all are paused: see GET /streams")
-    view: DrawnView = {"stream": _view(parts, told, draw), "seed": seed}
-    return answer(view)
+    return answer(DrawnStream(_shown(parts, told, draw), seed))
 
 
-@resource.route("PUT /streams/{name}", "streams_put", Scope.ADMIN, StreamView, _ERRORS, accepted=STORED)
-async def put_stream(call: Call, parts: Parts, name: str, body: PutStream) -> Response:
+@resource.route("PUT /streams/{name}", "streams_put", Scope.ADMIN, WorkStream, _ERRORS, accepted=STORED)
+async def put_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[PutStream]) -> Response:
     """Give a work stream its curriculum weight; one that does not exist begins to.
 
     The weight holds for all tenants, in place of the one in the settings, and outlives restarts.
@@ -133,23 +103,23 @@ async def put_stream(call: Call, parts: Parts, name: str, body: PutStream) -> Re
     told = parts.world.streams
     if not is_name(name) and name not in known_streams(parts.policy.streams, told):
         raise invalid(Fault(pointer="path:name", detail=PATTERNS_IN_WORDS[NAME], code="bad-name"))
-    asked = {"curriculum": body.curriculum, "by": call.identity.name, "reason": body.reason}
-    settled = await parts.requests.ask(name, call.identity.tenant, "stream", asked)
+    asked = {"curriculum": body.curriculum, "by": caller.name, "reason": body.reason}
+    settled = await parts.requests.ask(name, caller.tenant, "stream", asked)
     state = replace(told.get(name, StreamState(name)), curriculum=body.curriculum)
     return answer(_named(parts, {**told, name: state}, name), 200 if settled else 202)
 
 
 @resource.route(
-    "POST /streams/{name}/signals", "streams_signal", Scope.TASKS_WRITE, StreamView, _SIGNAL_ERRORS,
+    "POST /streams/{name}/signals", "streams_signal", Scope.TASKS_WRITE, WorkStream, _SIGNAL_ERRORS,
     accepted=STORED,
 )  # fmt: skip
-async def signal_stream(call: Call, parts: Parts, name: str, body: TellSignal) -> Response:
+async def signal_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[TellSignal]) -> Response:
     """Tell of a work stream's progress, of the age of its data and of their quality."""
     await parts.freshness.catch_up()
     _named(parts, parts.world.streams, name)
     asked = body.model_dump()
     asked["progress_at"] = None if body.progress_at is None else body.progress_at.timestamp()
-    settled = await parts.requests.ask(name, call.identity.tenant, "stream_signal", asked)
+    settled = await parts.requests.ask(name, caller.tenant, "stream_signal", asked)
     return answer(_named(parts, parts.world.streams, name), 200 if settled else 202)
 
 
@@ -157,15 +127,15 @@ async def signal_stream(call: Call, parts: Parts, name: str, body: TellSignal) -
     "DELETE /streams/{name}", "streams_delete", Scope.ADMIN, None, "not-found leader-outdated",
     accepted=STORED, status_code=204,
 )  # fmt: skip
-async def delete_stream(call: Call, parts: Parts, name: str) -> Response:
+async def delete_stream(caller: Caller, parts: Parts, name: str) -> Response:
     """Forget what was told of a work stream.
 
     One of the settings stays, with the weight that it has there. Tasks that name another one weigh 1.
     """
     await parts.freshness.catch_up()
     _named(parts, parts.world.streams, name)
-    asked = {"curriculum": None, "by": call.identity.name, "reason": ""}
-    settled = await parts.requests.ask(name, call.identity.tenant, "stream", asked)
+    asked = {"curriculum": None, "by": caller.name, "reason": ""}
+    settled = await parts.requests.ask(name, caller.tenant, "stream", asked)
     return Response(status_code=204 if settled else 202)
 
 
@@ -177,25 +147,25 @@ def _draws(parts: Parts, told: Mapping[str, StreamState]) -> list[Draw]:
     return draws(streams, parts.clock.now(), policy.stream_rules, paused)
 
 
-def _named(parts: Parts, told: Mapping[str, StreamState], name: str) -> StreamView:
-    """Raises Problem if there is none of this name."""
+def _named(parts: Parts, told: Mapping[str, StreamState], name: str) -> WorkStream:
+    """Return the stream of this name. Raises Problem if there is none."""
     found = [draw for draw in _draws(parts, told) if draw.name == name]
     if not found:
         raise Problem("not-found", unknown_stream(name, parts.world, parts.policy))
-    return _view(parts, told, found[0])
+    return _shown(parts, told, found[0])
 
 
-def _view(parts: Parts, told: Mapping[str, StreamState], draw: Draw) -> StreamView:
+def _shown(parts: Parts, told: Mapping[str, StreamState], draw: Draw) -> WorkStream:
     state, now = told.get(draw.name, StreamState(draw.name)), parts.clock.now()
-    return {
-        "name": draw.name,
-        "progress": state.progress,
-        "progress_at": None if state.progress is None else rfc3339(state.progress_at),
-        "velocity_per_hour": state.velocity_per_hour,
-        "data_age_seconds": None if state.data_at is None else max(0.0, now - state.data_at),
-        "quality": state.quality,
-        "factors": view_of(FactorsView, draw.factors),
-        "weight": draw.factors.weight,
-        "probability": draw.probability,
-        "paused": f"stream:{draw.name}" in parts.world.queue.pauses,
-    }
+    return WorkStream(
+        name=draw.name,
+        progress=state.progress,
+        progress_at=None if state.progress is None else Time.at(state.progress_at),
+        velocity_per_hour=state.velocity_per_hour,
+        data_age_seconds=None if state.data_at is None else max(0.0, now - state.data_at),
+        quality=state.quality,
+        factors=draw.factors,
+        weight=draw.factors.weight,
+        probability=draw.probability,
+        paused=f"stream:{draw.name}" in parts.world.queue.pauses,
+    )

@@ -5,17 +5,21 @@ from collections.abc import Container, Sequence
 from typing import Annotated, Any
 
 from fastapi import Query, Response
+from gpubroker.wire.answered import Time
+from gpubroker.wire.events import Event as ShownEvent
+from gpubroker.wire.events import EventPage
+from msgspec.structs import replace
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.world.events import Event, task_of
-from gpubroker_server.gateway.http.bodies import Query as QueryModel
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
-from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.gateway.status.wholes import whole_of
+from gpubroker_server.http.bodies import Query as QueryModel
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.routing import Call, Resource, answer
+from gpubroker_server.http.times import rfc3339
 
 resource = Resource("events")
 
@@ -33,21 +37,6 @@ class EventQuery(QueryModel):
     ] = None
 
 
-class EventView(TypedDict):
-    position: Annotated[int, Field(description="Place in the log; gap-free, in commit order.")]
-    at: Time
-    kind: str
-    key: Annotated[str, Field(description="The row that changed.")]
-    version: int
-    fields: dict[str, Any]
-
-
-class EventPage(TypedDict):
-    items: list[EventView]
-    next_after: Annotated[int, Field(description="Pass it as `after` to read on.")]
-    oldest: Annotated[int, Field(description="Position of the oldest event that is kept.")]
-
-
 @resource.route(
     "GET /tasks/{task_id}/events",
     "tasks_events",
@@ -58,13 +47,17 @@ class EventPage(TypedDict):
 async def list_task_events(
     call: Call, parts: Parts, task_id: str, query: Annotated[EventQuery, Query()]
 ) -> Response:
-    """Read what happened to a task, oldest first: its states, its leases, the pledges made for it."""
+    """Read what happened to a task, oldest first: its states, its leases, the pledges made for it.
+
+    With the id of an array or a worker set it has the events of all its workers.
+    """
     record = await parts.records.find(call.identity, task_id)
-    task = record.task.id
+    whole = await whole_of(parts.records.store, record)
+    tasks = (record.task.id,) if whole is None else whole.workers
     if query.last is not None:
-        newest = await _newest_of(parts, task, query.last)
+        newest = await _newest_of(parts, tasks, query.last)
         return answer(await _page(call, parts, query, newest, newest))
-    events = await _read(parts, query, task)
+    events = await _read(parts, query, tasks)
     return answer(await _page(call, parts, query, events, events))
 
 
@@ -78,19 +71,20 @@ async def list_events(call: Call, parts: Parts, query: Annotated[EventQuery, Que
         head = await parts.records.store.head()
         newest = await _newest(call, parts, query.last, head)
         page = await _page(call, parts, query, newest, newest)
-        return answer({**page, "next_after": head})
+        return answer(replace(page, next_after=head))
     events = await _read(parts, query)
     visible = [event for event in events if _may_see(call.identity, event)]
     return answer(await _page(call, parts, query, events, visible))
 
 
-async def _read(parts: Parts, query: EventQuery, task: TaskId | None = None) -> Sequence[Event]:
+async def _read(parts: Parts, query: EventQuery, tasks: Sequence[TaskId] | None = None) -> Sequence[Event]:
     limit = min(query.limit, parts.records.page_items)
-    return await parts.records.store.events(Position(query.after), limit, task)
+    return await parts.records.store.events(Position(query.after), limit, tasks)
 
 
 async def _newest(call: Call, parts: Parts, last: int, head: Position) -> list[Event]:
-    """Of what the token may see, read back from the head window by window, at most `MOST_WINDOWS`."""
+    """Return the newest events that the token may see, read back from the head window by window, at most
+    `MOST_WINDOWS`."""
     store = parts.records.store
     found: list[Event] = []
     end, oldest = head, await store.oldest()
@@ -104,10 +98,10 @@ async def _newest(call: Call, parts: Parts, last: int, head: Position) -> list[E
     return found[-last:]
 
 
-async def _newest_of(parts: Parts, task: TaskId, last: int) -> list[Event]:
+async def _newest_of(parts: Parts, tasks: Sequence[TaskId], last: int) -> list[Event]:
     found: deque[Event] = deque(maxlen=last)
     after = Position(0)
-    while events := await parts.records.store.events(after, WINDOW, task):
+    while events := await parts.records.store.events(after, WINDOW, tasks):
         found.extend(events)
         after = events[-1].position
     return list(found)
@@ -121,8 +115,8 @@ def _may_see(identity: Identity, event: Event) -> bool:
 async def _page(
     call: Call, parts: Parts, query: EventQuery, events: Sequence[Event], visible: Sequence[Event]
 ) -> EventPage:
-    """Raises Problem events-gone if events after the cursor are no longer kept, or the log does not go so
-    far; 0 is not a cursor."""
+    """Return a page of events. Raises Problem events-gone if events after the cursor are no longer kept, or
+    the log does not go so far; 0 is not a cursor."""
     # Asked after the events were read, so that none was removed in between.
     store = parts.records.store
     oldest = await store.oldest()
@@ -135,15 +129,12 @@ async def _page(
             "read the present state (GET /tasks, GET /gpus), then read on without `after`",
         )
     hidden = await _hidden_tasks(call, parts, visible)
-    return {
-        "items": [_view(event, hidden) for event in visible],
-        "next_after": events[-1].position if events else query.after,
-        "oldest": oldest,
-    }
+    next_after = events[-1].position if events else query.after
+    return EventPage(tuple(_shown(event, hidden) for event in visible), next_after, oldest)
 
 
 async def _hidden_tasks(call: Call, parts: Parts, events: Sequence[Event]) -> frozenset[str]:
-    """Of the tasks for which victims made room, those that this token may not see."""
+    """Return the tasks for which victims made room and which this token may not see."""
     named = {TaskId(task) for event in events if (task := event.fields.get("freeing_for"))}
     known = {task: await parts.records.store.record(task) for task in sorted(named)}
     return frozenset(
@@ -153,12 +144,12 @@ async def _hidden_tasks(call: Call, parts: Parts, events: Sequence[Event]) -> fr
     )
 
 
-def _view(event: Event, hidden: Container[str]) -> EventView:
+def _shown(event: Event, hidden: Container[str]) -> ShownEvent:
     fields = {
         name: None if name == "freeing_for" and value in hidden else _readable(name, value)
         for name, value in event.fields.items()
     }
-    return view_of(EventView, event, at=rfc3339(event.at), fields=fields)
+    return ShownEvent(event.position, Time.at(event.at), event.kind, event.key, event.version, fields)
 
 
 def _readable(name: str, value: Any) -> Any:

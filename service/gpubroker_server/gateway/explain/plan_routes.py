@@ -1,35 +1,45 @@
 """Whether a set of components fits the fleet, or another one. Nothing is stored."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Self
 
 from fastapi import Response
+from gpubroker.wire.forecasts import Sizing
+from gpubroker.wire.plans import FleetPlan
+from msgspec.structs import replace
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from gpubroker_server.core.admission.admit import no_such
+from gpubroker_server.core.admission.defaults import first
+from gpubroker_server.core.admission.demands import demand_of, settled_demand
+from gpubroker_server.core.admission.facts import refused_at
+from gpubroker_server.core.admission.sizing import UNKNOWN_SIZE
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.units import Instant, Mib, Seconds
-from gpubroker_server.core.explain.fit import Component, Machine, fleet_of, plan_fleet
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.reasons import Refusal
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.core.explain.fit import MAX_RUNS, Component, Machine, fleet_of, plan_fleet
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.explain.plan import FleetPlanView, plan_view
-from gpubroker_server.gateway.http.bodies import NAME, Body, KindName, Labels, line
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.http.waiters import run_in_thread
+from gpubroker_server.gateway.explain.plan import shown_plan
+from gpubroker_server.gateway.explain.viewpoint import viewpoint
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.known_names import unknown_tenant
-from gpubroker_server.gateway.submission.demand import demand_of
-from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
-from gpubroker_server.gateway.submission.task_body import Placement, Priority, ProfileName, SimulateTask
+from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, NamedResources, Resources
+from gpubroker_server.gateway.submission.task_body import Placement, Priority, ProfileName
+from gpubroker_server.gateway.submission.translation import asked_of
+from gpubroker_server.http.bodies import NAME, Body, JsonBody, KindName, Labels, line
+from gpubroker_server.http.faults import invalid, problem_of, refuse
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import Caller, Resource, answer
+from gpubroker_server.http.waiters import run_in_thread
 
 resource = Resource("cluster")
 
 LIMIT_SECONDS = Seconds(10.0)
 MAX_TASKS = 2000
-"""Of all components together, ranks of gangs included."""
+"""The most tasks of all components together, ranks of gangs included."""
 MAX_MACHINES = 1000
 MAX_GPUS = 10_000
 
@@ -45,23 +55,11 @@ class PlannedComponent(Body):
     priority: Priority | None = None
     model_type: Annotated[str, line(100), Field(description="Selects the operator's defaults.")] = ""
     profile: ProfileName = ""
-    resources: Resources = Resources()
+    resources: NamedResources
     placement: Placement = "pack"
     labels: Annotated[Labels, Field(description="For limits on how many tasks of a label run.")] = Field(
         default_factory=dict
     )
-
-    def as_task(self) -> SimulateTask:
-        """One of them."""
-        return SimulateTask(
-            name=self.name,
-            priority=self.priority,
-            model_type=self.model_type,
-            profile=self.profile,
-            resources=self.resources,
-            placement=self.placement,
-            labels=self.labels,
-        )
 
 
 class PlannedGpus(Body):
@@ -123,21 +121,20 @@ class PlanFleet(Body):
     "POST /plan",
     "plan",
     Scope.CLUSTER_READ,
-    FleetPlanView,
+    FleetPlan,
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "pool-mismatch too-many-requests follower-stale",
 )
-async def plan_components(call: Call, parts: Parts, body: PlanFleet) -> Response:
+async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet]) -> Response:
     """Say whether components fit the fleet: where each would be placed, what is missing, and which runs they
     would displace.
 
     With `fleet`: on such machines, empty; otherwise on the present fleet, beside what runs there. Of the
     queue only tasks with a forecast count. One plan is computed at a time.
     """
-    now = parts.clock.now()
-    parts.freshness.as_of()
-    tenant = _tenant(call, parts, body)
-    components = [_component(call, parts, body, index, tenant) for index in range(len(body.components))]
+    at = viewpoint(parts, caller)
+    now, tenant = at.now, _tenant(caller, parts, body)
+    components = [_component(caller, parts, body, index, tenant) for index in range(len(body.components))]
     if sum(one.count * max(1, len(one.demand.bundles)) for one in components) > MAX_TASKS:
         detail = f"at most {MAX_TASKS} tasks and ranks of gangs in total"
         raise invalid(Fault(pointer="/components", detail=detail, code="too-many"))
@@ -156,17 +153,17 @@ async def plan_components(call: Call, parts: Parts, body: PlanFleet) -> Response
         except TimeoutError:
             detail = f"planning takes longer than {LIMIT_SECONDS:g} s; ask about fewer tasks at a time"
             raise invalid(Fault(pointer="/components", detail=detail, code="too-long")) from None
-    return answer(plan_view(world, components, plan, call.identity, now))
+    return answer(shown_plan(components, plan, replace(at, world=world)))
 
 
-def _tenant(call: Call, parts: Parts, body: PlanFleet) -> str:
-    mine = call.identity.tenant
+def _tenant(caller: Identity, parts: Parts, body: PlanFleet) -> str:
+    mine = caller.tenant
     if body.tenant is None or body.tenant == mine:
         return mine
-    if not call.identity.may(Scope.ADMIN):
+    if not caller.may(Scope.ADMIN):
         raise Problem(
             "forbidden",
-            f'token "{call.identity.name}" is of tenant "{mine}"; planning for tenant "{body.tenant}" needs '
+            f'token "{caller.name}" is of tenant "{mine}"; planning for tenant "{body.tenant}" needs '
             "the scope admin; leave tenant out, or name your own",
             errors=[Fault(pointer="/tenant", detail=f'only "{mine}"', code="other-tenant")],
         )
@@ -175,22 +172,50 @@ def _tenant(call: Call, parts: Parts, body: PlanFleet) -> str:
     return body.tenant
 
 
-def _component(call: Call, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:
+def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:
     asked, at, submissions = body.components[index], f"/components/{index}", parts.submissions
-    task, defaults = asked.as_task(), submissions.defaults
-    submissions.check_profile(task.profile, at=f"{at}/profile")
-    priority = defaults.limits_of(task, task.profile).priority
-    submissions.permissions.check_priority(call.identity, priority, tenant, at=f"{at}/priority")
-    demand, _ = submissions.demand_of(task, tenant, at=f"{at}/resources")
+    policy, profiles = submissions.policy, submissions.defaults.profiles
+    if asked.profile and asked.profile not in profiles:
+        detail = no_such("profile", asked.profile, profiles)
+        raise invalid(Fault(pointer=f"{at}/profile", detail=detail, code="unknown"))
+    usual = policy.defaults.named(asked.model_type, asked.profile)
+    priority = first(asked.priority, usual.priority, policy.defaults.priority)
+    refuse(policy.permissions.check_priority(caller, priority, tenant, at=f"{at}/priority"))
+
+    def settled(resources: Resources, labels: Mapping[str, str]) -> Demand:
+        wanted, subject = asked_of(resources, asked.placement), asked.model_type or asked.name
+        found = settled_demand(
+            wanted,
+            usual,
+            policy.defaults.cpu,
+            submissions.capacity,
+            subject,
+            tenant,
+            labels,
+            policy.permissions.policy,
+        )
+        if isinstance(found, Refusal):
+            raise problem_of(refused_at(f"{at}/resources", found))
+        return found[0]
+
+    demand = settled(asked.resources, asked.labels)
     if body.fleet is not None and body.tenant is None:
         demand = _without_limits(demand)
     roles = [Resources.model_validate(role.model_dump()) for role in asked.resources.roles.values()]
-    apart = tuple(demand_of(task.model_copy(update={"resources": role}), defaults) for role in roles)
+    apart = tuple(
+        demand_of(asked_of(role, asked.placement), usual, policy.defaults.cpu, _size_is_unknown)
+        for role in roles
+    )
     return Component(asked.name, asked.count, demand, priority, apart)
 
 
+def _size_is_unknown(_demand: Demand) -> Sizing:
+    return UNKNOWN_SIZE
+
+
 def _without_limits(demand: Demand) -> Demand:
-    """Without limits on how many tasks of a tenant or a label run at once; the pool's amounts still count."""
+    """Return the demand without limits on how many tasks of a tenant or a label run at once; the pool's
+    amounts still count."""
     pools = tuple((name, amount) for name, amount in demand.slots if name.startswith("pool:"))
     return replace(demand, slots=pools)
 
@@ -200,12 +225,17 @@ def _fleet(nodes: Iterable[PlannedNodes], parts: Parts, now: Instant) -> World:
     custom = tuple(sorted((limit.name, limit.amount) for limit in limits if limit.per_node))
     machines = (
         Machine(
-            f"{kind.name}{number + 1}" if kind.count > 1 else kind.name,
-            kind.cpu,
-            Mib(kind.memory_mb),
+            Node(
+                NodeName(f"{kind.name}{number + 1}" if kind.count > 1 else kind.name),
+                kind.cpu,
+                Mib(kind.memory_mb),
+                MAX_RUNS,
+                incarnation="",
+                boot_id="",
+                labels=tuple(sorted(kind.labels.items())),
+                custom=custom,
+            ),
             tuple((gpu.kind, Mib(gpu.memory_mb)) for gpu in kind.gpus for _ in range(gpu.count)),
-            tuple(sorted(kind.labels.items())),
-            custom,
         )
         for kind in nodes
         for number in range(kind.count)

@@ -1,56 +1,44 @@
 """Why a task waits, what would help, and what would happen to one that is not submitted yet."""
 
-from dataclasses import replace
-from typing import Annotated
+from collections import Counter
+from typing import Any
 
 from fastapi import Response
-from pydantic import Field
-from typing_extensions import TypedDict
+from gpubroker.wire.explanations import Explanation as ShownExplanation
+from gpubroker.wire.explanations import Refusal, Simulation
+from gpubroker.wire.forecasts import Sizing
+from gpubroker.wire.tasks import TaskState as ShownState
+from msgspec.structs import replace
 
+from gpubroker_server.core.admission.facts import INVALID, Refused
+from gpubroker_server.core.admission.sizing import unstated_size
+from gpubroker_server.core.domain.holders import External, Inference
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.explain.advice import Advice, advise
+from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.blockers import Blocker, expected_send_at
 from gpubroker_server.core.explain.diagnosis import Diagnosis, diagnose
 from gpubroker_server.core.explain.explain import (
     Explanation,
     explain,
     explain_pending,
-    is_deferred,
 )
-from gpubroker_server.core.planning.find_way import Wait
-from gpubroker_server.core.planning.forecasts.run_estimates import unstated_size
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.explain.advice import (
-    NO_ADVICE,
-    PlacementView,
-    RunHolder,
-    advice_fields,
-    place_views,
-    run_view,
-    start_fields,
-)
-from gpubroker_server.gateway.explain.explanation import (
-    UNEXPLAINED,
-    EvaluatedFields,
-    ExplainedFields,
-    ExplanationView,
-    blocker_view,
-    explained_fields,
-    unadvised_fields,
-)
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.http.times import rfc3339
+from gpubroker_server.gateway.explain.viewpoint import NO_ADVICE, Viewpoint, viewpoint
 from gpubroker_server.gateway.parts import Parts
-from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, inherits_view, no_leader
-from gpubroker_server.gateway.status.task_view import demand_view, sizing_of
-from gpubroker_server.gateway.status.views import DemandView, SizingView
-from gpubroker_server.gateway.submission.submissions import PreparedTask
+from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, no_leader
+from gpubroker_server.gateway.status.task_view import demand_view
+from gpubroker_server.gateway.status.wholes import Whole, failure_of_whole, standing_of, whole_of
 from gpubroker_server.gateway.submission.task_body import SimulateTask
-from gpubroker_server.ports.store import TaskRecord
+from gpubroker_server.gateway.submission.translation import submission_of
+from gpubroker_server.http.bodies import JsonBody
+from gpubroker_server.http.faults import problem_of
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.routing import Caller, Resource, answer
+from gpubroker_server.http.times import rfc3339
+from gpubroker_server.ports.store import AdmittedTask, TaskRecord
 
 resource = Resource("tasks")
 
@@ -59,112 +47,143 @@ resource = Resource("tasks")
     "GET /tasks/{task_id}/explain",
     "tasks_explain",
     Scope.TASKS_READ,
-    ExplanationView,
+    ShownExplanation,
     "not-found follower-stale too-many-requests",
 )
-async def explain_task(call: Call, parts: Parts, task_id: str) -> Response:
-    """Explain why a task waits: every blocker, every device, its place in the queue, and what would help."""
-    record = await parts.records.find(call.identity, task_id)
+async def explain_task(caller: Caller, parts: Parts, task_id: str) -> Response:
+    """Explain why a task waits: every blocker, every device, its place in the queue, and what would help.
+
+    With the id of an array or a worker set it says how many of its workers wait, run and have ended, and
+    explains the first that waits.
+    """
+    record = await parts.records.find(caller, task_id)
+    whole = await whole_of(parts.records.store, record)
     await parts.freshness.catch_up()
+    if whole is None:
+        return answer(await _of_task(parts, caller, record))
+    return answer(await _of_whole(parts, caller, whole))
+
+
+async def _of_task(parts: Parts, viewer: Identity, record: TaskRecord) -> ShownExplanation:
     async with parts.answers.slot():
         row = parts.world.tasks.get(record.task.id)
         if row is None or row.is_terminal:
             record = await parts.records.reread(record)  # it may just have ended
-        view = _view(parts, call.identity, record)
-        if notice := parts.records.pending.notice(record.task):
-            view["message"] += f" ({notice}; gpubroker stats says why)"
-        return answer(view)
+        return _explanation(parts, viewer, record)
+
+
+_NOT_WANTED = "not wanted"
+_NOT_WAITING: dict[str, Any] = NO_ADVICE | {
+    "reason": None,
+    "position": None,
+    "inherits": None,
+    "blockers": (),
+    "quota": None,
+    "ranks": None,
+    "devices": (),
+}
+
+
+async def _of_whole(parts: Parts, viewer: Identity, whole: Whole) -> ShownExplanation:
+    """Explain an array or a set: its state, how many workers are in which, and the first that waits."""
+    store, first = parts.records.store, whole.first
+    standing = await standing_of(store, whole)
+    words = {id: _word(parts.world, whole, id, state) for id, state in standing.workers.items()}
+    counts = Counter(words.values())
+    waiting = next((id for id, word in words.items() if word == TaskState.PENDING), None)
+    record = first if waiting is None else await store.record(waiting) or first
+    found = await _of_task(parts, viewer, record)
+    is_alone = len(words) == 1 and not counts[_NOT_WANTED]
+    said = [] if is_alone else [f"workers: {', '.join(f'{count} {word}' for word, count in counts.items())}"]
+    if is_alone:
+        said.append(found.message)
+    elif waiting is not None:
+        said.append(f"{waiting}: {found.message}")
+    if (failure := failure_of_whole(whole, standing)) is not None:
+        said.append(failure.message)
+    return replace(
+        found,
+        id=first.task.id,
+        state=ShownState(standing.state),
+        message="; ".join(said),
+        worker=None if is_alone else waiting,
+        **({} if waiting else _NOT_WAITING),
+    )
+
+
+def _word(world: World, whole: Whole, worker: TaskId, state: TaskState) -> str:
+    """Return the worker's state. A set holds the workers that it does not want; nobody is to release them."""
+    row = world.tasks.get(worker)
+    is_held = state is TaskState.PENDING and row is not None and row.held
+    return _NOT_WANTED if is_held and not whole.is_array else state
 
 
 def _diagnose(parts: Parts, task: Task) -> Diagnosis:
-    """All nodes and devices, judged for this task."""
+    """Judge all nodes and devices for this task."""
     forecasts = parts.leadership.forecasts()
     return diagnose(parts.surveys.survey_nodes(parts.world, task, parts.policy, parts.clock.now(), forecasts))
 
 
-def _view(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView:
-    task = record.task
+def _explanation(parts: Parts, viewer: Identity, record: TaskRecord) -> ShownExplanation:
+    at, task = viewpoint(parts, viewer), record.task
     row = parts.world.tasks.get(task.id)
     if row is not None and row.state is TaskState.PENDING:
-        return _waiting(parts, viewer, replace(record, task=row))
-    view = _bare(parts, record)
+        found, fields = _waiting(parts, at, row)
+    else:
+        found = _not_waiting(parts, at.now, record)
+        fields = at.outlook(found)
+    if notice := parts.records.pending.notice(task):
+        fields["message"] += f" ({notice}; gpubroker stats says why)"
+    state = ShownState(found.state)
+    return ShownExplanation(**fields, id=task.id, name=task.name, state=state, inherits=found.inherits)
+
+
+def _not_waiting(parts: Parts, now: Instant, record: TaskRecord) -> Explanation:
+    """Say what the task does, how it ended, or that the World does not have it yet."""
+    world, task = parts.world, record.task
+    row = world.tasks.get(task.id)
+    latest = task if row is None else row
+    if latest.is_terminal:
+        ended = _ended(replace(record, task=latest))
+        return Explanation(task.id, latest.state, ended, len(world.queue))
     if row is None:
-        return view if task.is_terminal else _not_yet_seen(view)
-    found = explain(parts.world, task.id, parts.policy, parts.clock.now())
-    message = _ended(replace(record, task=row)) if row.is_terminal else found.message
-    return {**view, "state": found.state.value, "message": message}
+        unseen = Blocker(Reason.PENDING_EVALUATION, NOT_YET_SEEN.message)
+        waits = Explanation(task.id, task.state, unseen.message, len(world.queue), unseen.reason)
+        return replace(waits, blockers=(unseen,))
+    return explain(world, task.id, parts.policy, now)
 
 
-def _waiting(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView:
-    task = record.task
-    view, diagnosis = _bare(parts, record), _diagnose(parts, task)
-    found = explain_pending(diagnosis)
-    explained = _explained(parts, viewer, task, diagnosis, found)
-    view = {**view, "inherits": inherits_view(found.inherits), **explained}
-    blocker = no_leader(parts.world, parts.leadership, task)
-    return view if blocker is None else _without_leader(view, found.blockers, blocker)
+def _waiting(parts: Parts, at: Viewpoint, task: Task) -> tuple[Explanation, dict[str, Any]]:
+    """Return why the task waits, and the fields of the answer."""
+    diagnosis = _diagnose(parts, task)
+    found, advice, start = explain_pending(diagnosis), None, None
+    if not isinstance(task.holder, Inference):
+        advice = advise(diagnosis, _highest_priority(parts, at.viewer))
+    elif found.reason is Reason.MODEL_LOADING:  # an inference waits for its model, not for room on a node
+        start = expected_send_at(parts.world, task, parts.policy, parts.leadership.forecasts(), at.now)
+    leaderless = no_leader(parts.world, parts.leadership, task)
+    if leaderless is None:
+        return found, at.outlook(found, advice, start)
+    found = _without_leader(found, leaderless)
+    return found, at.outlook(found, advice, start) | NO_ADVICE
 
 
-def _explained(
-    parts: Parts, viewer: Identity, task: Task, diagnosis: Diagnosis, found: Explanation
-) -> ExplainedFields:
-    now = parts.clock.now()
-    if not task.is_inference:
-        advice = advise(diagnosis, parts.submissions.permissions.highest_priority(viewer))
-        return explained_fields(parts.world, found, advice, viewer, now)
-    start = None  # an inference waits for its model, not for room on a node
-    if found.reason is Reason.MODEL_LOADING:
-        start = expected_send_at(parts.world, task, parts.policy, parts.leadership.forecasts(), now)
-    return {**unadvised_fields(found), **start_fields(parts.world, start, now)}
-
-
-def _without_leader(
-    view: ExplanationView, blockers: tuple[Blocker, ...], leaderless: Blocker
-) -> ExplanationView:
-    """Without a leader no start can be forecast, and nothing else would help."""
-    others = [one for one in blockers if one.reason is not Reason.PENDING_EVALUATION]
+def _without_leader(found: Explanation, leaderless: Blocker) -> Explanation:
+    """Return the explanation with the missing leader as a reason, among others that the leader could not
+    end."""
+    others = [one for one in found.blockers if one.reason is not Reason.PENDING_EVALUATION]
     first, *more = sorted([leaderless, *others], key=lambda blocker: blocker.reason.tier)
-    return {
-        **view,
-        **NO_ADVICE,
-        "reason": first.reason.value,
-        "message": first.message,
-        "blockers": [blocker_view(blocker) for blocker in (first, *more)],
-    }
-
-
-def _bare(parts: Parts, record: TaskRecord) -> ExplanationView:
-    """Of a task that does not wait."""
-    task = record.task
-    return {
-        **_evaluated(parts),
-        "id": task.id,
-        "name": task.name,
-        "state": task.state.value,
-        "message": _ended(record),
-        "inherits": None,
-    }
-
-
-def _evaluated(parts: Parts) -> EvaluatedFields:
-    age = parts.freshness.as_of()
-    return {
-        **UNEXPLAINED,
-        "evaluated_at": rfc3339(parts.clock.now()),
-        "queue_length": len(parts.world.queue),
-        "as_of": age["as_of"],
-        "age_seconds": age["age_seconds"],
-        "log_position": age["position"],
-    }
+    return replace(found, reason=first.reason, message=first.message, blockers=(first, *more))
 
 
 def _ended(record: TaskRecord) -> str:
-    """How and when. A lease has no run that could succeed, so its message is about its release."""
+    """Return how and when the task ended. A lease has no run that could succeed, so its message is about its
+    release."""
     task = record.task
     if task.finished_at is None:
         return ""
     at = rfc3339(task.finished_at)
-    if task.external is None:
+    if not isinstance(task.holder, External):
         failure = record.failure or {}
         why = str(failure.get("message") or failure.get("kind") or "").partition("\n")[0]
         return f"{task.state} at {at}, {_how_far(task, task.finished_at)}" + (f": {why}" if why else "")
@@ -185,141 +204,77 @@ def _how_far(task: Task, finished_at: Instant) -> str:
     return f"after {finished_at - task.started_at:.0f} s{which}{where}"
 
 
-def _not_yet_seen(view: ExplanationView) -> ExplanationView:
-    reason, message = Reason.PENDING_EVALUATION, NOT_YET_SEEN["message"]
-    blockers = [blocker_view(Blocker(reason, message))]
-    return {**view, "reason": reason.value, "message": message, "blockers": blockers}
-
-
 _REFUSED = 422
 """Problems of this status are part of the answer; any other problem ends the request."""
-
-
-class RefusalView(TypedDict):
-    """The problem with which a submit would be refused."""
-
-    code: str
-    detail: str
-    errors: list[Fault]
-
-
-class SimulationView(EvaluatedFields):
-    """What would happen to a task if it were submitted now."""
-
-    verdict: Annotated[
-        str,
-        Field(description="refused; starts: there is room; preempts: `victims` are stopped first; or waits."),
-    ]
-    refusal: RefusalView | None
-    priority: int | None
-    resources: Annotated[DemandView | None, Field(description="With all defaults; null if refused early.")]
-    sizing: Annotated[
-        SizingView | None, Field(description="How its size would be settled, if it states none.")
-    ]
-    places: Annotated[list[PlacementView], Field(description="Where it would start now.")]
-    victims: Annotated[list[RunHolder], Field(description="Runs that would be asked to leave.")]
 
 
 @resource.route(
     "POST /tasks/simulate",
     "tasks_simulate",
     Scope.TASKS_READ,
-    SimulationView,
+    Simulation,
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "follower-stale too-many-requests leader-outdated",
 )
-async def simulate_task(call: Call, parts: Parts, body: SimulateTask) -> Response:
+async def simulate_task(caller: Caller, parts: Parts, body: JsonBody[SimulateTask]) -> Response:
     """Say what would happen to a task if it were submitted now, without doing anything.
 
     The body is that of a submit, or one without `run`: then only its demand is judged. With `run`, the token
     needs the same scopes as for the submit.
     """
     if body.run is not None:
-        call.identity.require(Scope.TASKS_WRITE, "simulating a run")
+        caller.require(Scope.TASKS_WRITE, "simulating a run")
     await parts.freshness.catch_up()
-    try:
-        new = await parts.submissions.new_task(body, call.identity.tenant)
-    except Problem as problem:
-        if problem.code == "validation-failed" or problem.kind.status != _REFUSED:
-            raise
-        return answer(_refused(parts, call.identity, problem))
+    found = await parts.submissions.judged(caller, submission_of(body, caller.tenant))
     async with parts.answers.slot():
-        return answer(await _judged(parts, call.identity, body, new))
+        at = viewpoint(parts, caller)
+        if not isinstance(found, Refused):
+            return answer(_simulated(parts, at, found))
+        problem = problem_of(found)
+        is_invalid = found.code == INVALID and found.would_be is None
+        if is_invalid or problem.kind.status != _REFUSED:
+            raise problem
+        return answer(_refused(parts, at, problem, found.would_be))
 
 
-async def _judged(parts: Parts, viewer: Identity, body: SimulateTask, new: PreparedTask) -> SimulationView:
-    try:
-        await parts.submissions.check_allowed(viewer, body, new.task)
-        parts.submissions.check_possible(new.task)
-    except Problem as problem:
-        if problem.kind.status != _REFUSED:
-            raise
-        return _refused(parts, viewer, problem, new)
-    return _simulated(parts, viewer, new)
-
-
-def _simulated(parts: Parts, viewer: Identity, new: PreparedTask) -> SimulationView:
-    task, world, now = new.task, parts.world, parts.clock.now()
-    diagnosis = _diagnose(parts, task)
-    found, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, viewer))
+def _simulated(parts: Parts, at: Viewpoint, new: AdmittedTask) -> Simulation:
+    diagnosis = _diagnose(parts, new.task)
+    found, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, at.viewer))
+    found = replace(found, message=advice.message(found))
     eviction = advice.way.eviction
-    victims = eviction.victims if eviction else ()
-    return {
-        **_unjudged(parts, new),
-        "verdict": _verdict(world, task, advice),
-        **explained_fields(world, found, advice, viewer, now),
-        "message": _message(world, task, found, advice),
-        "places": place_views(world, advice.way.places),
-        "victims": [run_view(world, run, viewer, now) for run in victims],
-    }
+    return Simulation(
+        **at.outlook(found, advice),
+        **_asked(new),
+        verdict=advice.verdict,
+        refusal=None,
+        places=at.places(advice.way.places),
+        victims=tuple(map(at.run, eviction.victims)) if eviction else (),
+    )
 
 
-def _verdict(world: World, task: Task, advice: Advice) -> str:
-    if is_deferred(task, world) or isinstance(advice.way, Wait):
-        return "waits"
-    return "starts" if advice.way.places is not None else "preempts"
-
-
-def _message(world: World, task: Task, found: Explanation, advice: Advice) -> str:
-    places, eviction = advice.way.places, advice.way.eviction
-    if is_deferred(task, world):
-        return found.message
-    if places is not None:
-        return f"the task would start now on {', '.join(sorted({one.node for one in places}))}"
-    if eviction is not None:
-        victims = advice.preemption.message
-        return f"{victims}, and the task would start on {eviction.node}; until then: {found.message}"
-    return found.message
-
-
-def _refused(
-    parts: Parts, viewer: Identity, problem: Problem, new: PreparedTask | None = None
-) -> SimulationView:
-    """Of a valid task that a submit would refuse, with what would help."""
-    view: SimulationView = {
-        **_unjudged(parts, new),
-        "verdict": "refused",
-        "refusal": {"code": problem.code, "detail": problem.detail, "errors": list(problem.errors)},
-        "message": problem.detail,
-    }
-    if new is None:
-        return view
-    advice = advise(_diagnose(parts, new.task), _highest_priority(parts, viewer))
-    return {**view, "remedies": advice_fields(parts.world, advice, viewer, parts.clock.now())["remedies"]}
+def _refused(parts: Parts, at: Viewpoint, problem: Problem, new: AdmittedTask | None) -> Simulation:
+    """Return what a submit of this task would be refused for, and what would help."""
+    fields = at.outlook(Explanation(TaskId(""), TaskState.PENDING, problem.detail, len(parts.world.queue)))
+    if new is not None:
+        advice = advise(_diagnose(parts, new.task), _highest_priority(parts, at.viewer))
+        fields["remedies"] = at.remedies(advice)
+    refusal = Refusal(problem.code, problem.detail, tuple(problem.errors))
+    return Simulation(**fields, **_asked(new), verdict="refused", refusal=refusal, places=(), victims=())
 
 
 def _highest_priority(parts: Parts, viewer: Identity) -> int:
     return parts.submissions.permissions.highest_priority(viewer)
 
 
-def _unjudged(parts: Parts, new: PreparedTask | None) -> SimulationView:
+def _asked(new: AdmittedTask | None) -> dict[str, Any]:
+    """Return what the task asks for, as far as it is known."""
     return {
-        **_evaluated(parts),
-        "verdict": "waits",
-        "refusal": None,
         "priority": None if new is None else new.task.priority,
         "resources": None if new is None else demand_view(new.task.demand),
-        "sizing": None if new is None else sizing_of(new.learned or unstated_size(new.task.demand)),
-        "places": [],
-        "victims": [],
+        "sizing": None if new is None else _sizing(new),
     }
+
+
+def _sizing(new: AdmittedTask) -> Sizing | None:
+    """Return how its size was learned, or that it takes whole devices because it states none."""
+    return new.spec.sizing or unstated_size(new.task.demand)

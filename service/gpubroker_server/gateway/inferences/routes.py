@@ -7,32 +7,35 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import Query, Response
+from gpubroker.wire.tasks import Task as Shown
+from msgspec.structs import replace
 from pydantic import Field, StringConstraints, WithJsonSchema
 from pydantic_core import to_json
 
-from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.admission.admit import with_run
+from gpubroker_server.core.admission.submission import Asked, Submission
+from gpubroker_server.core.domain.holders import Inference
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as KIND
-from gpubroker_server.core.domain.task import Dependency, Task
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.explain.explain import is_deferred
 from gpubroker_server.core.serving.batching import FORMAT, InferenceRequest, packed, response_in
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, checked, tensor_of
-from gpubroker_server.gateway.http.bodies import BinaryBody, Body, Labels, Name, WaitQuery, line
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import JSON_LENGTH, PARTS, Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
-from gpubroker_server.gateway.proxy.health_checks import may_have
-from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED, bytes_of
 from gpubroker_server.gateway.status.task_view import task_view
-from gpubroker_server.gateway.status.views import TaskView
-from gpubroker_server.gateway.submission.demand import Defaults
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
+from gpubroker_server.gateway.submission.submissions import (
+    IdempotencyKey,
+    sent_key,
+)
 from gpubroker_server.gateway.submission.task_body import MaxRetries, Priority, StreamName, TimeoutSeconds
-from gpubroker_server.gateway.submission.timing import Timed, Timing, dependencies_of, stands_for, timing_of
-from gpubroker_server.ports.store import RunSpec, Submission
+from gpubroker_server.gateway.submission.timing import Timed
+from gpubroker_server.gateway.submission.translation import dependencies_of, times_of
+from gpubroker_server.http.bodies import BinaryBody, Body, JsonBody, Labels, Name, WaitQuery, line
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import DEMAND_PROBLEMS, QUEUE_PROBLEMS, Fault, Problem
+from gpubroker_server.http.routing import JSON_LENGTH, BinaryCall, Call, Resource, answer, app_part
+from gpubroker_server.ports.model_servers import UnknownModel
+from gpubroker_server.ports.store import AdmittedTask, RunSpec
 
 Datatype = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
@@ -108,7 +111,8 @@ class SubmitInference(Timed, BinaryBody):
 def request_of(
     body: SubmitInference, binary_data: bytes = b"", objects: Mapping[str, bytes] = NO_OBJECTS
 ) -> InferenceRequest:
-    """The values as the model gets them. `binary_data` followed the JSON; `objects`: the named ones, by id.
+    """Return the values as the model gets them. `binary_data` followed the JSON; `objects`: the named ones,
+    by id.
 
     Raises one Problem with all faults.
     """
@@ -137,7 +141,7 @@ def request_of(
 
 
 def _tensor(given: InputTensor, binary_data: bytes, objects: Mapping[str, bytes]) -> Tensor:
-    """Raises BadTensor."""
+    """Return one input with its values. Raises BadTensor."""
     if [given.data, given.parameters, given.object].count(None) != 2:
         raise BadTensor(
             "give its values in exactly one way: data, or parameters with binary_data_size if they follow "
@@ -157,39 +161,20 @@ def _named_twice(field: str, names: list[str]) -> list[Fault]:
     ]
 
 
-def demand_of_inference(body: SubmitInference) -> Demand:
-    return Demand(answered_by=body.model)
-
-
-def task_of_inference(
-    body: SubmitInference,
-    demand: Demand,
-    tenant: str,
-    defaults: Defaults,
-    timing: Timing,
-    *,
-    id: TaskId,
-    now: Instant,
-    after: tuple[Dependency, ...],
-) -> Task:
-    limits = defaults.limits_of(body)
-    return Task(
-        id=id,
+def submission_of_inference(body: SubmitInference, tenant: str) -> Submission:
+    """Return what this body asks for, without the values of its inputs. It needs nothing of nodes or
+    devices: the model holds it."""
+    return Submission(
         tenant=tenant,
+        spec=RunSpec(KIND, body.model, labels=body.labels, model_type=body.model_type),
+        demand=Asked(gpus=0, cpu=0.0, memory_mb=0, answered_by=body.model),
         name=body.name,
-        priority=limits.priority,
-        demand=demand,
-        submitted_at=now,
-        max_retries=limits.max_retries,
-        timeout_seconds=limits.timeout_seconds,
-        grace_seconds=Seconds(0.0),
-        not_before=timing.not_before,
-        after=after,
-        awaits=bool(after),
-        queue_ttl_seconds=timing.queue_ttl_seconds,
-        expires_at=timing.expires_at,
-        deadline_at=timing.deadline_at,
-        expected_seconds=timing.expected_seconds,
+        priority=body.priority,
+        max_retries=body.max_retries,
+        timeout_seconds=body.timeout_seconds,
+        expected_seconds=body.expected_seconds,
+        times=times_of(body),
+        after=dependencies_of(body),
         stream=body.stream,
     )
 
@@ -202,17 +187,16 @@ _INLINE_BYTES = 64 * 1024
 
 class NamedObjects(Protocol):
     async def values_of(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, bytes]:
-        """The objects that inputs name, by id; `named` is by index of the input. Raises Problem."""
+        """Return the objects that inputs name, by id; `named` is by index of the input. Raises Problem."""
 
 
 @resource.route(
     "POST /inferences",
     "inferences_submit",
     Scope.MODELS_INFER,
-    TaskView,
-    "malformed-json priority-not-allowed not-found payload-too-large unsupported-media-type "
-    "tenant-queue-full tenant-queue-bytes backpressure validation-failed exceeds-capacity no-matching-device "
-    "exceeds-maximum exceeds-quota idempotency-key-reused too-many-requests result-damaged store-unavailable",
+    Shown,
+    f"malformed-json not-found payload-too-large unsupported-media-type too-many-requests result-damaged "
+    f"{DEMAND_PROBLEMS} {QUEUE_PROBLEMS}",
     status_code=202,
     response_description="It is on disk, and sent to its model when that is loaded and its turn has come.",
     openapi_extra={
@@ -231,10 +215,10 @@ class NamedObjects(Protocol):
     },
 )
 async def submit_inference(
-    call: Call,
+    call: BinaryCall,
     parts: Parts,
-    objects: Annotated[NamedObjects, PARTS],
-    body: SubmitInference,
+    objects: Annotated[NamedObjects, app_part(NamedObjects)],
+    body: JsonBody[SubmitInference],
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Submit an inference that waits in the queue for its model.
@@ -242,65 +226,43 @@ async def submit_inference(
     It is a task: `/tasks/{id}` has its state, `/tasks/{id}/result` the model's answer. While it waits, its
     model stays wanted. It may be sent to the model more than once; one answer counts.
     """
-    submissions = parts.submissions
-    view_of = submissions.records.view
-    try:
+    submissions, identity = parts.submissions, call.identity
+
+    async def new_inference() -> AdmittedTask:
         if not submissions.permissions.policy.serving.is_anywhere:
             raise Problem("not-found", "no model server is configured; set triton.servers")
-        task = await _new_task(call, submissions, body)
-        submissions.check_queue([task])
+        new = await submissions.admitted(identity, submission_of_inference(body, identity.tenant), named={})
+        submissions.check_queue((new.task,))
         named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
         async with parts.reads.slot() if named else nullcontext():
-            submission = await _submission_of(call, objects, body, task, named)
-            submissions.check_queue([submission.task])
-            if not is_deferred(task, submissions.world):
-                await _want_model(parts, body.model, task.priority)
-            submission = await submissions.with_object(submission)
-    except Problem:
-        known = await submissions.sent_before(call, idempotency_key, "inference")
-        if known is None:
-            raise
-        return answer(await view_of(known.record), 202, known.headers)
-    record, is_new, headers = await submissions.submit(call, submission, idempotency_key, "inference")
-    view = task_view(record, JUST_ACCEPTED) if is_new else await view_of(record)
-    return answer(view, 202, {**headers, "Location": f"/tasks/{record.task.id}"})
+            new = await _with_values(call, objects, body, new, named)
+            submissions.check_queue((new.task,))
+            if not is_deferred(new.task, submissions.world):
+                await _want_model(parts, body.model, new.task.priority)
+            return await submissions.with_object(new)
+
+    sent = await sent_key(call, idempotency_key, "inference")
+    record, is_new, headers = await submissions.once(identity, sent, "inference", new_inference)
+    shown = task_view(record, JUST_ACCEPTED) if is_new else await submissions.records.view(record)
+    return answer(shown, 202, {**headers, "Location": f"/tasks/{record.task.id}"})
 
 
-async def _new_task(call: Call, submissions: Submissions, body: SubmitInference) -> Task:
-    """Raises Problem for what is wrong with it, except its values."""
-    tenant, permissions, capacity = call.identity.tenant, submissions.permissions, submissions.capacity
-    submissions.check_stream(body.stream)
-    stands, now = await stands_for(submissions.store, body), submissions.clock.now()
-    demand = capacity.settled(demand_of_inference(body), "", tenant, body.labels, at="")
-    task = task_of_inference(
-        body,
-        demand,
-        tenant,
-        submissions.defaults,
-        timing_of(body, now),
-        id=submissions.ids.task(now),
-        now=now,
-        after=dependencies_of(body, stands, tenant),
-    )
-    permissions.check_priority(call.identity, task.priority)
-    capacity.check_times(task)
-    return task
-
-
-async def _submission_of(
-    call: Call, objects: NamedObjects, body: SubmitInference, task: Task, named: Mapping[int, str]
-) -> Submission:
-    """Raises Problem."""
+async def _with_values(
+    call: BinaryCall,
+    objects: NamedObjects,
+    body: SubmitInference,
+    new: AdmittedTask,
+    named: Mapping[int, str],
+) -> AdmittedTask:
+    """Return the admitted task with the values of its inputs. Raises Problem."""
     values = await objects.values_of(call.identity.tenant, named) if named else NO_OBJECTS
     binary_data = await call.binary_data()
-    size_bytes = len(await call.body()) + sum(map(len, values.values()))
+    size_bytes = len(await call.body()) + len(binary_data) + sum(map(len, values.values()))
     if size_bytes > _INLINE_BYTES:
         stored = await asyncio.to_thread(lambda: packed(request_of(body, binary_data, values)))
     else:
         stored = packed(request_of(body, binary_data, values))
-    model, model_type = body.model, body.model_type
-    spec = RunSpec(KIND, model, arguments=stored, labels=body.labels, model_type=model_type)
-    return submission_of(task, spec)
+    return with_run(new, replace(new.spec, arguments=stored))
 
 
 async def _want_model(parts: Parts, model: str, priority: int) -> None:
@@ -318,7 +280,9 @@ async def _want_model(parts: Parts, model: str, priority: int) -> None:
         if problem.kind.status < 500:
             raise
         return
-    if not await may_have(parts.outside, model):
+    if any(server.lists(model) for server in parts.outside):
+        return
+    if not any(await asyncio.gather(*(server.may_have(model) for server in parts.outside))):
         raise Problem("not-found", f'there is no model "{model[:100]}": {why}; GET /models lists them')
 
 
@@ -327,7 +291,7 @@ async def _want_model(parts: Parts, model: str, priority: int) -> None:
     "inferences_outputs",
     Scope.TASKS_READ,
     None,
-    "not-found task-not-finished tenant-waits validation-failed result-damaged",
+    "not-found task-not-finished tenant-waits result-damaged",
     response_class=Response,
     responses={
         200: {
@@ -344,7 +308,11 @@ async def get_outputs(
 
     `/tasks/{id}/result` has them as JSON."""
     records, seconds = parts.submissions.records, min(query.timeout_seconds, parts.limits.wait_seconds)
-    task = (await records.at_its_end(await records.find(call.identity, task_id), seconds)).task
+    record = await records.find(call.identity, task_id)
+    if not isinstance(record.task.holder, Inference):
+        id = record.task.id
+        raise Problem("not-found", f"task {id} is no inference; /tasks/{id}/result has what it left")
+    task = (await records.at_its_end(record, seconds)).task
     if not task.is_terminal:
         raise Problem("task-not-finished", task=task.id, state=task.state)
     stored = await records.store.result(task.id)
@@ -363,7 +331,7 @@ async def get_outputs(
 
 
 def _outputs(data: bytes) -> tuple[bytes, list[bytes]]:
-    """Raises BadTensor."""
+    """Return the JSON that describes the outputs, and their bytes. Raises BadTensor."""
     found = response_in(data)
     described = [
         {

@@ -3,40 +3,47 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Response
+from gpubroker.wire.answered import Page
+from gpubroker.wire.leases import Lease, LeaseState
 from pydantic import Field
 
+from gpubroker_server.core.domain.holders import External
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as KIND
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.bodies import Name, PageQuery, WaitQuery
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
-from gpubroker_server.gateway.http.waiters import moves_of
 from gpubroker_server.gateway.leases.leases import (
     AskLease,
-    LeasePage,
-    LeaseStanding,
-    LeaseView,
     RenewLease,
     check_node,
-    demand_of_lease,
     lease_view,
     standing_of,
     states_of,
-    task_of_lease,
+    submission_of_lease,
 )
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.records import order_of
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
-from gpubroker_server.ports.store import RunSpec, TaskRecord
+from gpubroker_server.gateway.submission.submissions import (
+    IdempotencyKey,
+    sent_key,
+)
+from gpubroker_server.http.bodies import JsonBody, Name, PageQuery, WaitQuery
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import DEMAND_PROBLEMS, QUEUE_PROBLEMS, Problem
+from gpubroker_server.http.routing import STORED, Call, Caller, Resource, answer
+from gpubroker_server.http.waiters import moves_of
+from gpubroker_server.ports.store import AdmittedTask, TaskRecord
 
 resource = Resource("leases")
 
 
+LeaseStates = Literal[
+    LeaseState.PENDING, LeaseState.HELD, LeaseState.STOPPING, LeaseState.QUARANTINED, LeaseState.ENDED
+]
+
+
 class LeaseQuery(PageQuery):
     state: Annotated[
-        list[LeaseStanding], Field(description="One or more states, repeated or separated by commas.")
+        list[LeaseStates], Field(description="One or more states, repeated or separated by commas.")
     ] = []  # noqa: RUF012  # pydantic copies it
     holder: Annotated[Name | None, Field(description="The exact name of the holder.")] = None
     sort: Annotated[
@@ -47,93 +54,75 @@ class LeaseQuery(PageQuery):
 
 class LeaseWaitQuery(WaitQuery):
     state: Annotated[
-        Literal[LeaseStanding.PENDING, LeaseStanding.HELD, LeaseStanding.STOPPING],
+        Literal[LeaseState.PENDING, LeaseState.HELD, LeaseState.STOPPING],
         Field(description="Wait for as long as it is in this state."),
-    ] = LeaseStanding.PENDING
+    ] = LeaseState.PENDING
 
 
 @resource.route(
     "POST /leases",
     "leases_ask",
     Scope.TASKS_WRITE,
-    LeaseView,
-    "malformed-json priority-not-allowed validation-failed exceeds-capacity no-matching-device "
-    "exceeds-maximum exceeds-quota idempotency-key-reused tenant-queue-full tenant-queue-bytes backpressure "
-    "store-unavailable",
+    Lease,
+    f"malformed-json {DEMAND_PROBLEMS} {QUEUE_PROBLEMS}",
     status_code=202,
     response_description="It waits in the queue; `/leases/{id}/wait` answers when it is held.",
 )
 async def ask_lease(
-    call: Call, parts: Parts, body: AskLease, idempotency_key: IdempotencyKey = None
+    call: Call, parts: Parts, body: JsonBody[AskLease], idempotency_key: IdempotencyKey = None
 ) -> Response:
     """Ask for an external lease: GPU memory that something outside of the broker will use.
 
     It waits in the same queue as tasks, and may be asked to leave for a higher priority. Use the memory while
     the lease is `held`, renew it before `deadline_at`, and release it when the memory is free again.
     """
-    submissions = parts.submissions
-    try:
-        task = _new_task(call, submissions, body)
-        submission = submission_of(task, RunSpec(kind=KIND, labels=body.labels))
-        submissions.check_queue([submission.task])
-    except Problem:
-        known = await submissions.sent_before(call, idempotency_key, "lease")
-        if known is None:
-            raise
-        return _answer(parts, known.record, 202, known.headers)
-    record, _, headers = await submissions.submit(call, submission, idempotency_key, "lease")
+    submissions, identity = parts.submissions, call.identity
+
+    async def new_lease() -> AdmittedTask:
+        if body.pid is not None:
+            identity.require(Scope.TASKS_COMMAND, "naming a process of a node")
+        check_node(body, submissions.world, names_nodes=identity.may(Scope.CLUSTER_READ))
+        return await submissions.admitted(identity, submission_of_lease(body, identity.tenant))
+
+    sent = await sent_key(call, idempotency_key, "lease")
+    record, _, headers = await submissions.once(identity, sent, "lease", new_lease)
     return _answer(parts, record, 202, headers)
 
 
-def _new_task(call: Call, submissions: Submissions, body: AskLease) -> Task:
-    """The task that the lease is. Raises Problem, also if it could never be held here."""
-    identity, capacity, now = call.identity, submissions.capacity, submissions.clock.now()
-    if body.pid is not None:
-        identity.require(Scope.TASKS_COMMAND, "naming a process of a node")
-    check_node(body, submissions.world, names_nodes=identity.may(Scope.CLUSTER_READ))
-    demand = capacity.settled(demand_of_lease(body), "", identity.tenant, body.labels, at="")
-    id = submissions.ids.task(now)
-    task = task_of_lease(body, demand, identity.tenant, submissions.defaults, id=id, now=now)
-    submissions.permissions.check_priority(identity, task.priority)
-    capacity.check(demand, task.priority, identity.tenant, at="")
-    capacity.check_times(task)
-    return task
-
-
-@resource.route("GET /leases", "leases_list", Scope.TASKS_READ, LeasePage, "cursor-invalid validation-failed")
-async def list_leases(call: Call, parts: Parts, query: Annotated[LeaseQuery, Query()]) -> Response:
+@resource.route("GET /leases", "leases_list", Scope.TASKS_READ, Page[Lease], "cursor-invalid")
+async def list_leases(caller: Caller, parts: Parts, query: Annotated[LeaseQuery, Query()]) -> Response:
     """List your tenant's external leases; newest first, if not sorted."""
     states, quarantined = states_of(query.state)
     filters = {"kind": KIND, "states": states, "quarantined": quarantined, "name": query.holder}
     filters |= order_of(query.sort)
-    return await parts.records.page(call.identity, query, lease_view, **filters)
+    return await parts.records.page(caller, query, lease_view, **filters)
 
 
-@resource.route("GET /leases/{lease_id}", "leases_get", Scope.TASKS_READ, LeaseView, "not-found")
-async def get_lease(call: Call, parts: Parts, lease_id: str) -> Response:
+@resource.route("GET /leases/{lease_id}", "leases_get", Scope.TASKS_READ, Lease, "not-found")
+async def get_lease(caller: Caller, parts: Parts, lease_id: str) -> Response:
     """Read an external lease: what it holds, until when, and whether its holder is asked to leave."""
-    return _answer(parts, await _find_lease(call, parts, lease_id))
+    return _answer(parts, await _find_lease(caller, parts, lease_id))
 
 
 @resource.route(
     "GET /leases/{lease_id}/wait",
     "leases_wait",
     Scope.TASKS_READ,
-    LeaseView,
-    "not-found tenant-waits validation-failed",
+    Lease,
+    "not-found tenant-waits",
     accepted="The time is over and it is still in this state.",
     response_description="It is in another state now.",
 )
 async def wait_for_lease(
-    call: Call, parts: Parts, lease_id: str, query: Annotated[LeaseWaitQuery, Query()]
+    caller: Caller, parts: Parts, lease_id: str, query: Annotated[LeaseWaitQuery, Query()]
 ) -> Response:
     """Wait until an external lease is no longer in a state.
 
     `pending`: until it is held; `held`: until its holder is asked to leave.
     """
     records, seconds = parts.records, min(query.timeout_seconds, parts.limits.wait_seconds)
-    with records.waiters.expect_for(call.identity.tenant, moves_of(lease_id)) as moved:
-        record = await _find_lease(call, parts, lease_id)
+    with records.waiters.expect_for(caller.tenant, moves_of(lease_id)) as moved:
+        record = await _find_lease(caller, parts, lease_id)
         if _standing(parts, record) is query.state and seconds > 0:
             await moved.within(Seconds(seconds))
             record = await records.reread(record)
@@ -144,20 +133,20 @@ async def wait_for_lease(
     "POST /leases/{lease_id}/renew",
     "leases_renew",
     Scope.TASKS_WRITE,
-    LeaseView,
-    "not-found lease-ended lease-under-notice validation-failed",
+    Lease,
+    "not-found lease-ended lease-under-notice",
     accepted=STORED,
 )
 async def renew_lease(
-    call: Call,
+    caller: Caller,
     parts: Parts,
     lease_id: str,
-    body: RenewLease = RenewLease(),  # noqa: B008  # frozen
+    body: JsonBody[RenewLease] = RenewLease(),  # noqa: B008  # frozen
 ) -> Response:
     """Renew an external lease that is still needed: its deadline moves on."""
-    record = await _find_lease(call, parts, lease_id)
+    record = await _find_lease(caller, parts, lease_id)
     task = record.task
-    if task.is_terminal and _standing(parts, record) is not LeaseStanding.ENDED:
+    if task.is_terminal and _standing(parts, record) is not LeaseState.ENDED:
         remedy = f"free the memory, then DELETE /leases/{task.id}; after that ask for a new lease"
         ended = "has ended, and its memory counts as used until it is released"
         raise Problem("lease-ended", lease=task.id, ended=ended, remedy=remedy)
@@ -170,24 +159,24 @@ async def renew_lease(
 
 
 @resource.route(
-    "DELETE /leases/{lease_id}", "leases_release", Scope.TASKS_WRITE, LeaseView, "not-found", accepted=STORED
+    "DELETE /leases/{lease_id}", "leases_release", Scope.TASKS_WRITE, Lease, "not-found", accepted=STORED
 )
-async def release_lease(call: Call, parts: Parts, lease_id: str) -> Response:
+async def release_lease(caller: Caller, parts: Parts, lease_id: str) -> Response:
     """Release an external lease: its memory is free, or it is no longer wanted.
 
     A second release changes nothing. Releasing a quarantined lease states that its memory is free; the
     name of your token is recorded with it.
     """
-    record = await _find_lease(call, parts, lease_id)
-    if _standing(parts, record) is LeaseStanding.ENDED:
+    record = await _find_lease(caller, parts, lease_id)
+    if _standing(parts, record) is LeaseState.ENDED:
         return _answer(parts, record)
-    return await _requested(parts, record, "release", {"by": call.identity.name})
+    return await _requested(parts, record, "release", {"by": caller.name})
 
 
-async def _find_lease(call: Call, parts: Parts, lease_id: str) -> TaskRecord:
-    """Raises Problem not-found, also for a task that is not a lease."""
-    record = await parts.records.find(call.identity, lease_id, "lease")
-    if record.task.external is None:
+async def _find_lease(caller: Caller, parts: Parts, lease_id: str) -> TaskRecord:
+    """Return the lease. Raises Problem not-found, also for a task that is not a lease."""
+    record = await parts.records.find(caller, lease_id, "lease")
+    if not isinstance(record.task.holder, External):
         raise Problem("not-found", f'"{lease_id[:100]}" is a task; GET /leases lists your leases')
     return record
 
@@ -197,7 +186,7 @@ async def _requested(parts: Parts, record: TaskRecord, what: str, fields: dict[s
     return _answer(parts, await parts.records.reread(record), 200 if settled else 202)
 
 
-def _standing(parts: Parts, record: TaskRecord) -> LeaseStanding:
+def _standing(parts: Parts, record: TaskRecord) -> LeaseState:
     return standing_of(record.task, parts.records.live(record.task, explained=False))
 
 

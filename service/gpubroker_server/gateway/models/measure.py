@@ -5,28 +5,30 @@ from collections.abc import Sequence
 from typing import Annotated, Final
 
 from fastapi import Query, Response
-from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict
+from gpubroker.wire.models import MeasuredModel
+from pydantic import Field
 
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.task import Task, model_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.learning import added, learned_mb, topic_of, unmeasurable
 from gpubroker_server.core.world.ledger import DeviceLedger
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.core.world.server_places import gpus_of
 from gpubroker_server.gateway.models.models import ModelParts, Parts, no_such_model
-from gpubroker_server.gateway.models.routes import ServerQuery, note
-from gpubroker_server.gateway.proxy.residency.residency import Residency, UnknownModel
-from gpubroker_server.gateway.proxy.residency.server_rules import gpus_of
+from gpubroker_server.gateway.models.routes import LOAD_PROBLEMS, ServerQuery, note
 from gpubroker_server.gateway.submission.task_body import Priority
+from gpubroker_server.http.bodies import Body, JsonBody
+from gpubroker_server.http.faults import refuse
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.routing import Caller, Resource, answer
+from gpubroker_server.ports.model_servers import ModelResidency, UnknownModel
 from gpubroker_server.ports.models import HostRefused
 
 resource = Resource("models")
 
 _SAMPLES: Final = 2
-"""Of the GPU while it is asked at one batch size. When the second one is known, the leader has counted the
-first."""
+"""Samples of the GPU while the model is asked at one batch size. When the second one is known, the leader has
+counted the first."""
 
 _PERIODS: Final = 15
 """Without a sample in so many periods the GPU is not being measured."""
@@ -37,59 +39,49 @@ Rows = Annotated[int, Field(ge=1, le=65_536)]
 Shape = Annotated[list[Annotated[int, Field(ge=1, le=2**31)]], Field(max_length=16)]
 
 
-class MeasureModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    batch_sizes: Annotated[list[Rows], Field(max_length=16)] = []  # pydantic copies it
+class MeasureModel(Body):
+    batch_sizes: Annotated[list[Rows], Field(max_length=16)] = Field(default_factory=list)
     """Rows of the requests that it is asked with. Left out: 1, and the most that it takes."""
-    shapes: Annotated[dict[str, Shape], Field(max_length=64)] = {}
-    """Of single inputs, without rows. Left out: the model's own, and 1 where any length will do."""
+    shapes: Annotated[dict[str, Shape], Field(max_length=64)] = Field(default_factory=dict)
+    """The shapes of single inputs, without rows. Left out: the model's own, and 1 where any length will
+    do."""
     priority: Priority | None = None
     """At which it is loaded. Left out: that of its configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 300.0
     """How long it may take until the model is in memory."""
 
 
-class MeasurementView(TypedDict):
-    name: str
-    server: str
-    device: Annotated[str, Field(description="UUID of the GPU.")]
-    kind: str
-    batch_sizes: Annotated[list[int], Field(description="Empty: its requests have no dimension for rows.")]
-    measured_mb: Annotated[int, Field(description="The most that it took, within 2 %.")]
-    next_mb: Annotated[int, Field(description="What its next load leases.")]
-    configured: Annotated[bool, Field(description="`next_mb` is the `gpu_mb` of the settings.")]
-
-
 @resource.route(
     "POST /models/{name}/measure",
     "models_measure",
     Scope.MODELS_MANAGE,
-    MeasurementView,
-    "not-found store-unavailable model-ambiguous validation-failed malformed-json priority-not-allowed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota model-not-loaded model-not-ready "
-    "model-in-use not-measurable",
+    MeasuredModel,
+    f"{LOAD_PROBLEMS} model-not-ready model-in-use not-measurable",
 )
 async def measure_model(
-    call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: MeasureModel
+    caller: Caller,
+    parts: Parts,
+    name: str,
+    query: Annotated[ServerQuery, Query()],
+    body: JsonBody[MeasureModel],
 ) -> Response:
     """Measure how much GPU memory a model takes: load it, ask it with zeros at its batch sizes, unload it.
     Its later loads lease the size that is learned from all its loads, unless the settings name a `gpu_mb`."""
     residency = await _home(parts, name, query.server)
     priority = residency.priority_of(name) if body.priority is None else body.priority
-    parts.app.rules.permissions.check_priority(call.identity, priority)
+    refuse(parts.app.rules.permissions.check_priority(caller, priority))
     try:
         ledger = await _ledger(parts, residency, name)
-        residency.failed_loads.forget(name)
+        residency.try_again(name)
         task = await residency.want(name, priority, measured=True)
     except UnknownModel as unknown:
         raise no_such_model(name, str(unknown)) from None
-    await note(call, parts, task, "model.measure")
+    await note(caller, parts, task, "model.measure")
     try:
         task = await residency.ready(name, priority, Seconds(body.wait_seconds))
         kind = ledger.device.kind
-        assert task.model is not None
-        topic = topic_of(task.tenant, name, kind, task.model.versions)
+        versions = model_of(task).versions
+        topic = topic_of(task.tenant, name, kind, versions)
         before = parts.app.world.learned.sketch(topic)
         sizes = await _ask(parts, residency, task, body, ledger.device.key)
     finally:
@@ -103,22 +95,24 @@ async def measure_model(
         )
     margin = parts.app.policy.learned_margin
     configured = residency.rules_of(name).gpu_mb
-    learned = learned_mb(parts.app.world, task.tenant, name, {kind}, margin, task.model.versions)
-    view: MeasurementView = {
-        "name": name,
-        "server": residency.rules.name,
-        "device": ledger.device.uuid,
-        "kind": kind,
-        "batch_sizes": [*sizes],
-        "measured_mb": round(measured_mb),
-        "next_mb": configured or learned or Mib(round(measured_mb)),
-        "configured": configured is not None,
-    }
-    return answer(view)
+    learned = learned_mb(parts.app.world, task.tenant, name, {kind}, margin, versions)
+    return answer(
+        MeasuredModel(
+            name=name,
+            server=residency.rules.name,
+            device=ledger.device.uuid,
+            kind=kind,
+            batch_sizes=tuple(sizes),
+            measured_mb=round(measured_mb),
+            next_mb=configured or learned or Mib(round(measured_mb)),
+            configured=configured is not None,
+        )
+    )
 
 
-async def _home(parts: ModelParts, name: str, server: str | None) -> Residency:
-    """The server that has it in its repository; one that does not answer may have it. Raises Problem."""
+async def _home(parts: ModelParts, name: str, server: str | None) -> ModelResidency:
+    """Return the server that has the model in its repository, or may have it because it does not answer.
+    Raises Problem."""
     if server is not None:
         return parts.at(server)
     known = {one: await one.repository() for one in parts.residencies}
@@ -132,8 +126,8 @@ async def _home(parts: ModelParts, name: str, server: str | None) -> Residency:
     return having[0]
 
 
-async def _ledger(parts: ModelParts, residency: Residency, name: str) -> DeviceLedger:
-    """Of the one GPU on which it can be measured now. Raises Problem, UnknownModel."""
+async def _ledger(parts: ModelParts, residency: ModelResidency, name: str) -> DeviceLedger:
+    """Return the one GPU on which the model can be measured now. Raises Problem, UnknownModel."""
     if (task := residency.of(name)) is not None:
         raise Problem("model-in-use", model=name[:100], state=task.state.value, task=task.id)
     demand = (await residency.demand_of(name))[0]
@@ -153,9 +147,10 @@ async def _ledger(parts: ModelParts, residency: Residency, name: str) -> DeviceL
 
 
 async def _ask(
-    parts: ModelParts, residency: Residency, task: Task, body: MeasureModel, device: DeviceKey
+    parts: ModelParts, residency: ModelResidency, task: Task, body: MeasureModel, device: DeviceKey
 ) -> Sequence[int]:
-    """At each batch size until the GPU was measured meanwhile. Returns the sizes. Raises Problem."""
+    """Ask the model at each batch size until its GPU was measured meanwhile. Returns the sizes. Raises
+    Problem."""
     try:
         most_rows = await residency.host.most_rows(task.name, _REQUEST_SECONDS)
         sizes = body.batch_sizes or sorted({min(1, most_rows), most_rows})
@@ -168,9 +163,9 @@ async def _ask(
 
 
 async def _ask_while_measured(
-    parts: ModelParts, residency: Residency, model: str, rows: int, body: MeasureModel, device: DeviceKey
+    parts: ModelParts, residency: ModelResidency, model: str, rows: int, body: MeasureModel, device: DeviceKey
 ) -> None:
-    """Raises HostRefused, Problem."""
+    """Ask with so many rows until the GPU was measured twice. Raises HostRefused, Problem."""
     now, period_seconds = (
         parts.app.clock.now,
         parts.app.policy.sample_period_seconds,

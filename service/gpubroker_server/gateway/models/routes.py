@@ -1,34 +1,35 @@
 """Models: list, read, load, unload, pin."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from fastapi import Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from gpubroker.wire.answered import Overview
+from gpubroker.wire.models import ModelState, ServedModel
+from pydantic import Field
 
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import TOP_PRIORITY
-from gpubroker_server.gateway.http.bodies import Query as QueryModel
-from gpubroker_server.gateway.http.bodies import in_order
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.models.models import (
-    STATES,
-    ModelList,
-    ModelState,
-    ModelView,
     Parts,
+    models_outside,
     no_such_model,
-    outside_views,
 )
-from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.gateway.submission.task_body import Priority
+from gpubroker_server.http.bodies import Body, JsonBody, in_order
+from gpubroker_server.http.bodies import Query as QueryModel
+from gpubroker_server.http.faults import refuse
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import DEMAND_PROBLEMS, Problem
+from gpubroker_server.http.routing import Caller, Resource, answer
+from gpubroker_server.ports.model_servers import UnknownModel
 
 resource = Resource("models")
+
+_STATES: Final[Sequence[ModelState]] = get_args(ModelState)
 
 
 class ServerQuery(QueryModel):
@@ -52,27 +53,27 @@ class ModelsQuery(ServerQuery):
     ] = "state"  # fmt: skip
 
 
-_SORTED_BY: Final[Mapping[str, Callable[[ModelView], Any]]] = {
-    "state": lambda model: STATES.index(model["state"]),
-    "name": lambda model: model["name"],
-    "gpu_mb": lambda model: model["gpu_mb"],
-    "priority": lambda model: model["priority"],
-    "loaded": lambda model: model["loaded_at"],
+LOAD_PROBLEMS: Final = (
+    f"not-found store-unavailable model-ambiguous malformed-json model-not-loaded {DEMAND_PROBLEMS}"
+)
+
+_SORTED_BY: Final[Mapping[str, Callable[[ServedModel], Any]]] = {
+    "state": lambda model: _STATES.index(model.state),
+    "name": lambda model: model.name,
+    "gpu_mb": lambda model: model.gpu_mb,
+    "priority": lambda model: model.priority,
+    "loaded": lambda model: model.loaded_at,
 }
 
 
-class LoadModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class LoadModel(Body):
     priority: Priority | None = None
     """Left out: that of its configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=300)] = 0.0
     """How long the answer may wait for the model."""
 
 
-class PinModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class PinModel(Body):
     pinned: bool = True
 
 
@@ -80,43 +81,43 @@ class PinModel(BaseModel):
     "GET /models",
     "models_list",
     Scope.MODELS_INFER,
-    ModelList,
-    "not-found store-unavailable follower-stale validation-failed",
+    Overview[ServedModel],
+    "not-found store-unavailable follower-stale",
 )
 async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> Response:
     """List the models of all servers; if not sorted, first those in memory, then those that wait for it, then
     all others of the repositories."""
     outside = parts.app.outside
     residencies = parts.residencies if not outside else parts.app.residencies or ()
-    each = await asyncio.gather(*map(parts.views, residencies), *map(outside_views, outside))
+    each = await asyncio.gather(*map(parts.models, residencies), *map(models_outside, outside))
     found = [
         one
         for one in chain(*each)
-        if query.server in (None, one["server"]) and (not query.state or one["state"] in query.state)
+        if query.server in (None, one.server) and (not query.state or one.state in query.state)
     ]
-    found.sort(key=lambda one: (STATES.index(one["state"]), one["server"], one["name"]))
-    view: ModelList = {**parts.app.freshness.as_of(), "items": in_order(found, query.sort, _SORTED_BY)}
-    return answer(view)
+    found.sort(key=lambda one: (_STATES.index(one.state), one.server, one.name))
+    moment = parts.app.freshness.moment()
+    return answer(Overview(**moment, items=tuple(in_order(found, query.sort, _SORTED_BY))))
 
 
 @resource.route(
     "GET /models/{name}",
     "models_get",
     Scope.MODELS_INFER,
-    ModelView,
-    "not-found store-unavailable model-ambiguous validation-failed",
+    ServedModel,
+    "not-found store-unavailable model-ambiguous",
 )
 async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
     """Read a model: whether it is in memory, since when, and until when it stays."""
     outside = [one for one in parts.app.outside if query.server in (None, one.name)]
     if query.server is None or not outside:
         try:
-            return answer(await parts.view(name, query.server))
+            return answer(await parts.model(name, query.server))
         except Problem as problem:
             if problem.code != "not-found" or not outside:
                 raise
-    for row in chain(*await asyncio.gather(*map(outside_views, outside))):
-        if row["name"] == name:
+    for row in chain(*await asyncio.gather(*map(models_outside, outside))):
+        if row.name == name:
             return answer(row)
     raise no_such_model(name, "it is in no repository")
 
@@ -125,22 +126,21 @@ async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query
     "POST /models/{name}/load",
     "models_load",
     Scope.MODELS_MANAGE,
-    ModelView,
-    "not-found store-unavailable model-ambiguous validation-failed malformed-json priority-not-allowed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota model-not-loaded",
+    ServedModel,
+    LOAD_PROBLEMS,
     accepted="It waits for its memory, or is being loaded.",
     response_description="It is resident.",
 )
 async def load_model(
-    call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: LoadModel
+    caller: Caller, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: JsonBody[LoadModel]
 ) -> Response:
     """Load a model, as a request for it would: it waits in the queue, and may preempt lower priorities. A
     model is loaded only once on a server."""
     priority = parts.priority_of(name, query.server, body.priority)
-    parts.app.rules.permissions.check_priority(call.identity, priority)
+    refuse(parts.app.rules.permissions.check_priority(caller, priority))
     try:
         residency, task = await parts.want(name, query.server, priority)
-        await note(call, parts, task, "model.load")
+        await note(caller, parts, task, "model.load")
         if body.wait_seconds:
             await residency.ready(name, priority, Seconds(body.wait_seconds))
     except UnknownModel as unknown:
@@ -148,57 +148,59 @@ async def load_model(
     except Problem as problem:
         if problem.code != "model-not-ready":
             raise
-    view = await parts.view(name, residency.rules.name)
-    return answer(view, 200 if view["state"] == "resident" else 202)
+    model = await parts.model(name, residency.rules.name)
+    return answer(model, 200 if model.state == "resident" else 202)
 
 
-async def note(call: Call, parts: Parts, task: Task, action: str) -> None:
-    """Raises StoreUnavailable."""
+async def note(caller: Caller, parts: Parts, task: Task, action: str) -> None:
+    """Write an audit record about a model's holder. Raises StoreUnavailable."""
     subject = f"{task.name} ({task.id})"
-    await parts.app.store.audit(by=call.identity.name, tenant=task.tenant, action=action, subject=subject)
+    await parts.app.store.audit(by=caller.name, tenant=task.tenant, action=action, subject=subject)
 
 
 @resource.route(
     "POST /models/{name}/unload",
     "models_unload",
     Scope.MODELS_MANAGE,
-    ModelView,
-    "not-found store-unavailable model-ambiguous validation-failed",
+    ServedModel,
+    "not-found store-unavailable model-ambiguous model-is-step",
     accepted="It is unloaded when it has answered its requests.",
     response_description="It is out of memory.",
 )
 async def unload_model(
-    call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()]
+    caller: Caller, parts: Parts, name: str, query: Annotated[ServerQuery, Query()]
 ) -> Response:
     """Unload a model: it takes no more requests, answers those it has, and frees its memory. The next request
     for it loads it again."""
     residency = parts.holding(name, query.server)
+    for server in parts.residencies if residency is None else [residency]:
+        server.check_unload(name)
     task = None if residency is None else residency.of(name)
     if residency is not None and task is not None:
-        await note(call, parts, task, "model.unload")
+        await note(caller, parts, task, "model.unload")
         await residency.ask_leader(task, "cancel")
-    view = await parts.view(name, query.server if residency is None else residency.rules.name)
-    return answer(view, 200 if view["state"] == "cold" else 202)
+    model = await parts.model(name, query.server if residency is None else residency.rules.name)
+    return answer(model, 200 if model.state == "cold" else 202)
 
 
 @resource.route(
     "POST /models/{name}/pin",
     "models_pin",
     Scope.MODELS_MANAGE,
-    ModelView,
-    "not-found store-unavailable model-ambiguous validation-failed malformed-json priority-not-allowed "
-    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota model-not-loaded",
+    ServedModel,
+    LOAD_PROBLEMS,
     accepted="Stored; it is not in memory yet.",
     response_description="It is pinned and resident, or no longer pinned.",
 )
 async def pin_model(
-    call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: PinModel
+    caller: Caller, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: JsonBody[PinModel]
 ) -> Response:
     """Pin a model, so that its memory is not taken, or unpin it. A model that is not in memory is loaded.
     A pinned model has the highest priority, which the token must allow."""
     if body.pinned:
         subject = f"a pinned model has priority {TOP_PRIORITY}, which is"
-        parts.app.rules.permissions.check_priority(call.identity, TOP_PRIORITY, at="/pinned", subject=subject)
+        permissions = parts.app.rules.permissions
+        refuse(permissions.check_priority(caller, TOP_PRIORITY, at="/pinned", subject=subject))
     residency = parts.holding(name, query.server)
     task = None if residency is None else residency.of(name)
     if body.pinned and task is None:
@@ -207,6 +209,6 @@ async def pin_model(
         except UnknownModel as unknown:
             raise no_such_model(name, str(unknown)) from None
     if residency is not None and task is not None:
-        await residency.ask_leader(task, "pin", pinned=body.pinned, by=call.identity.name)
-    view = await parts.view(name, query.server if residency is None else residency.rules.name)
-    return answer(view, 200 if view["state"] == "resident" or not body.pinned else 202)
+        await residency.ask_leader(task, "pin", pinned=body.pinned, by=caller.name)
+    model = await parts.model(name, query.server if residency is None else residency.rules.name)
+    return answer(model, 200 if model.state == "resident" or not body.pinned else 202)

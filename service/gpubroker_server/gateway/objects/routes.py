@@ -5,39 +5,29 @@ import hashlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import Header, Query, Response
+from gpubroker.wire.answered import Time
+from gpubroker.wire.objects import ObjectPage
+from gpubroker.wire.objects import StoredObject as ShownObject
+from msgspec import Struct, field
+from msgspec.structs import replace
 from pydantic import Field
 from starlette.responses import StreamingResponse
-from typing_extensions import TypedDict
 
+from gpubroker_server.core.admission.admit import unknown_object
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.core.domain.stored_objects import Quota, StoredObject
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.bodies import (
-    PageQuery,
-    RequestLimits,
-    direction_of,
-    filter_hash,
-    read_place,
-    write_place,
-)
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, view_of
-from gpubroker_server.gateway.http.times import Time
 from gpubroker_server.gateway.objects.transfer import PART_BYTES, Span, Upload, span_of
-from gpubroker_server.gateway.submission.named_objects import is_object_id, unknown_object
-from gpubroker_server.ports.objects import (
-    LEAST_BYTES,
-    ObjectOrder,
-    ObjectSort,
-    Quota,
-    StoredObject,
-    find_object,
-    note_use,
-)
+from gpubroker_server.gateway.submission.named_objects import is_object_id
+from gpubroker_server.http.bodies import PageQuery, direction_of, paging_of
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import Call, Caller, Resource, answer, app_part
+from gpubroker_server.ports.objects import ObjectOrder, ObjectSort
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
@@ -48,17 +38,17 @@ from gpubroker_server.ports.store import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectStorage:
+class ObjectStorage(Struct, frozen=True):
     store: TaskStore
     blobs: BlobStore
     clock: Clock
-    limits: RequestLimits
+    limits: ServiceLimits
     under_way: defaultdict[str, list[Upload]] = field(default_factory=lambda: defaultdict(list))
     """Uploads to this gateway, by tenant."""
 
     async def put(self, parts: AsyncIterator[bytes], size_hint: int, tenant: str) -> StoredObject:
-        """Durable when this returns. `size_hint`: 0 if it is unknown. Raises Problem objects-full."""
+        """Store bytes, durably when this returns. `size_hint`: 0 if it is unknown. Raises Problem
+        objects-full."""
         now, quota = self.clock.now(), Quota(self.limits.tenant_object_bytes, self.limits.tenant_objects)
         counted = await self.store.counted_objects(tenant, now)
         given = StoredObject(tenant, "", size_hint, now, Instant(now + self.limits.object_seconds))
@@ -90,14 +80,14 @@ class ObjectStorage:
             await upload.discard()
 
     async def find(self, tenant: str, object_id: str) -> StoredObject:
-        """Raises Problem not-found, also for an object of another tenant."""
+        """Return an object of this tenant. Raises Problem not-found, also for one of another tenant."""
         kept = await self._kept(tenant, object_id)
         if kept is None:
             raise Problem("not-found", self._unknown(object_id))
         return kept
 
     async def delete(self, kept: StoredObject) -> None:
-        """Its bytes too, unless others need them. What a crash or a fault leaves of them is swept."""
+        """Delete an object, and its bytes unless others need them. What a crash leaves of them is swept."""
         if not await self.store.drop_object(kept.tenant, kept.digest):
             return
         with suppress(StoreUnavailable):
@@ -105,7 +95,7 @@ class ObjectStorage:
                 await self.blobs.delete(kept.digest)
 
     async def read(self, kept: StoredObject) -> bytes:
-        """Counts as a use. Raises Problem result-damaged."""
+        """Return all bytes, which counts as a use. Raises Problem result-damaged."""
         try:
             data = await self.blobs.get(kept.digest)
         except (BlobMissing, BlobCorrupt):
@@ -114,8 +104,8 @@ class ObjectStorage:
         return data
 
     async def stream(self, kept: StoredObject, span: Span) -> AsyncIterator[bytes]:
-        """The bytes of a span, in parts. The whole is compared with the digest: its last part is held back
-        until then. Counts as a use. Raises Problem result-damaged."""
+        """Yield the bytes of a span, in parts. The whole is compared with the digest: its last part is held
+        back until then. Counts as a use. Raises Problem result-damaged."""
         await self._note_use(kept)
         digest, at = hashlib.sha256(), span.first_byte
         while at < span.end_byte:
@@ -131,7 +121,7 @@ class ObjectStorage:
             yield part
 
     async def values_of(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, bytes]:
-        """The bytes of the objects that an inference names, by id. `named`: index of the input -> id.
+        """Return the bytes of the objects that an inference names, by id. `named`: index of the input -> id.
 
         Raises one Problem with all faults.
         """
@@ -148,7 +138,7 @@ class ObjectStorage:
         return {object_id: await self.read(row) for object_id, row in kept.items()}
 
     async def copied(self, tenant: str, object_id: str, at: str) -> bytes:
-        """The bytes of an object that a request takes a copy of; `at` points to it. Raises Problem."""
+        """Return the bytes of an object that a request copies; `at` points to its id. Raises Problem."""
         kept = await self.find(tenant, object_id)
         self._check_copied(kept.size_bytes, at)
         return await self.read(kept)
@@ -165,13 +155,13 @@ class ObjectStorage:
     async def _kept(self, tenant: str, object_id: str) -> StoredObject | None:
         if not is_object_id(object_id):
             return None  # the database would refuse a NUL
-        return await find_object(self.store, tenant, object_id, self.clock.now())
+        return await self.store.find_object(tenant, object_id, self.clock.now())
 
     async def _note_use(self, kept: StoredObject) -> None:
-        await note_use(self.store, kept, self.clock.now(), self.limits.object_seconds)
+        await self.store.note_use(kept, self.clock.now(), self.limits.object_seconds)
 
     def _coming_bytes(self, tenant: str, upload: Upload) -> int:
-        """Of the tenant's uploads to this gateway beside this one."""
+        """Return the size of the tenant's other uploads to this gateway."""
         others = (other for other in self.under_way[tenant] if other is not upload)
         return sum(other.size_bytes for other in others if other.is_written)
 
@@ -194,39 +184,18 @@ _SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
-Storage = Annotated[ObjectStorage, PARTS]
+Storage = Annotated[ObjectStorage, app_part(ObjectStorage)]
 RangeHeader = Annotated[
     str | None,
     Header(alias="Range", description="`bytes=0-99`, `bytes=100-` or `bytes=-50`."),
 ]
 
 
-class ObjectView(TypedDict):
-    id: Annotated[str, Field(description="The sha256 of its bytes, in hexadecimal.")]
-    size_bytes: int
-    created_at: Time
-    expires_at: Annotated[Time, Field(description="Each use moves it on.")]
-
-
-class ObjectPage(TypedDict):
-    items: list[ObjectView]
-    next_cursor: str | None
-    has_more: bool
-    counted_bytes: Annotated[
-        int | None,
-        Field(
-            description=f"Of all the tenant's objects, each at least {LEAST_BYTES}. Only on the first page, "
-            "null on others."
-        ),
-    ]
-    most_bytes: Annotated[int, Field(description="The maximum of it (`limits.tenant_object_bytes`).")]
-
-
 @resource.route(
     "POST /objects",
     "objects_upload",
     _SCOPES,
-    ObjectView,
+    ShownObject,
     "payload-too-large objects-full store-unavailable",
     status_code=201,
     response_description="It is on disk, and kept until `expires_at` at least.",
@@ -241,7 +210,7 @@ async def upload_object(call: Call, storage: Storage) -> Response:
     length = call.header(b"content-length") or ""
     size_hint = int(length) if length.isdigit() else 0
     kept = await storage.put(call.parts(), size_hint, call.identity.tenant)
-    return answer(_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
+    return answer(_shown(kept), 201, {"Location": f"/objects/{kept.digest}"})
 
 
 class ObjectQuery(PageQuery):
@@ -256,34 +225,33 @@ class ObjectQuery(PageQuery):
         return ObjectOrder(ObjectSort[word.upper()], descending)
 
 
-@resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid validation-failed")
-async def list_objects(call: Call, storage: Storage, query: Annotated[ObjectQuery, Query()]) -> Response:
+@resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid")
+async def list_objects(caller: Caller, storage: Storage, query: Annotated[ObjectQuery, Query()]) -> Response:
     """List your tenant's objects, by id if not sorted, and how many bytes count against its limit."""
-    tenant = call.identity.tenant
+    tenant = caller.tenant
     store, limits, now = storage.store, storage.limits, storage.clock.now()
-    limit = min(query.limit, limits.page_items)
-    sorted_by = {} if query.sort == "id" else {"sort": query.sort}
-    order, filtered_by = query.order, filter_hash({"objects of": tenant, **sorted_by})
-    length = len(order.sort.fields)
-    after = () if query.cursor is None else read_place(query.cursor, filtered_by, length, is_object_id)
-    found = await store.stored_objects(tenant, now, order, after=after, limit=limit + 1)
-    page, has_more = found[:limit], len(found) > limit
+    order, sorted_by = query.order, {} if query.sort == "id" else {"sort": query.sort}
+    filters, length = {"objects of": tenant, **sorted_by}, len(order.sort.fields)
+    paging = paging_of(query, limits.page_items, filters, length, is_object_id)
+    found = await store.stored_objects(tenant, now, order, after=paging.after, limit=paging.limit + 1)
+    page, next_cursor = paging.cut(found, order.sort.key)
     # Counting reads all rows of the tenant: once for a list, not for each of its pages.
-    counted_bytes = None if after else (await store.counted_objects(tenant, now)).size_bytes
-    view: ObjectPage = {
-        "items": [_view(kept) for kept in page],
-        "next_cursor": write_place(order.sort.key(page[-1]), filtered_by) if has_more else None,
-        "has_more": has_more,
-        "counted_bytes": counted_bytes,
-        "most_bytes": limits.tenant_object_bytes,
-    }
-    return answer(view)
+    counted_bytes = None if paging.after else (await store.counted_objects(tenant, now)).size_bytes
+    return answer(
+        ObjectPage(
+            items=tuple(map(_shown, page)),
+            next_cursor=next_cursor,
+            has_more=next_cursor is not None,
+            counted_bytes=counted_bytes,
+            most_bytes=limits.tenant_object_bytes,
+        )
+    )
 
 
-@resource.route("GET /objects/{object_id}", "objects_get", _SCOPES, ObjectView, "not-found")
-async def get_object(call: Call, storage: Storage, object_id: str) -> Response:
+@resource.route("GET /objects/{object_id}", "objects_get", _SCOPES, ShownObject, "not-found")
+async def get_object(caller: Caller, storage: Storage, object_id: str) -> Response:
     """Read an object's size and until when it is kept. This does not count as a use."""
-    return answer(_view(await storage.find(call.identity.tenant, object_id)))
+    return answer(_shown(await storage.find(caller.tenant, object_id)))
 
 
 @resource.route(
@@ -298,9 +266,11 @@ async def get_object(call: Call, storage: Storage, object_id: str) -> Response:
         206: {"description": "The bytes that `Range` asked for.", "content": _BYTES},
     },
 )
-async def get_content(call: Call, storage: Storage, object_id: str, range: RangeHeader = None) -> Response:
+async def get_content(
+    caller: Caller, storage: Storage, object_id: str, range: RangeHeader = None
+) -> Response:
     """Fetch the bytes of an object, or with `Range` a part of them."""
-    kept = await storage.find(call.identity.tenant, object_id)
+    kept = await storage.find(caller.tenant, object_id)
     asked = span_of(range, kept.size_bytes)
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{kept.digest}"'}
     if asked is not None:
@@ -320,12 +290,13 @@ async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
 
 
 @resource.route("DELETE /objects/{object_id}", "objects_delete", _SCOPES, None, "not-found", status_code=204)
-async def delete_object(call: Call, storage: Storage, object_id: str) -> Response:
+async def delete_object(caller: Caller, storage: Storage, object_id: str) -> Response:
     """Delete an object. Accepted inferences already have its values; tasks that name it fail."""
-    kept = await storage.find(call.identity.tenant, object_id)
+    kept = await storage.find(caller.tenant, object_id)
     await storage.delete(kept)
     return Response(status_code=204)
 
 
-def _view(kept: StoredObject) -> ObjectView:
-    return view_of(ObjectView, kept, id=kept.digest)
+def _shown(kept: StoredObject) -> ShownObject:
+    times = Time.at(kept.created_at), Time.at(kept.expires_at)
+    return ShownObject(kept.digest, kept.size_bytes, *times)

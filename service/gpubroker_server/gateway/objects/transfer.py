@@ -6,7 +6,7 @@ import re
 from typing import Final, NamedTuple
 from uuid import uuid4
 
-from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.http.problems import Problem
 from gpubroker_server.ports.store import BlobStore
 
 PART_BYTES: Final = 1024 * 1024
@@ -87,8 +87,8 @@ class Span(NamedTuple):
 
 
 def span_of(asked: str | None, size_bytes: int) -> Span | None:
-    """What a `Range` asks for; None: all. As RFC 9110 has it, one that cannot be read asks for all. Raises
-    Problem range-not-satisfiable."""
+    """Return what a `Range` asks for; None: all. As RFC 9110 has it, one that cannot be read asks for all.
+    Raises Problem range-not-satisfiable."""
     found = _RANGE.fullmatch(asked.strip()) if asked else None
     if found is None or found.groups() == ("", ""):
         return None

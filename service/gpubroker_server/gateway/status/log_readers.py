@@ -11,7 +11,7 @@ from gpubroker_server.ports.store import Clock, StoreUnavailable
 LOOK_SECONDS = 0.2
 """Between two looks of a reader for what is new."""
 LOOKS_PER_SECOND = 200
-"""Of all readers together: with many, each looks less often."""
+"""The looks of all readers together: with many readers, each looks less often."""
 REPEAT_SECONDS = 1.0
 
 
@@ -25,7 +25,7 @@ class LogReaders:
         self._since: dict[LogName, Instant] = {}
         self._looked_at: dict[LogName, Instant] = {}
         self._told = False
-        """Whether the row names any log."""
+        """True if the row names any log."""
 
     async def look(self, log: LogName, since: Instant) -> None:
         """A reader that came then looks for more; to be repeated while it reads. Raises StoreUnavailable."""
@@ -39,7 +39,7 @@ class LogReaders:
         return max(LOOK_SECONDS, len(self._since) / LOOKS_PER_SECOND)
 
     async def keep(self) -> None:
-        """Until cancelled."""
+        """Tell the leader again and again which logs are read, until cancelled."""
         while True:
             await asyncio.sleep(REPEAT_SECONDS)
             if self._since or self._told:
@@ -49,7 +49,8 @@ class LogReaders:
                     continue
 
     async def tell(self) -> None:
-        """Without logs whose readers are gone, or do not take what they get. Raises StoreUnavailable."""
+        """Tell the leader which logs are read, without those whose readers are gone or do not take what they
+        get. Raises StoreUnavailable."""
         now = self._clock.now()
         for log in [log for log, at in self._looked_at.items() if at < now - FOLLOWED_SECONDS]:
             del self._looked_at[log], self._since[log]

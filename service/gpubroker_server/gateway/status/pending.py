@@ -1,7 +1,11 @@
 """Why tasks wait, for answers that show it in passing. Cached for a second per kind of demand."""
 
+from gpubroker.wire.tasks import Pending
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import Inference
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.reasons import Reason
@@ -11,25 +15,23 @@ from gpubroker_server.core.explain.blockers import Blocker, expected_send_at
 from gpubroker_server.core.explain.explain import explain, position_of
 from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_start
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
-from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.waiters import Leadership
 from gpubroker_server.gateway.status.task_view import expected_view
-from gpubroker_server.gateway.status.views import InheritsView, PendingView
+from gpubroker_server.http.waiters import Leadership
 
 CACHED_SECONDS = Seconds(1.0)
 """Explaining a task takes tens of milliseconds with a thousand devices, and clients poll many equal tasks."""
 
 MAX_CACHED = 4096
 
-NOT_YET_SEEN: PendingView = {
-    "reason": Reason.PENDING_EVALUATION.value,
-    "message": "on disk; the next planning cycle will look at it",
-    "position": None,
-    "inherits": None,
-    "start": None,
-}
-"""Of a task that the World does not have yet."""
+NOT_YET_SEEN = Pending(
+    reason=Reason.PENDING_EVALUATION,
+    message="on disk; the next planning cycle will look at it",
+    position=None,
+    inherits=None,
+    start=None,
+)
+"""Why a task waits that the World does not have yet."""
 
 _NO_LEADER = (
     "there is no leader: no broker is running, or none reaches the database, and nothing starts or stops "
@@ -42,12 +44,8 @@ _Equal = tuple[str, int, tuple[bool, QueuePause | None], Demand, str, Seconds | 
 the same reason."""
 
 
-def inherits_view(inherited: Inherited | None) -> InheritsView | None:
-    return None if inherited is None else {"priority": inherited.priority, "task": inherited.task}
-
-
 def no_leader(world: World, leadership: Leadership, task: Task) -> Blocker | None:
-    """What every waiting task waits for while there is no leader; None while there is one."""
+    """Return what every waiting task waits for while there is no leader; None while there is one."""
     if leadership.leader() is not None:
         return None
     requests = (request for request in world.requests.values() if request.task == task.id)
@@ -60,10 +58,10 @@ class PendingReasons:
         self._world = world
         self.policy = policy
         self._leadership = leadership
-        self._cache: dict[_Equal, tuple[Instant, PendingView]] = {}
+        self._cache: dict[_Equal, tuple[Instant, Pending]] = {}
         self._shares: tuple[Instant, FairShares] | None = None
 
-    def of(self, task: Task, now: Instant) -> PendingView | None:
+    def of(self, task: Task, now: Instant) -> Pending | None:
         """None if the World does not have the task as a waiting one."""
         row = self._world.tasks.get(task.id)
         view = None if row is None or row.state is not TaskState.PENDING else self._view(row, now)
@@ -72,11 +70,11 @@ class PendingReasons:
         if (blocker := no_leader(self._world, self._leadership, task)) is not None:
             return _without_leader(view, blocker)
         forecasts, start = self._leadership.forecasts(), None
-        if not task.is_inference:
+        if not isinstance(task.holder, Inference):
             start = expected_start(self._world, task, forecasts, now)
-        elif view["reason"] == Reason.MODEL_LOADING.value:
+        elif view.reason == Reason.MODEL_LOADING:
             start = expected_send_at(self._world, task, self.policy, forecasts, now)
-        return view if start is None else {**view, "start": expected_view(start, now)}
+        return view if start is None else replace(view, start=expected_view(start, now))
 
     def notice(self, task: Task) -> str:
         """While silent nodes are held back: of a task that runs on one of them, or waits."""
@@ -85,7 +83,7 @@ class PendingReasons:
         concerns = task.state is TaskState.PENDING or bool(nodes_of(task) & set(paused.nodes))
         return paused.summary if concerns else ""
 
-    def _view(self, row: Task, now: Instant) -> PendingView | None:
+    def _view(self, row: Task, now: Instant) -> Pending | None:
         run_time = (row.subject, row.expected_seconds, row.timeout_seconds)
         is_apart = (row.held, self._world.queue.pause_of(row))
         equal = (row.tenant, row.priority, is_apart, row.demand, *run_time)
@@ -94,24 +92,18 @@ class PendingReasons:
             return self._explained(row, equal, now)
         position = position_of(self._world, row, self.policy, now, self._shares_at(now))
         inherited = self._world.awaited.inheritance.of(row)
-        return {**view, "position": position, "inherits": inherits_view(inherited)}
+        return replace(view, position=position, inherits=inherited)
 
     def _shares_at(self, now: Instant) -> FairShares:
         if self._shares is None or not 0.0 <= now - self._shares[0] <= CACHED_SECONDS:
             self._shares = now, FairShares(self._world, self.policy, now)
         return self._shares[1]
 
-    def _explained(self, row: Task, equal: _Equal, now: Instant) -> PendingView | None:
+    def _explained(self, row: Task, equal: _Equal, now: Instant) -> Pending | None:
         found = explain(self._world, row.id, self.policy, now, self._leadership.forecasts())
         if found.reason is None:
             return None
-        view: PendingView = {
-            "reason": found.reason.value,
-            "message": found.message,
-            "position": found.position,
-            "inherits": inherits_view(found.inherits),
-            "start": None,
-        }
+        view = Pending(found.reason, found.message, found.position, found.inherits, None)
         if found.reason is not Reason.PENDING_EVALUATION and not self._is_special(row):
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
@@ -125,10 +117,10 @@ class PendingReasons:
         return row.awaits or row.not_before is not None or has_room
 
 
-def _without_leader(view: PendingView, blocker: Blocker) -> PendingView:
+def _without_leader(view: Pending, blocker: Blocker) -> Pending:
     """A more structural reason still comes first. Without a leader no start can be forecast."""
-    reason = min(Reason(view["reason"]), blocker.reason, key=lambda each: each.tier)
+    reason = min(Reason(view.reason), blocker.reason, key=lambda each: each.tier)
     message = blocker.message
     if reason is not blocker.reason:
-        message = f"{view['message']}; {message}"
-    return {**view, "reason": reason.value, "message": message, "start": None}
+        message = f"{view.message}; {message}"
+    return replace(view, reason=reason, message=message, start=None)

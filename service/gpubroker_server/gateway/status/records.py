@@ -5,13 +5,18 @@ import base64
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from typing import Any
 
 from fastapi import Response
+from gpubroker.wire.answered import Page
+from gpubroker.wire.forecasts import Expected
+from gpubroker.wire.tasks import Task as ShownTask
+from msgspec import Struct
+from msgspec.structs import replace
 
+from gpubroker_server.core.domain.holders import Model, is_started_by_agent
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.lifecycle.learning import kind_of_run
@@ -22,23 +27,16 @@ from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.phases import Phase, course_of_events, course_of_row, seconds_in_phases
-from gpubroker_server.gateway.http.bodies import (
-    PageQuery,
-    direction_of,
-    filter_hash,
-    read_place,
-    write_place,
-)
-from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.http.ids import is_task_id
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import answer
-from gpubroker_server.gateway.http.times import Follower, Freshness
-from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, PendingReasons
 from gpubroker_server.gateway.status.quarantine import quarantined_view
-from gpubroker_server.gateway.status.task_view import Live, expected_view, task_view
-from gpubroker_server.gateway.status.views import ExpectedView, TaskView
+from gpubroker_server.gateway.status.task_view import Live, expected_view, phases_view, task_view
+from gpubroker_server.http.bodies import PageQuery, direction_of, paging_of
+from gpubroker_server.http.identity import Identity
+from gpubroker_server.http.ids import is_task_id
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.routing import answer
+from gpubroker_server.http.times import Follower, Freshness
+from gpubroker_server.http.waiters import Waiters
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
@@ -52,11 +50,15 @@ from gpubroker_server.ports.store import (
 
 _STARTED = (TaskState.RUNNING, TaskState.STOPPING, TaskState.ADMITTED)
 _ALL = 1_000_000
-JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN, phases=dict.fromkeys(Phase, Seconds(0.0)))
+JUST_ACCEPTED = Live(
+    leases=[],
+    uuids={},
+    pending=NOT_YET_SEEN,
+    phases=phases_view(dict.fromkeys(Phase, Seconds(0.0))),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskRecords:
+class TaskRecords(Struct, frozen=True):
     store: TaskStore
     blobs: BlobStore
     follower: Follower
@@ -66,8 +68,8 @@ class TaskRecords:
     page_items: int
 
     async def find(self, identity: Identity, task_id: str, what: str = "task") -> TaskRecord:
-        """Raises Problem not-found, also for a task that the token may not see, so that ids cannot be
-        probed."""
+        """Return the record. Raises Problem not-found, also for a task that the token may not see, so that
+        ids cannot be probed."""
         record = await self.store.record(TaskId(task_id)) if is_task_id(task_id) else None
         if record is None or not identity.may_see(record.task.tenant):
             raise Problem("not-found", f'there is no {what} "{task_id[:100]}"; GET /{what}s lists yours')
@@ -81,8 +83,8 @@ class TaskRecords:
         if record.task.tenant != identity.tenant:
             about = {"tenant": record.task.tenant, "action": action, "subject": record.task.id}
             await self.store.audit(by=identity.name, **about)
-        model = record.task.model
-        if model is None:
+        model = record.task.holder
+        if not isinstance(model, Model):
             return record
         if not model.model:
             raise Problem(
@@ -129,20 +131,13 @@ class TaskRecords:
     ) -> Response:
         """Tasks: the tenant's, if `filters`, which are fields of TaskFilter, name none. Raises Problem
         cursor-invalid for the cursor of another filter or order."""
-        limit = min(query.limit, self.page_items)
         filters = {"tenant": identity.tenant, **filters}
-        wanted, filtered_by = TaskFilter(**filters, limit=limit + 1), filter_hash(filters)
-        if query.cursor is not None:
-            wanted = replace(wanted, after=read_place(query.cursor, filtered_by, len(wanted.sort.fields)))
-        records = await self.store.records(wanted)
-        page, has_more = records[:limit], len(records) > limit
-        return answer(
-            {
-                "items": [view(record, live) for record, live in await self._with_lives(page)],
-                "next_cursor": write_place(wanted.sort.key(page[-1].task), filtered_by) if has_more else None,
-                "has_more": has_more,
-            }
-        )
+        wanted = TaskFilter(**filters)
+        paging = paging_of(query, self.page_items, filters, len(wanted.sort.fields))
+        wanted = replace(wanted, after=paging.after, limit=paging.limit + 1)
+        page, cursor = paging.cut(await self.store.records(wanted), lambda one: wanted.sort.key(one.task))
+        items = tuple(view(record, live) for record, live in await self._with_lives(page))
+        return answer(Page(items, cursor, cursor is not None))
 
     async def in_turn(self, limit: int, view: Callable[[TaskRecord, Live], Any], **filters: Any) -> Response:
         """One page: what runs, what waits in the order of the queue and then outside of
@@ -159,16 +154,11 @@ class TaskRecords:
             records += await self._waiting(replace(wanted, states=(TaskState.PENDING,)), is_filtered)
         if (chosen := [state for state in TERMINAL if state in states]) and len(records) <= limit:
             records += await self.store.records(replace(wanted, states=tuple(chosen), sort=TaskSort.FINISHED))
-        return answer(
-            {
-                "items": [view(record, live) for record, live in await self._with_lives(records[:limit])],
-                "next_cursor": None,
-                "has_more": len(records) > limit,
-            }
-        )
+        items = tuple(view(record, live) for record, live in await self._with_lives(records[:limit]))
+        return answer(Page(items, None, len(records) > limit))
 
     async def _waiting(self, wanted: TaskFilter, is_filtered: bool) -> list[TaskRecord]:
-        """Those that the planner may start, in its order, then the others."""
+        """Yield the tasks that the planner may start, in its order, then the others."""
         matching = None
         if is_filtered:
             matching = frozenset(await self.store.selected(replace(wanted, limit=_ALL)))
@@ -182,7 +172,7 @@ class TaskRecords:
             records += [one for one in await self.store.records(wanted) if one.task.id not in seen]
         return records
 
-    async def view(self, record: TaskRecord) -> TaskView:
+    async def view(self, record: TaskRecord) -> ShownTask:
         [(record, live)] = await self._with_lives([record], explained=True)
         return task_view(record, live)
 
@@ -198,13 +188,15 @@ class TaskRecords:
             moves[event.key].append(event)
         shown: list[tuple[TaskRecord, Live]] = []
         for record, live, course in zip(records, lives, courses, strict=True):
-            course = course or course_of_events(moves[record.task.id], is_run=record.task.is_run)
-            phases = None if course is None else seconds_in_phases(course, now)
+            by_agent = is_started_by_agent(record.task.holder)
+            course = course or course_of_events(moves[record.task.id], by_agent=by_agent)
+            phases = None if course is None else phases_view(seconds_in_phases(course, now))
             shown.append((record, replace(live, phases=phases)))
         return shown
 
     def live(self, task: Task, *, explained: bool = True) -> Live:
-        """What the World adds to a row. Explaining why it waits costs most, and lists leave that out."""
+        """Return what the World adds to a row. Explaining why it waits costs most, and lists leave that
+        out."""
         world = self.follower.world
         leases = world.leases.get((task.id, task.fence), {})
         waits = explained and task.state is TaskState.PENDING
@@ -214,11 +206,11 @@ class TaskRecords:
             progress=self.follower.progress.get(task.id) if task.is_active else None,
             eta=self._eta(task),
             pending=self.pending.of(task, self.follower.clock.now()) if waits else None,
-            quarantine=[quarantined_view(world, one) for one in quarantined(world, task.id)],
+            quarantine=tuple(quarantined_view(world, one) for one in quarantined(world, task.id)),
             notice=self.pending.notice(task),
         )
 
-    def _eta(self, task: Task) -> ExpectedView | None:
+    def _eta(self, task: Task) -> Expected | None:
         if task.state is not TaskState.RUNNING:
             return None
         world, now = self.follower.world, self.follower.clock.now()
@@ -289,7 +281,7 @@ def _inference_json(data: bytes) -> bytes | None:
 
 
 def _listed(steps: Iterable[list[Any]]) -> Iterator[bytes]:
-    """In steps, between which other threads run."""
+    """Encode a list in steps, between which other threads run."""
     for at, values in enumerate(steps):
         yield b"," if at else b""
         yield json.dumps(values, separators=(",", ":")).encode()[1:-1]
@@ -324,7 +316,7 @@ _CHECK = json.JSONDecoder(
 
 
 def _base64(data: bytes) -> bytes:
-    """In steps, for the same reason."""
+    """Encode bytes in steps, for the same reason."""
     starts = range(0, len(data), _BASE64_STEP)
     return b"".join(base64.b64encode(data[at : at + _BASE64_STEP]) for at in starts)
 

@@ -1,6 +1,5 @@
 """Schema of what a task, or each rank of a gang, needs to run."""
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -12,13 +11,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from gpubroker_server.core.admission.defaults import LEARNED, GpuSize
+from gpubroker_server.core.admission.roles import max_of_roles
 from gpubroker_server.core.domain.ranks import MOST_RANKS
-from gpubroker_server.gateway.http.bodies import Body, KindName, LabelKey, NodeLabels, line
+from gpubroker_server.http.bodies import Body, KindName, LabelKey, NodeLabels, line
 
 MAX_MB: Final = 16_777_216
-LEARNED: Final = "learned"
-GpuSize = int | Literal["learned"]
-"""MiB of each device, or the word for what earlier runs used."""
+MOST_GPUS: Final = 1024
+
+SizeMb = Annotated[int, Field(ge=1, le=MAX_MB)]
+Kinds = Annotated[list[KindName], Field(max_length=32)]
 
 
 def _size_or_learned(value: Any, read_size: ValidatorFunctionWrapHandler) -> Any:
@@ -29,9 +31,7 @@ GpuMb = Annotated[
     GpuSize,
     # A plain union would answer a wrong number with two faults, one of which is about the word.
     GetPydanticSchema(
-        lambda _, handler: core_schema.no_info_wrap_validator_function(
-            _size_or_learned, handler(Annotated[int, Field(ge=1, le=MAX_MB)])
-        )
+        lambda _, handler: core_schema.no_info_wrap_validator_function(_size_or_learned, handler(SizeMb))
     ),
     WithJsonSchema(
         {
@@ -44,7 +44,7 @@ GpuMb = Annotated[
         }
     ),
 ]
-Gpus = Annotated[int, Field(ge=0, le=1024)]
+Gpus = Annotated[int, Field(ge=0, le=MOST_GPUS)]
 Cpu = Annotated[float, Field(ge=0, le=100_000)]
 MemoryMb = Annotated[int, Field(ge=0, le=1_073_741_824)]
 Custom = Annotated[dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]], Field(max_length=32)]
@@ -54,29 +54,11 @@ class Role(Body):
     """What one role needs. A size that is left out is not needed."""
 
     gpus: Gpus | None = None
-    gpu_mb: Annotated[int, Field(ge=1, le=MAX_MB)] | None = None
+    gpu_mb: SizeMb | None = None
     gpu_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     cpu: Cpu | None = None
     memory_mb: MemoryMb | None = None
     custom: Custom = Field(default_factory=dict)
-
-
-_SIZES = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
-
-
-def max_of_roles(roles: Iterable[Role]) -> dict[str, Any]:
-    """The maximum over the roles, field by field; None where no role gives a size.
-
-    If one role needs whole GPUs, the task gets whole GPUs: they are more than any size.
-    """
-    roles = list(roles)
-    given = {size: [value for role in roles if (value := getattr(role, size)) is not None] for size in _SIZES}
-    custom: dict[str, float] = {}
-    for name, amount in (pair for role in roles for pair in role.custom.items()):
-        custom[name] = max(amount, custom.get(name, 0.0))
-    exclusive = any(role.gpus and role.gpu_mb is None and role.gpu_fraction is None for role in roles)
-    most = {size: max(values, default=None) for size, values in given.items()}
-    return {**most, "custom": custom, "exclusive": exclusive}
 
 
 class Amounts(Body):
@@ -96,8 +78,7 @@ class Amounts(Body):
     )
 
     kinds: Annotated[
-        list[KindName],
-        Field(max_length=32, description="Only GPUs of one of these kinds.", examples=[["H100", "A100"]]),
+        Kinds, Field(description="Only GPUs of one of these kinds.", examples=[["H100", "A100"]])
     ] = Field(default_factory=list)
     min_power: Annotated[int, Field(ge=0, le=1_000_000, description="Only kinds of this rank or above.")] = 0
     min_device_mb: Annotated[int, Field(ge=0, le=MAX_MB, description="Only GPUs of at least this size.")] = 0
@@ -109,8 +90,7 @@ class Amounts(Body):
         ),
     ] = Field(default_factory=dict)
     prefer_kinds: Annotated[
-        list[KindName],
-        Field(max_length=32, description="Best first. A preference never keeps a task waiting."),
+        Kinds, Field(description="Best first. A preference never keeps a task waiting.")
     ] = Field(default_factory=list)
     prefer_nodes: Annotated[NodeLabels, Field(description="As `nodes`, but only a preference.")] = Field(
         default_factory=dict
@@ -136,7 +116,7 @@ class Amounts(Body):
         return self
 
     def check_agreement(self) -> None:
-        """Raises PydanticCustomError if two fields contradict each other."""
+        """Check that no two fields contradict each other. Raises PydanticCustomError."""
         if self.gpu_mb is not None and self.gpu_fraction is not None:
             raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
         if self.gpus == 0 and (self.wants_gpu or self.names_devices):
@@ -190,7 +170,7 @@ class Resources(Amounts):
     ) = None
 
     def with_sizes(self) -> "Resources":
-        """With the sizes that the roles add up to."""
+        """Return the resources with the sizes that the roles add up to."""
         return self.model_copy(update=max_of_roles(self.roles.values())) if self.roles else self
 
     @property
@@ -231,3 +211,15 @@ class Resources(Amounts):
 
 _OF_A_GANG = frozenset({"strategy", "min_ranks"})
 _OF_ONE_RANK = {"gpus", "gpu_mb", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom"}
+
+_NOTHING = Resources()
+# pydantic makes a deep copy of a default that is a model: a third of all calls of a small submit.
+# It takes what a factory returns as it is. Sharing is safe, since bodies are frozen.
+NamedResources = Annotated[
+    Resources,
+    Field(
+        default_factory=lambda: _NOTHING,
+        json_schema_extra={"default": _NOTHING.model_dump(mode="json", exclude_none=True)},
+    ),
+]
+"""The resources of a body that may leave them out."""

@@ -1,48 +1,46 @@
-"""From a body to a task, and from there to the store: the same for a submit and for a question about one."""
+"""From a submission to a stored task: what admission must know is read, and its answer is carried out."""
 
 import asyncio
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from math import ceil
 from typing import Annotated, NamedTuple
 
 import structlog
 from fastapi import Header
-from pydantic_core import to_json
+from msgspec import Struct
+from msgspec.structs import replace
 
+from gpubroker_server.core.admission.admit import AdmissionPolicy, admit, unknown_objects
+from gpubroker_server.core.admission.defaults import Defaults
+from gpubroker_server.core.admission.facts import INVALID, NO_OBJECTS, NO_STATES, Facts, Refused
+from gpubroker_server.core.admission.permissions import Permissions
+from gpubroker_server.core.admission.submission import Submission
 from gpubroker_server.core.control.fleet import FleetSeen
-from gpubroker_server.core.domain.demand import Demand, may_use_device
-from gpubroker_server.core.domain.submission import bytes_of, secrets_named
-from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.explain.admission import ranks_text
-from gpubroker_server.core.planning.forecasts.run_estimates import Size, learned_size, size_of_ranks
+from gpubroker_server.core.domain.decisions import known_streams
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.core.domain.stored_objects import StoredObject
+from gpubroker_server.core.domain.submission import secrets_named
+from gpubroker_server.core.domain.task import ON_FAILURE, Task
+from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.ids import Ids
-from gpubroker_server.gateway.http.leader_release import LeaderRelease
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.status.known_names import unknown_stream
 from gpubroker_server.gateway.status.records import TaskRecords
-from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
-from gpubroker_server.gateway.submission.admission import Capacity, Permissions
-from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
-from gpubroker_server.gateway.submission.named_objects import check_objects, named_by, objects_in_run
-from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
-from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
+from gpubroker_server.gateway.submission.capacity import Capacity
+from gpubroker_server.gateway.submission.named_objects import find_objects, objects_in_run
+from gpubroker_server.http.faults import problem_of
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.ids import Ids, is_task_id
+from gpubroker_server.http.leader_release import LeaderRelease
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.routing import Call
+from gpubroker_server.http.waiters import LeaderRequests
 from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import (
+    AdmittedTask,
+    BatchSubmission,
     BlobStore,
     Clock,
-    RunSpec,
     StoredState,
-    Submission,
     SubmitVerdict,
     TaskRecord,
     TaskStore,
@@ -59,231 +57,200 @@ IdempotencyKey = Annotated[
     ),
 ]
 
-SHARED_BELOW_CPU = 1.0
-"""An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
+NOTHING_KEPT: Mapping[str, StoredObject] = {}
 _HASHED_INLINE_BYTES = 256 * 1024
 """Larger bodies are hashed on a thread."""
-_MOST_NAMED = 10
-_NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
-_STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-class PreparedTask(NamedTuple):
-    task: Task
-    learned: Size | None
-    """How its size was learned, if it asks for that; of a gang, that of its ranks."""
+class SentKey(NamedTuple):
+    """What tells a repeated request from a new one."""
+
+    key: str
+    body_hash: str
 
 
 class Stored(NamedTuple):
     record: TaskRecord
     is_new: bool
     headers: dict[str, str]
-    """Of the answer: Location, and whether the request had been sent before."""
+    """Headers of the answer: Location, and whether the request had been sent before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Submissions:
+class Submissions(Struct, frozen=True):
     store: TaskStore
     blobs: BlobStore
     secrets: SecretStore
     world: World
     ids: Ids
     clock: Clock
-    defaults: Defaults
+    policy: AdmissionPolicy
     capacity: Capacity
-    permissions: Permissions
     records: TaskRecords
-    inline_bytes: int
-    most_pending: int
-    """Of one tenant."""
-    most_pending_bytes: int
-    """Kept by them for their runs."""
+    requests: LeaderRequests
+    limits: ServiceLimits
     leader: LeaderRelease
-    object_seconds: Seconds
-    """An object is kept this long after its last use."""
     fleet: Callable[[], FleetSeen | None]
-    """As `Leadership.last_fleet`."""
+    """The fleet as the last leader saw it; see `Leadership.last_fleet`."""
 
-    async def accept(self, call: Call, body: SubmitTask, key: str | None) -> Stored:
-        """Store the task that this body asks for. Raises Problem for whatever it is refused for."""
+    @property
+    def permissions(self) -> Permissions:
+        return self.policy.permissions
+
+    @property
+    def defaults(self) -> Defaults:
+        return self.policy.defaults
+
+    async def accept(self, identity: Identity, submission: Submission, sent: SentKey | None) -> Stored:
+        """Store the task that a request asks for. Raises Problem for whatever it is refused for."""
+        try:  # as `once` does, without a call and a frame more for each task
+            new = await self.admitted(identity, submission)
+            self.check_queue((new.task,))
+        except Problem as refused:
+            return await self._sent_before(identity, sent, "task", refused)
+        return await self._submit(identity, new, sent, "task")
+
+    async def once(
+        self,
+        identity: Identity,
+        sent: SentKey | None,
+        what: str,
+        new_task: Callable[[], Awaitable[AdmittedTask]],
+    ) -> Stored:
+        """Store what `new_task` admits, however often the client sends the request. Durable when this
+        returns.
+
+        A repeated request is answered again even if a new one would be refused by now. `what` is `task`,
+        `lease` or `inference`. Raises Problem for whatever the task is refused for.
+        """
         try:
-            submission = await self.checked(call.identity, body)
-            self.check_queue([submission.task])
-        except Problem:
-            known = await self.sent_before(call, key, "task")
-            if known is None:
-                raise
-            return known
-        return await self.submit(call, submission, key, "task")
+            new = await new_task()
+            self.check_queue((new.task,))
+        except Problem as refused:
+            return await self._sent_before(identity, sent, what, refused)
+        return await self._submit(identity, new, sent, what)
 
-    async def checked(self, identity: Identity, body: SubmitTask) -> Submission:
-        """What this body asks for. Raises Problem for what is never allowed or possible, or not for it."""
-        task, learned = await self.new_task(body, identity.tenant)
-        await self.check_allowed(identity, body, task)
-        self.check_possible(task)
-        submission = submission_of(task, self.run_spec(body, body.run, learned))
-        await self.check_objects(task.tenant, objects_in_run(submission.spec))
-        return submission
+    async def admitted(
+        self,
+        identity: Identity,
+        submission: Submission,
+        *,
+        named: Mapping[str, str] | None = None,
+        id: TaskId | None = None,
+        now: Instant | None = None,
+        states: Mapping[TaskId, StoredState] | None = None,
+    ) -> AdmittedTask:
+        """Admit what this token submits. Raises Problem for whatever it is refused for.
 
-    async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
-        """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
-        and `check_possible`."""
-        stands, now = await stands_for(self.store, body), self.clock.now()
-        return self.task_of(body, tenant, self.ids.task(now), stands, now)
+        `named`: id by place of the objects that it opens; default: those in its arguments. `id`, `now`: the
+        new task's, if they are settled; a batch has one time, so that ids say the order of its tasks.
+        `states`: those of the tasks that it runs after, if they are known.
+        """
+        if named is None and submission.spec.objects:
+            named = objects_in_run(submission.spec)
+        kept, missing = NOTHING_KEPT, NO_OBJECTS
+        if named:
+            kept = await self._find_objects(submission.tenant, named)
+            missing = {place: id for place, id in named.items() if id not in kept}
+        found = await self.judged(identity, submission, missing=missing, id=id, now=now, states=states)
+        if isinstance(found, Refused):
+            raise problem_of(found)
+        if kept:
+            await self._note_uses(kept)
+        return found
 
-    def task_of(
-        self, body: SubmitTask, tenant: str, id: TaskId, stands: Mapping[TaskId, StoredState], now: Instant
-    ) -> PreparedTask:
-        """As `new_task`. `stands`: the states of the tasks that it runs after, as far as they exist."""
-        self.check_stream(body.stream)
-        self.check_profile(body.profile)
-        demand, learned = self.demand_of(body, tenant)
-        after = dependencies_of(body, stands, tenant)
-        defaults, timing = self.defaults, timing_of(body, now)
-        grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
-        limits = defaults.limits_of(body, body.profile)
-        is_small = demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU and not demand.bundles
-        is_unlimited = demand.memory_mb == 0  # a limit needs a process of its own
-        task = Task(
-            id=id,
-            tenant=tenant,
-            name=body.name,
-            priority=limits.priority,
-            demand=demand,
-            submitted_at=now,
-            max_retries=limits.max_retries,
-            timeout_seconds=limits.timeout_seconds,
-            grace_seconds=Seconds(grace),
-            shareable=isinstance(body.run, Entrypoint)
-            and is_small
-            and is_unlimited
-            and not self._env_of(body),
-            not_before=timing.not_before,
-            after=after,
-            awaits=bool(after),
-            held=body.held,
-            queue_ttl_seconds=timing.queue_ttl_seconds,
-            expires_at=timing.expires_at,
-            deadline_at=timing.deadline_at,
-            expected_seconds=timing.expected_seconds,
-            stream=body.stream,
-            subject=subject_of(body),
-        )
-        return PreparedTask(task, learned)
+    async def judged(
+        self,
+        identity: Identity,
+        submission: Submission,
+        *,
+        missing: Mapping[str, str] = NO_OBJECTS,
+        id: TaskId | None = None,
+        now: Instant | None = None,
+        states: Mapping[TaskId, StoredState] | None = None,
+    ) -> AdmittedTask | Refused:
+        """Say what would become of a submission, as `admitted` does. Raises Problem only if the leader is of
+        a release that would do it wrong."""
+        now = self.clock.now() if now is None else now
+        spec, tenant = submission.spec, submission.tenant
+        facts = Facts(self.ids.task(now) if id is None else id, now, self.capacity, identity)
+        if submission.after:
+            known = await self._states_of(submission) if states is None else states
+            facts = replace(facts, dependencies=known)
+        if submission.stream:
+            streams = known_streams(self.permissions.policy.streams, self.world.streams)
+            facts = replace(facts, streams=tuple(streams))
+        if submission.retry_on != ON_FAILURE:
+            self.leader.require("retry_on")
+        if spec.env and secrets_named(spec.env) and identity.may(Scope.SECRETS_USE):
+            self.leader.require("secret")
+            facts = replace(facts, secrets=await self.secrets.names(tenant))
+        if missing:
+            facts = replace(facts, missing_objects=missing, object_seconds=self.limits.object_seconds)
+        return admit(submission, facts, self.policy)
 
-    def demand_of(
-        self, body: SubmitTask, tenant: str, *, at: str = "/resources"
-    ) -> tuple[Demand, Size | None]:
-        """The demand, and how its size was learned if it asks for that. Raises Problem if its pool does not
-        fit. `at` points to the resources in the body."""
-        sizes: dict[Demand, Size] = {}
-
-        def learn(demand: Demand) -> Size:
-            return sizes.setdefault(demand, self._learned_size(demand, tenant, subject_of(body)))
-
-        demand = demand_of(body, self.defaults, learn)
-        by_ranks = {
-            ranks_text(demand, replace(rank, gpu_mb=size.gpu_mb)) if demand.bundles else "": size
-            for rank, size in sizes.items()
-        }
-        learned = size_of_ranks(by_ranks) if by_ranks else None
-        return self.capacity.settled(demand, body.resources.pool, tenant, body.labels, at=at), learned
-
-    def check_stream(self, stream: str) -> None:
-        if stream and (fault := unknown_stream(stream, self.world, self.permissions.policy)):
-            raise invalid(Fault(pointer="/stream", detail=fault, code="unknown"))
-
-    def check_profile(self, profile: str, *, at: str = "/profile") -> None:
-        """Raises Problem for one that the operator does not have."""
-        known = sorted(self.defaults.profiles)
-        if profile and profile not in known:
-            near = get_close_matches(profile, known, n=1)
-            meant = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
-            detail = f'there is no profile "{profile}"; {meant}'
-            raise invalid(Fault(pointer=at, detail=detail, code="unknown"))
-
-    def run_spec(
-        self, body: SubmitTask, run: Entrypoint | Command | Function, learned: Size | None = None
-    ) -> RunSpec:
-        """Of this task, or of one that differs from it in its run alone. Raises Problem."""
-        arguments = arguments_of(run)
-        return RunSpec(
-            kind=run.tag,
-            entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
-            command=tuple(run.command) if isinstance(run, Command) else (),
-            arguments=arguments,
-            python=run.python if isinstance(run, Function) else "",
-            objects=named_by(run, arguments),
-            env=self._env_of(body),
-            result_format=body.result_format,
-            labels=body.labels,
-            model_type=body.model_type,
-            working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
-            sizing=None if learned is None else asdict(learned),
-        )
-
-    def _env_of(self, body: SubmitTask) -> Mapping[str, str]:
-        """What the client sets, and what of the task its process shall find in its environment."""
-        usual = self.defaults.named(body.model_type, body.profile)
-        ours = {
-            ROLES_VARIABLE: ",".join(sorted(body.resources.roles)),
-            PROFILE_VARIABLE: body.profile,
-            CONCURRENCY_VARIABLE: str(first(body.max_concurrency, usual.max_concurrency, "")),
-        }
-        return {**body.env, **{name: value for name, value in ours.items() if value}}
-
-    async def check_allowed(self, identity: Identity, body: SubmitTask, task: Task) -> None:
-        """Raises Problem for what the token or the operator does not allow."""
-        if body.run is not None:
-            self.permissions.check_run(identity, body.run)
-        self.permissions.check_env(identity, body.env)
-        self.permissions.check_priority(identity, task.priority)
-        await self.check_secrets(identity, body.env, task.tenant)
-
-    async def check_secrets(self, identity: Identity, env: Mapping[str, str], tenant: str) -> None:
-        """Raises Problem for a secret that the token may not use, that the tenant does not have, or that
-        the leader would not look up."""
-        named = secrets_named(env)
+    async def use_objects(self, tenant: str, named: Mapping[str, str]) -> None:
+        """Note that a run opens these objects. `named`: id by place. Raises Problem for those that the
+        tenant does not have."""
         if not named:
             return
-        identity.require(Scope.SECRETS_USE, "naming a secret in env")
-        self.leader.require("secret")
-        known = await self.secrets.names(tenant)
-        faults = [
-            Fault(pointer=f"/env/{variable}", detail=_no_secret(name, tenant, known), code="unknown-secret")
-            for variable, name in named.items()
-            if name not in known
-        ]
-        if faults:
-            raise invalid(*faults)
+        kept = await self._find_objects(tenant, named)
+        missing = {place: id for place, id in named.items() if id not in kept}
+        if faults := tuple(unknown_objects(missing, self.limits.object_seconds)):
+            raise problem_of(Refused(INVALID, faults=faults))
+        await self._note_uses(kept)
 
-    async def check_objects(self, tenant: str, named: Mapping[str, str]) -> None:
-        """Raises Problem for those that the tenant does not have, or if the leader would not open them.
-        `named`: id by place."""
-        if named:
-            self.leader.require("object")
-            await check_objects(self.store, tenant, named, self.clock.now(), self.object_seconds)
+    async def _find_objects(self, tenant: str, named: Mapping[str, str]) -> Mapping[str, StoredObject]:
+        self.leader.require("object")
+        return await find_objects(self.store, tenant, set(named.values()), self.clock.now())
 
-    def check_queue(self, tasks: Iterable[Task]) -> None:
-        """Raises Problem if so many more of one tenant, or what they keep, would be too much, or if the fleet
-        takes no more of their priority now. A bound, not a count: requests that are under way at once do not
-        see each other."""
-        more = list(tasks)
+    async def _note_uses(self, kept: Mapping[str, StoredObject]) -> None:
+        for one in kept.values():
+            await self.store.note_use(one, self.clock.now(), self.limits.object_seconds)
+
+    async def _states_of(self, submission: Submission) -> Mapping[TaskId, StoredState]:
+        """Read the states of the tasks that it runs after, as far as they exist."""
+        ids = {dependency.task for dependency in submission.after if is_task_id(dependency.task)}
+        return await self.store.states(sorted(ids)) if ids else NO_STATES
+
+    def check_queue(self, more: Sequence[Task]) -> None:
+        """Refuse so many more of one tenant, if they or what they keep would be too much, or if the fleet
+        takes no more of their priority now. Raises Problem.
+
+        It is a bound, not a count: requests that are under way at once do not see each other.
+        """
         if not more:
             return
-        tenant, size_bytes = more[0].tenant, sum(task.queued_bytes for task in more)
-        pending = self.world.pending[tenant]
-        if pending + len(more) > self.most_pending:
-            raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=self.most_pending)
-        pending_bytes, most = self.world.pending_bytes[tenant], self.most_pending_bytes
+        tenant, lowest, size_bytes = more[0].tenant, more[0].priority, 0
+        for task in more:
+            size_bytes += task.queued_bytes
+            if task.priority < lowest:
+                lowest = task.priority
+        pending, most = self.world.pending[tenant], self.limits.tenant_pending_tasks
+        if pending + len(more) > most:
+            raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=most)
+        pending_bytes, most = self.world.pending_bytes[tenant], self.limits.tenant_pending_bytes
         if pending_bytes + size_bytes > most:
             raise Problem(
                 "tenant-queue-bytes", tenant=tenant, pending=pending_bytes, more=size_bytes, most=most
             )
-        self._check_pressure(tenant, min(task.priority for task in more))
+        if self.permissions.policy.autoscaler:
+            self._check_nodes_to_come(tenant, more)
+        self._check_pressure(tenant, lowest)
+
+    def _check_nodes_to_come(self, tenant: str, more: Sequence[Task]) -> None:
+        """Check how many tasks wait that no node could take yet. Raises Problem if there are too many."""
+        new = sum(self.capacity.lacks_node(task.demand) for task in more)
+        most = self.permissions.policy.autoscaler_tasks
+        if new and (waiting := self.capacity.waiting_for_nodes(tenant)) + new > most:
+            detail = (
+                f'tenant "{tenant}" has {waiting} tasks that wait for nodes which autoscaler '
+                f"{self.permissions.policy.autoscaler} may add, and may have {most} "
+                "(policy.autoscaler_tasks); nothing was stored; send it again when there are such nodes"
+            )
+            raise Problem("tenant-queue-full", detail)
 
     def _check_pressure(self, tenant: str, priority: int) -> None:
-        """Those of the last leader hold until the next one is known."""
+        """Refuse a priority that the fleet is too busy for, as the last known leader says. Raises Problem."""
         fleet = self.fleet()
         for one in () if fleet is None else fleet.pressures:
             if priority < one.closed_below and one.tenant in ("", tenant):
@@ -294,105 +261,102 @@ class Submissions:
                     headers={"Retry-After": str(seconds)},
                 )  # fmt: skip
 
-    def check_possible(self, task: Task) -> None:
-        """Raises Problem for a task that could never run here, or that may run for too long."""
-        self.capacity.check(task.demand, task.priority, task.tenant)
-        self.capacity.check_times(task)
+    async def with_object(self, new: AdmittedTask) -> AdmittedTask:
+        """Return the task with arguments that are too large for the row in an object, which is on disk by
+        then."""
+        spec = new.spec
+        if len(spec.arguments) <= self.limits.inline_bytes:
+            return new
+        digest = await self.blobs.put(spec.arguments, owner=new.task.id)
+        return replace(new, spec=replace(spec, arguments=b"", arguments_digest=digest))
 
-    async def with_object(self, submission: Submission) -> Submission:
-        """With arguments that are too large for the row in an object, which is on disk by then."""
-        spec = submission.spec
-        if len(spec.arguments) <= self.inline_bytes:
-            return submission
-        digest = await self.blobs.put(spec.arguments, owner=submission.task.id)
-        return replace(submission, spec=changed(spec, arguments=b"", arguments_digest=digest))
-
-    async def submit(
-        self, call: Call, submission: Submission, key: str | None, what: str, purpose: str = ""
-    ) -> Stored:
-        """Store the task once, however often the client sends it. Durable when this returns.
-
-        `what` is `task`, `lease` or `inference`: the same key and body mean different requests for each, or
-        for each `purpose` where one is given. Raises Problem idempotency-key-reused.
-        """
-        submission = await self.with_object(submission)
-        task, spec = submission.task, submission.spec
-        if key is not None:
-            submission = Submission(task, spec, key.strip('"'), await body_hash(call, purpose or what))
-        outcome = await self.store.submit(submission)
-        headers = {"Location": f"/{what}s/{outcome.task}"}
+    async def _submit(self, identity: Identity, new: AdmittedTask, sent: SentKey | None, what: str) -> Stored:
+        """Store an admitted task. Raises Problem idempotency-key-reused."""
+        if len(new.spec.arguments) > self.limits.inline_bytes:
+            new = await self.with_object(new)
+        task, spec = new.task, new.spec
+        if sent is not None:
+            new = replace(new, idempotency_key=sent.key, body_hash=sent.body_hash)
+        outcome = await self.store.submit(new)
         match outcome.verdict:
             case SubmitVerdict.KEY_REUSED:
-                raise key_reused(str(submission.idempotency_key), outcome.task, what)
+                raise key_reused(str(new.idempotency_key), outcome.task, what)
             case SubmitVerdict.DUPLICATE:
-                return await self._sent_before(call, outcome.task, headers)
+                return await self._stored_before(identity, outcome.task, what)
             case SubmitVerdict.ACCEPTED:
                 log.info(f"{what} accepted", task=task.id, tenant=task.tenant)
-                return Stored(TaskRecord(task, spec), is_new=True, headers=headers)
+                return Stored(TaskRecord(task, spec), True, {"Location": f"/{what}s/{task.id}"})
 
-    async def sent_before(self, call: Call, key: str | None, what: str, purpose: str = "") -> Stored | None:
-        """The task of an earlier request with this key and body. A repeated request gets it even if a new
-        one would be refused by now."""
-        if key is None:
-            return None
-        known = await self.store.known_key(call.identity.tenant, key.strip('"'))
-        if known is None or known.body_hash != await body_hash(call, purpose or what):
-            return None
-        return await self._sent_before(call, known.task, {"Location": f"/{what}s/{known.task}"})
+    async def batch_once(
+        self,
+        call: Call,
+        key: str | None,
+        what: str,
+        new_batch: Callable[[], Awaitable[BatchSubmission]],
+        *,
+        purpose: str = "",
+    ) -> tuple[TaskId, bool]:
+        """Store the batch that `new_batch` makes, however often the client sends the request. Durable when
+        this returns its first task, by which it is known, and True if this request has stored it.
 
-    async def _sent_before(self, call: Call, task: TaskId, headers: dict[str, str]) -> Stored:
-        record = await self.records.find(call.identity, task)
-        return Stored(record, is_new=False, headers={**headers, "Idempotency-Replayed": "true"})
+        A repeated request is answered again even if a new one would be refused by now. `purpose`: the same
+        key and body mean different requests for each; default: `what`. Raises Problem for whatever the batch
+        is refused for.
+        """
+        sent = await sent_key(call, key, purpose or what)
+        known = None if sent is None else await self.store.known_key(call.identity.tenant, sent.key)
+        if sent is not None and known is not None:
+            if known.body_hash != sent.body_hash:
+                raise key_reused(sent.key, known.task, what)
+            return known.task, False
+        batch = await new_batch()
+        if not batch.submissions:
+            return TaskId(""), True  # all of it is refused, and nothing stored
+        self.check_queue([new.task for new in batch.submissions])
+        if sent is not None:
+            batch = replace(batch, idempotency_key=sent.key, body_hash=sent.body_hash)
+        with self.requests.expected(batch.requests) as settle:
+            outcome = await self.store.submit_batch(batch)
+            if outcome.verdict is SubmitVerdict.KEY_REUSED:
+                raise key_reused(str(batch.idempotency_key), outcome.task, what)
+            if outcome.verdict is SubmitVerdict.ACCEPTED:
+                await settle()
+        return outcome.task, outcome.verdict is SubmitVerdict.ACCEPTED
 
-    def _learned_size(self, demand: Demand, tenant: str, subject: str) -> Size:
-        """What earlier runs used of the devices that this demand may use."""
-        devices = [it.device for it in self.world.ledgers.values() if may_use_device(demand, it.device)]
-        sketches = self.world.learned.sketches
-        return learned_size(sketches, tenant, subject, devices, self.permissions.policy)
+    async def _sent_before(
+        self, identity: Identity, sent: SentKey | None, what: str, refused: Problem
+    ) -> Stored:
+        """Return the task of an earlier request with this key and body. Raises `refused` if there is none."""
+        known = None if sent is None else await self.store.known_key(identity.tenant, sent.key)
+        if sent is None or known is None or known.body_hash != sent.body_hash:
+            raise refused
+        return await self._stored_before(identity, known.task, what)
+
+    async def _stored_before(self, identity: Identity, task: TaskId, what: str) -> Stored:
+        record = await self.records.find(identity, task)
+        return Stored(record, False, accepted_headers(f"/{what}s/{task}", is_new=False))
 
 
-def arguments_of(run: Entrypoint | Command | Function) -> bytes:
-    """What the process gets. Raises Problem if JSON arguments hold NaN or an infinity."""
-    match run:
-        case Entrypoint() if not run.args and not run.kwargs:
-            return _NO_ARGUMENTS
-        case Entrypoint():
-            text = to_json({"args": run.args, "kwargs": run.kwargs}, inf_nan_mode="constants")
-            if b"NaN" not in text and b"Infinity" not in text:
-                return text
-            try:  # the word may be in a string
-                return _STRICT_JSON.encode({"args": run.args, "kwargs": run.kwargs}).encode()
-            except ValueError:
-                detail = (
-                    "arguments must be JSON values, without NaN, Infinity and numbers beyond 64-bit floats"
-                )
-                raise invalid(Fault(pointer="/run", detail=detail, code="finite-number")) from None
-        case Function():
-            return run.function
-        case Command():
-            return b""
+async def sent_key(call: Call, key: str | None, purpose: str) -> SentKey | None:
+    """Return what tells this request from others, if its client sends a key. The same key and body mean
+    different requests for each purpose."""
+    if key is None:
+        return None
+    return SentKey(key.strip('"'), await body_hash(purpose, call.identity.tenant, await call.body()))
 
 
-def submission_of(task: Task, spec: RunSpec) -> Submission:
-    """`spec` has the arguments, however large; see `Submissions.with_object`."""
-    return Submission(changed(task, queued_bytes=bytes_of(spec)), spec)
-
-
-async def body_hash(call: Call, what: str) -> str:
-    """Of this body, as sent by this tenant for this purpose."""
-    hashed = f"{what}\0{call.identity.tenant}\0".encode() + await call.body()
+async def body_hash(purpose: str, tenant: str, body: bytes) -> str:
+    """Return the hash of a body, as sent by this tenant for this purpose."""
+    hashed = f"{purpose}\0{tenant}\0".encode() + body
     if len(hashed) <= _HASHED_INLINE_BYTES:
         return hashlib.sha256(hashed).hexdigest()
     return await asyncio.to_thread(lambda: hashlib.sha256(hashed).hexdigest())
 
 
+def accepted_headers(location: str, *, is_new: bool) -> dict[str, str]:
+    """Return the headers of an answer to a submit; `is_new`: it was not answered before."""
+    return {"Location": location} if is_new else {"Location": location, "Idempotency-Replayed": "true"}
+
+
 def key_reused(key: str, task: TaskId, what: str) -> Problem:
     return Problem("idempotency-key-reused", key=key, task=task, what=what)
-
-
-def _no_secret(name: str, tenant: str, known: Sequence[str]) -> str:
-    others = ", ".join(known[:_MOST_NAMED]) or "none yet"
-    return (
-        f'tenant "{tenant}" has no secret "{name[:100]}"; set it with `gpubroker secrets set NAME` (PUT '
-        f"/secrets/NAME), or name one that it has: {others}"
-    )

@@ -3,8 +3,10 @@
 import base64
 import binascii
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+from gpubroker.wire.bounds import MOST_GRACE_SECONDS, MOST_PRIORITY, MOST_RETRIES
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -18,10 +20,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.control.idle_templates import NAME_PREFIX
-from gpubroker_server.core.domain.policy import BAND_NAMES
-from gpubroker_server.gateway.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, line
-from gpubroker_server.gateway.submission.resources import Resources
-from gpubroker_server.gateway.submission.timing import DAY_SECONDS, Timed
+from gpubroker_server.core.domain.policy import BAND_NAMES, PRIORITIES_IN_WORDS, priority_of
+from gpubroker_server.core.domain.task import ON_FAILURE, RetryOn
+from gpubroker_server.core.domain.units import DAY_SECONDS
+from gpubroker_server.gateway.submission.resources import NamedResources
+from gpubroker_server.gateway.submission.timing import Timed
+from gpubroker_server.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, line
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
@@ -33,12 +37,9 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def _band_value(value: Any) -> Any:
     if not isinstance(value, str) or value.isdecimal():
         return value
-    if value not in BAND_NAMES:
-        names = ", ".join(BAND_NAMES)
-        raise PydanticCustomError(
-            "priority", "must be a number from 0 to 100 or one of {names}", {"names": names}
-        )
-    return BAND_NAMES[value]
+    if (priority := priority_of(value)) is None:
+        raise PydanticCustomError("priority", f"must be {PRIORITIES_IN_WORDS}")
+    return priority
 
 
 def decoded(value: Any) -> Any:
@@ -85,13 +86,14 @@ def _not_reserved(name: str) -> str:
 
 Priority = Annotated[
     int,
-    Field(ge=0, le=100),
+    Field(ge=0, le=MOST_PRIORITY),
     BeforeValidator(_band_value),
     WithJsonSchema(
         {
-            "description": "0 (lowest) to 100, or the name of a band, which means its middle value.",
+            "description": f"0 (lowest) to {MOST_PRIORITY}, or the name of a band, which means its middle "
+            "value.",
             "anyOf": [
-                {"type": "integer", "minimum": 0, "maximum": 100},
+                {"type": "integer", "minimum": 0, "maximum": MOST_PRIORITY},
                 {"type": "string", "enum": list(BAND_NAMES)},
             ],
         }
@@ -100,13 +102,21 @@ Priority = Annotated[
 Placement = Annotated[
     Literal["pack", "spread"],
     Field(
-        description="`pack`: as the operator's policy places; `spread`: on the emptiest devices, and of "
-        "equal ones on the node with the fewest runs."
+        description="`pack`: as the operator's policy places; `spread`: on the devices with the fewest "
+        "holders, then those of which the smallest share is taken, then on the node with the fewest runs."
     ),
 ]
-GraceSeconds = Annotated[float, Field(ge=0, le=3600)]
+GraceSeconds = Annotated[float, Field(ge=0, le=MOST_GRACE_SECONDS)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=30 * DAY_SECONDS)]
-MaxRetries = Annotated[int, Field(ge=0, le=100)]
+MaxRetries = Annotated[int, Field(ge=0, le=MOST_RETRIES)]
+RetryCauses = Annotated[
+    list[RetryOn],
+    Field(
+        min_length=1,
+        description="What uses a retry: `failure`, `timeout` (its time limit ended the run), or both. Left "
+        "out: `failure`. Of an array it is about items and their limits, and left out it is both.",
+    ),
+]
 StreamName = Annotated[
     str, line(100), Field(description="The operator's work stream; its weight orders otherwise equal tasks.")
 ]
@@ -183,6 +193,17 @@ class Function(Body):
     runtime: Annotated[Literal[1], Field(description="Version of the protocol inside the process.")] = 1
 
 
+def causes_of(
+    given: Sequence[RetryOn] | None, otherwise: Sequence[RetryOn] = ON_FAILURE
+) -> tuple[RetryOn, ...]:
+    """Return each cause once, in the order of the type."""
+    wanted = otherwise if given is None else given
+    if wanted is ON_FAILURE:
+        return ON_FAILURE
+    causes = tuple(cause for cause in RetryOn if cause in wanted)
+    return ON_FAILURE if causes == ON_FAILURE else causes  # the default itself is left out of events
+
+
 _TAGS = frozenset({Entrypoint.tag, Command.tag, Function.tag})
 
 
@@ -225,9 +246,10 @@ class SubmitTask(Timed):
         ),
     ] = None
     stream: StreamName = ""
-    resources: Resources = Resources()
+    resources: NamedResources
     placement: Placement = "pack"
     max_retries: MaxRetries | None = None
+    retry_on: RetryCauses | None = None
     timeout_seconds: TimeoutSeconds | None = None
     grace_seconds: GraceSeconds | None = None
     labels: Labels = Field(default_factory=dict)

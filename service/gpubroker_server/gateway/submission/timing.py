@@ -1,25 +1,21 @@
 """When a task may start: its times, its deadline, and the tasks that it runs after."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AwareDatetime, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from gpubroker_server.core.domain.task import Dependency, OnFailure, Task
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.ids import is_task_id
-from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.ports.store import StoredState, TaskStore
+from gpubroker_server.core.admission.facts import INVALID, Refused
+from gpubroker_server.core.admission.times import changed_times as change_times
+from gpubroker_server.core.domain.reasons import Refusal
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import DAY_SECONDS, Instant
+from gpubroker_server.http.bodies import Body
+from gpubroker_server.http.faults import problem_of
+from gpubroker_server.http.times import GivenTime
 
-DAY_SECONDS = 24 * 3600
 YEAR_SECONDS = 366 * DAY_SECONDS
-HORIZON_SECONDS = 3650.0 * DAY_SECONDS
-"""No time of a task may be further ahead."""
 
 
 class After(Body):
@@ -49,7 +45,7 @@ _AFTER = {
     ]
 }
 NotBefore = Annotated[
-    AwareDatetime, Field(description="It does not start earlier.", examples=["2026-11-21T22:00:00Z"])
+    GivenTime, Field(description="It does not start earlier.", examples=["2026-11-21T22:00:00Z"])
 ]
 QueueTtlSeconds = Annotated[
     float,
@@ -61,7 +57,7 @@ QueueTtlSeconds = Annotated[
     ),
 ]
 DeadlineAt = Annotated[
-    AwareDatetime, Field(description="A waiting task expires then; a running task gets the stop notice.")
+    GivenTime, Field(description="A waiting task expires then; a running task gets the stop notice.")
 ]
 
 
@@ -74,7 +70,8 @@ class Timed(Body):
             max_length=100,
             description="Your tasks that must have ended before it may start, by id; in a batch also tasks "
             "before it, by index (from 0) or by name. If one of them does not succeed it fails as well, "
-            "unless `on_failure` is `ignore`.",
+            "unless `on_failure` is `ignore`. The id of an array or a worker set means all of it; an array "
+            "succeeds if all its items do.",
         ),
     ] = Field(default_factory=list)
     not_before: NotBefore | None = None
@@ -113,123 +110,15 @@ class ChangedTimes(Body):
 CHANGEABLE_TIMES = frozenset(ChangedTimes.model_fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    not_before: Instant | None = None
-    queue_ttl_seconds: Seconds | None = None
-    expires_at: Instant | None = None
-    deadline_at: Instant | None = None
-    expected_seconds: Seconds | None = None
-
-
-_UNTIMED = Timing()
-_TIMES = frozenset({"not_before", "queue_ttl_seconds", "deadline_at", "deadline_seconds", "expected_seconds"})
-
-
-def timing_of(body: Timed, now: Instant) -> Timing:
-    """The times of a new task. The queue TTL begins when the task may start; with dependencies, when they
-    have ended.
-
-    A `not_before` in the past has no effect. Raises Problem for a deadline that leaves no time to run, and
-    for a time too far ahead.
-    """
-    if body.model_fields_set.isdisjoint(_TIMES):
-        return _UNTIMED
-    faults: list[Fault] = []
-    not_before = _ahead("not_before", body.not_before, now, faults)
-    name, deadline_at = "deadline_at", _ahead("deadline_at", body.deadline_at, now, faults)
-    if body.deadline_seconds is not None:
-        name, deadline_at = "deadline_seconds", now + body.deadline_seconds
-    earliest = max(now, not_before or now)
-    _check_deadline(name, deadline_at, earliest, now, faults)
-    if faults:
-        raise invalid(*faults)
-    ttl = None if body.queue_ttl_seconds is None else Seconds(body.queue_ttl_seconds)
-    return Timing(
-        not_before=Instant(not_before) if not_before is not None and not_before > now else None,
-        queue_ttl_seconds=ttl,
-        expires_at=None if ttl is None or body.after else Instant(earliest + ttl),
-        deadline_at=None if deadline_at is None else Instant(deadline_at),
-        expected_seconds=None if body.expected_seconds is None else Seconds(body.expected_seconds),
-    )
-
-
 def changed_times(body: ChangedTimes, task: Task, now: Instant) -> dict[str, float | None]:
-    """The given times, nulls included. Raises Problem as `timing_of` does."""
-    given = body.model_fields_set & CHANGEABLE_TIMES
-    if given and task.external is not None:
-        detail = f"an external lease has no such time; renew it instead: POST /leases/{task.id}/renew"
-        raise invalid(
-            *(Fault(pointer=f"/{name}", detail=detail, code="not-of-a-lease") for name in sorted(given))
-        )
-    faults: list[Fault] = []
-    times: dict[str, float | None] = dict.fromkeys(given)
-    if body.not_before is not None:
-        times["not_before"] = _ahead("not_before", body.not_before, now, faults)
-    if body.queue_ttl_seconds is not None:
-        times["queue_ttl_seconds"] = body.queue_ttl_seconds
-    if body.deadline_at is not None:
-        times["deadline_at"] = _ahead("deadline_at", body.deadline_at, now, faults)
-    name = "deadline_at" if "deadline_at" in times else "not_before"
-    if name in times:
-        earliest = max(now, times.get("not_before", task.not_before) or now)
-        _check_deadline(name, times.get("deadline_at", task.deadline_at), earliest, now, faults)
+    """Return the given times, nulls included. Raises Problem for a deadline that leaves no time to run, for
+    a time too far ahead, and for an external lease."""
+    given: dict[str, float | None] = {}
+    for name in CHANGEABLE_TIMES & body.model_fields_set:
+        value = getattr(body, name)
+        given[name] = value.timestamp() if isinstance(value, datetime) else value
+    faults: list[Refusal] = []
+    times = change_times(given, task, now, faults)
     if faults:
-        raise invalid(*faults)
+        raise problem_of(Refused(INVALID, faults=tuple(faults)))
     return times
-
-
-def _check_deadline(
-    name: str, deadline_at: float | None, earliest: float, now: Instant, faults: list[Fault]
-) -> None:
-    if deadline_at is not None and deadline_at <= earliest:
-        start = "the task may start" if earliest > now else "it was sent"
-        detail = f"the deadline is {_in_words(earliest - deadline_at)} before {start}; give it time to run"
-        faults.append(Fault(pointer=f"/{name}", detail=detail, code="deadline-passed"))
-
-
-def _in_words(seconds: float) -> str:
-    units = (("days", DAY_SECONDS), ("hours", 3600), ("minutes", 60))
-    name, size = next((unit for unit in units if seconds >= 2 * unit[1]), ("s", 1))
-    return f"{seconds / size:.0f} {name}"
-
-
-def _ahead(name: str, time: datetime | None, now: Instant, faults: list[Fault]) -> float | None:
-    if time is None:
-        return None
-    at = time.timestamp()
-    if at > now + HORIZON_SECONDS:
-        days, most = (at - now) / DAY_SECONDS, HORIZON_SECONDS / DAY_SECONDS
-        detail = f"is {days:.0f} days ahead; at most {most:.0f} are allowed"
-        faults.append(Fault(pointer=f"/{name}", detail=detail, code="too-far-ahead"))
-        return None
-    return at
-
-
-async def stands_for(store: TaskStore, body: Timed) -> Mapping[TaskId, StoredState]:
-    """The states of the tasks that it runs after, as far as they exist."""
-    ids = {TaskId(wanted.task) for wanted in body.after if is_task_id(wanted.task)}
-    return await store.states(sorted(ids)) if ids else {}
-
-
-def dependencies_of(body: Timed, stands: Mapping[TaskId, StoredState], tenant: str) -> tuple[Dependency, ...]:
-    """Raises Problem for a task that the tenant does not have, and for one that is named twice.
-
-    Whether a dependency has ended is not checked: the leader does that when the new task is committed.
-    """
-    if not body.after:
-        return ()
-    ids = [TaskId(wanted.task) for wanted in body.after]
-    faults: list[Fault] = []
-    for at, id in enumerate(ids):
-        if id not in stands or stands[id].tenant != tenant:
-            detail = f'there is no task "{id}"; GET /tasks lists yours'
-            faults.append(Fault(pointer=f"/after/{at}/task", detail=detail, code="unknown-task"))
-        elif id in ids[:at]:
-            detail = f"task {id} is already at /after/{ids.index(id)}; name it once"
-            faults.append(Fault(pointer=f"/after/{at}/task", detail=detail, code="named-twice"))
-    if faults:
-        raise invalid(*faults)
-    return tuple(
-        Dependency(id, OnFailure(wanted.on_failure)) for id, wanted in zip(ids, body.after, strict=True)
-    )

@@ -5,21 +5,20 @@ from collections.abc import Sequence
 from typing import Annotated, ClassVar, Self
 
 from fastapi import Response
+from gpubroker.wire.tasks import Cancelled
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.http.bodies import Labels
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
-from gpubroker_server.gateway.tasks.batch import MAX_STANDS
 from gpubroker_server.gateway.tasks.routes import CancelTask
-from gpubroker_server.gateway.tasks.selection import TaskSelection
+from gpubroker_server.gateway.tasks.selection import MAX_STANDS, TaskSelection
+from gpubroker_server.http.bodies import JsonBody, Labels
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Fault
+from gpubroker_server.http.routing import Caller, Resource, answer
 from gpubroker_server.ports.store import TaskFilter, TaskStore
 
 resource = Resource("tasks")
@@ -50,34 +49,21 @@ class CancelSelected(CancelTask, TaskSelection):
         return self
 
 
-class CancelledView(TypedDict):
-    """What became of the tasks that matched."""
-
-    matched: int
-    waiting: Annotated[int, Field(description="Of them, those that had not started.")]
-    started: Annotated[int, Field(description="Of them, those that had started and not ended.")]
-    cancelled: int
-    stopping: Annotated[int, Field(description="They have their notice, and end within their grace periods.")]
-    already_ended: Annotated[int, Field(description="By themselves, before the cancel.")]
-    stored: Annotated[int, Field(description="The leader will carry out the cancel of these.")]
-    has_more: Annotated[bool, Field(description="More than 10,000 match: send the same again.")]
-
-
 @resource.route(
     "POST /tasks/cancel",
     "tasks_cancel_selected",
     Scope.TASKS_WRITE,
-    CancelledView,
+    Cancelled,
     "malformed-json not-found unsupported-media-type validation-failed store-unavailable",
     accepted="Some are `stored`: there is no leader now, or it is busy.",
 )
-async def cancel_selected(call: Call, parts: Parts, body: CancelSelected) -> Response:
+async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSelected]) -> Response:
     """Cancel all of a tenant's tasks that match a filter, those that wait before those that run.
 
     Up to 10,000 in one request, the newest first. Memory of models is not selected: their own routes free it.
     """
     store = parts.records.store
-    wanted = {**await body.filters(parts.records, call.identity), "labels": dict(body.labels)}
+    wanted = {**await body.filters(parts.records, caller), "labels": dict(body.labels)}
     tenant = wanted["tenant"]
     if tenant is None:
         raise invalid(Fault(pointer="/tenant", detail="name one tenant", code="one-tenant"))
@@ -92,24 +78,24 @@ async def cancel_selected(call: Call, parts: Parts, body: CancelSelected) -> Res
     waiting, started, ended = groups
     asked = [*waiting, *started][:MAX_SELECTED]
     if asked and not body.dry_run:
-        if tenant != call.identity.tenant:
+        if tenant != caller.tenant:
             about = f"{len(asked)} tasks, from {asked[0]} on"
-            await store.audit(by=call.identity.name, tenant=tenant, action="task.cancel", subject=about)
+            await store.audit(by=caller.name, tenant=tenant, action="task.cancel", subject=about)
         fields = body.model_dump(exclude_defaults=True, include=set(CancelTask.model_fields))
         await parts.requests.ask_many(asked, tenant, "cancel", fields)
     now = Counter() if body.dry_run else await _states(store, asked)
     over = sum(now[state] for state in TERMINAL - {TaskState.CANCELLED})
-    view: CancelledView = {
-        "matched": len(matched[:MAX_SELECTED]),
-        "waiting": len(waiting[:MAX_SELECTED]),
-        "started": len(asked[len(waiting) :]),
-        "cancelled": now[TaskState.CANCELLED],
-        "stopping": now[TaskState.STOPPING],
-        "already_ended": over + len(ended[: MAX_SELECTED - len(asked)]),
-        "stored": sum(now[state] for state in _TO_BE_CANCELLED),
-        "has_more": len(matched) > MAX_SELECTED,
-    }
-    return answer(view, 202 if view["stored"] else 200)
+    found = Cancelled(
+        matched=len(matched[:MAX_SELECTED]),
+        waiting=len(waiting[:MAX_SELECTED]),
+        started=len(asked[len(waiting) :]),
+        cancelled=now[TaskState.CANCELLED],
+        stopping=now[TaskState.STOPPING],
+        already_ended=over + len(ended[: MAX_SELECTED - len(asked)]),
+        stored=sum(now[state] for state in _TO_BE_CANCELLED),
+        has_more=len(matched) > MAX_SELECTED,
+    )
+    return answer(found, 202 if found.stored else 200)
 
 
 async def _states(store: TaskStore, tasks: Sequence[TaskId]) -> Counter[TaskState]:

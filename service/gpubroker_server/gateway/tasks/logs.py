@@ -8,16 +8,17 @@ from fastapi import Query, Response
 from pydantic import Field
 from starlette.responses import StreamingResponse
 
+from gpubroker_server.core.domain.holders import is_started_by_agent
 from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.ranks import MOST_RANKS
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, Instant
-from gpubroker_server.gateway.http.bodies import Query as QueryModel
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.http.routing import Call, Resource
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.gateway.status.wholes import WorkerQuery, worker_asked_for
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Fault
+from gpubroker_server.http.routing import Call, Resource
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, TaskRecord
 
 resource = Resource("tasks")
@@ -27,7 +28,7 @@ ANSWER_SECONDS = 3.0
 PARTS_AT_ONCE = 8
 
 
-class LogQuery(QueryModel):
+class LogQuery(WorkerQuery):
     attempt: Annotated[
         int | None, Field(ge=1, le=2**31 - 1, description="Which attempt; left out: the newest.")
     ] = None
@@ -68,10 +69,12 @@ async def read_log(
     """Read what a run printed, while it runs and afterwards: the bytes of one stream, in chunks.
 
     If a log was longer than `limits.log_bytes`, its first and its last half of that are kept, and a line in
-    between says how many bytes are missing.
+    between says how many bytes are missing. An array or a worker set has a log for each worker: where it has
+    several, `worker` says whose.
     """
     records = parts.records
     record = await records.find(call.identity, task_id)
+    record = await worker_asked_for(records, record, query.worker)
     task, waiters = record.task, records.waiters
     newest = max(1, task.fence)
     _check_exists(task, query, newest + (query.follow and not task.is_terminal))
@@ -85,7 +88,7 @@ async def read_log(
 
 
 def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:
-    """Raises Problem validation-failed."""
+    """Check that the task has such an attempt and rank. Raises Problem validation-failed."""
     demand = task.demand
     ranks = len(demand.bundles) if demand.min_ranks is None else MOST_RANKS
     if query.attempt is not None and query.attempt > last_attempt:
@@ -131,7 +134,7 @@ class LogReading:
             yield tail
 
     async def _is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Return True if nothing more comes."""
         world, task = self._records.follower.world, self._record.task
         row = world.tasks.get(task.id)
         if row is None or row.version < task.version:  # it was removed after its end, or has yet to come
@@ -139,10 +142,10 @@ class LogReading:
             row = self._record.task
         if row.fence < self._log.fence:
             return row.is_terminal or not self._follows
-        return row.fence > self._log.fence or not (row.is_active and row.is_run)
+        return row.fence > self._log.fence or not (row.is_active and is_started_by_agent(row.holder))
 
     async def _waits(self, since: Instant, until: float) -> bool:
-        """Whether the agent has yet to say what the log had when this reader came."""
+        """Return True if the agent has yet to say what the log had when this reader came."""
         _, read_at = await self._records.store.log_end(self._log)
         is_behind = read_at is None or read_at < since
         return is_behind and asyncio.get_running_loop().time() < until
@@ -176,7 +179,7 @@ class LogReading:
             self._at_byte = lost_to
 
     async def _tail(self) -> bytes:
-        """Of a run by an agent of an earlier release, which tells the end of the log alone."""
+        """Return the end of the log of a run whose agent is of an earlier release and tells nothing else."""
         log, store = self._log, self._records.store
         record = await self._records.reread(self._record)
         if log.stream != "stdout" or log.rank or record.task.fence != log.fence:

@@ -1,16 +1,18 @@
 """Retry: a new task that runs what an ended one ran."""
 
-from fastapi import Response
+from functools import partial
 
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from fastapi import Response
+from gpubroker.wire.tasks import Task
+
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.gateway.parts import Parts
-from gpubroker_server.gateway.status.views import TaskView
 from gpubroker_server.gateway.submission.again import again
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
-from gpubroker_server.ports.store import Submission, TaskRecord
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, sent_key
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import RUN_PROBLEMS, Problem
+from gpubroker_server.http.routing import Call, Resource, answer
+from gpubroker_server.ports.store import AdmittedTask, TaskRecord
 
 resource = Resource("tasks")
 
@@ -19,11 +21,8 @@ resource = Resource("tasks")
     "POST /tasks/{task_id}/retry",
     "tasks_retry",
     Scope.TASKS_WRITE,
-    TaskView,
-    "not-found task-not-finished task-not-retryable priority-not-allowed exceeds-capacity no-matching-device "
-    "exceeds-maximum exceeds-quota pool-mismatch unknown-resource priority-too-low entrypoint-not-allowed "
-    "python-mismatch idempotency-key-reused tenant-queue-full tenant-queue-bytes backpressure result-damaged "
-    "validation-failed leader-outdated store-unavailable",
+    Task,
+    f"not-found task-not-finished task-not-retryable result-damaged {RUN_PROBLEMS}",
     status_code=202,
     response_description="A new task is on disk; its `retry_of` is the old one.",
 )
@@ -36,26 +35,27 @@ async def retry_task(
     """
     submissions = parts.submissions
     record = await parts.records.find_to_change(call.identity, task_id, "task.retry")
-    purpose = f"retry of {record.task.id}"
-    try:
-        submission = await _again(submissions, call.identity, record)
-    except Problem:
-        known = await submissions.sent_before(call, idempotency_key, "task", purpose)
-        if known is None:
-            raise
-        return answer(await parts.records.view(known.record), 202, known.headers)
-    stored = await submissions.submit(call, submission, idempotency_key, "task", purpose)
+    sent = await sent_key(call, idempotency_key, f"retry of {record.task.id}")
+    new_task = partial(_again, submissions, call.identity, record)
+    stored = await submissions.once(call.identity, sent, "task", new_task)
     return answer(await parts.records.view(stored.record), 202, stored.headers)
 
 
-async def _again(submissions: Submissions, identity: Identity, record: TaskRecord) -> Submission:
-    """Raises Problem."""
+async def _again(submissions: Submissions, identity: Identity, record: TaskRecord) -> AdmittedTask:
+    """Admit the same again. Raises Problem."""
     old = record.task
+    if old.holder == WorkerSeat(old.id):
+        detail = f"{old.id} is an array: POST /arrays/{old.id}/retry does its failed items again"
+        raise Problem("task-not-retryable", detail)
+    if record.spec.items is not None:
+        raise Problem("task-not-retryable", task=old.id, kind="worker of an array")
+    if record.spec.seat is not None:
+        detail = (
+            f"{old.id} is a worker of a set, and is started again as long as the set lasts; "
+            "POST /worker-sets forms a new set"
+        )
+        raise Problem("task-not-retryable", detail)
     if not old.is_terminal:
         detail = f"task {old.id} is {old.state}; it can be retried when it has ended (or cancel it first)"
         raise Problem("task-not-finished", detail)
-    if ARRAY_VARIABLE in record.spec.env:
-        raise Problem("task-not-retryable", task=old.id, kind="worker of an array")
-    submission = submission_of(*await again(submissions, identity, record))
-    submissions.check_queue([submission.task])
-    return submission
+    return await submissions.admitted(identity, await again(submissions.blobs, record))

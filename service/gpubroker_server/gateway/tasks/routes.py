@@ -1,87 +1,47 @@
-"""Tasks: submit, list, read, wait for the end, fetch the result, change, cancel."""
+"""Tasks: list, read, change, cancel. Submit, wait and result are in `gateway/hot`."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from fastapi import Header, Query, Response
-from pydantic import Field, model_validator
+from fastapi import Query, Response
+from gpubroker.wire.answered import Page
+from gpubroker.wire.tasks import Task as Shown
+from msgspec.structs import replace
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from gpubroker_server.core.admission.facts import Refused
+from gpubroker_server.core.admission.feasibility import check_priority
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import SUBMIT_PROBLEMS, Fault, Problem
-from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.records import (
-    JUST_ACCEPTED,
     order_of,
-    result_member,
-    shown_format,
 )
-from gpubroker_server.gateway.status.task_view import error_view, task_view
-from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey
-from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
+from gpubroker_server.gateway.status.task_view import task_view
+from gpubroker_server.gateway.status.wholes import (
+    Whole,
+    WorkerQuery,
+    standing_of,
+    view_of_whole,
+    whole_of,
+    worker_asked_for,
+)
+from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection
+from gpubroker_server.http.bodies import LABEL_KEY, Body, JsonBody, LabelValue, PageQuery, line
+from gpubroker_server.http.faults import invalid, problem_of, refuse
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import STORED, Call, Resource, answer
 from gpubroker_server.ports.store import TaskRecord, TaskSort
 
 resource = Resource("tasks")
 
-Prefer = Annotated[
-    str | None,
-    Header(
-        alias="Prefer", description="`wait=20` holds the answer back until the task ends, at most 20 seconds."
-    ),
-]
-_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
-
-
-@resource.route(
-    "POST /tasks",
-    "tasks_submit",
-    Scope.TASKS_WRITE,
-    TaskView,
-    SUBMIT_PROBLEMS,
-    status_code=202,
-    response_description="The task is on disk and will run as soon as there is room.",
-    responses={
-        201: {"model": TaskView, "description": "It ended while the answer was held back; see `result`."}
-    },
-)
-async def submit_task(
-    call: Call,
-    parts: Parts,
-    body: SubmitTask,
-    idempotency_key: IdempotencyKey = None,
-    prefer: Prefer = None,
-) -> Response:
-    """Submit a task.
-
-    A task that could never run here is refused at once. When the answer is sent, the task is on disk.
-    """
-    records = parts.records
-    record, is_new, headers = await parts.submissions.accept(call, body, idempotency_key)
-    asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
-    if asked is None:
-        is_planned_next = not record.task.held and parts.world.queue.pause_of(record.task) is None
-        just_accepted = is_new and is_planned_next
-        view = task_view(record, JUST_ACCEPTED) if just_accepted else await records.view(record)
-        return answer(view, 202, headers)
-    if not records.waiters.has_room_for(record.task.tenant):
-        return answer(await records.view(record), 202, headers)  # the wait was a wish
-    seconds = min(int(asked[1]), int(parts.limits.wait_seconds))
-    headers["Preference-Applied"] = f"wait={seconds}"
-    record = await records.at_its_end(record, seconds)
-    if record.task.is_terminal:
-        return await records.finished(record, 201, headers)
-    return answer(await records.view(record), 202, headers)
-
 
 class TaskQuery(TaskSelection, PageQuery):
+    model_config = ConfigDict(extra="allow")  # labels
     open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
     __pydantic_extra__: dict[str, LabelValue]
 
@@ -111,7 +71,7 @@ class TaskQuery(TaskSelection, PageQuery):
     "GET /tasks",
     "tasks_list",
     Scope.TASKS_READ,
-    TaskPage,
+    Page[Shown],
     "cursor-invalid not-found validation-failed",
     openapi_extra={
         "parameters": [
@@ -146,7 +106,8 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
 
 
 def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
-    """Of these, or of all, those that are ends. Raises Problem if none is."""
+    """Return those of these states, or of all if none are given, that are final. Raises Problem if none
+    is."""
     ends = tuple(state for state in states or TaskState if state.is_terminal)
     if not ends:
         named = ", ".join(states)
@@ -157,56 +118,21 @@ def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
     return ends
 
 
-@resource.route("GET /tasks/{task_id}", "tasks_get", Scope.TASKS_READ, TaskView, "not-found")
-async def get_task(call: Call, parts: Parts, task_id: str) -> Response:
-    """Read a task: its state, what it holds, and why it waits if it does."""
-    record = await parts.records.find(call.identity, task_id)
-    return answer(await parts.records.view(record))
-
-
-@resource.route(
-    "GET /tasks/{task_id}/wait",
-    "tasks_wait",
-    Scope.TASKS_READ,
-    TaskView,
-    "not-found tenant-waits validation-failed result-damaged",
-    accepted="The time is over and the task goes on; ask again.",
-    response_description="The task has ended; see `result`.",
-)
-async def wait_for_task(
-    call: Call, parts: Parts, task_id: str, query: Annotated[WaitQuery, Query()]
+@resource.route("GET /tasks/{task_id}", "tasks_get", Scope.TASKS_READ, Shown, "not-found validation-failed")
+async def get_task(
+    call: Call, parts: Parts, task_id: str, query: Annotated[WorkerQuery, Query()]
 ) -> Response:
-    """Wait for the end of a task. The answer comes as soon as it ends."""
-    records, seconds = parts.records, min(query.timeout_seconds, parts.limits.wait_seconds)
-    record = await records.at_its_end(await records.find(call.identity, task_id), seconds)
-    if record.task.is_terminal:
-        return await records.finished(record)
-    return answer(await records.view(record), 202)
+    """Read a task: its state, what it holds, and why it waits if it does.
 
-
-@resource.route(
-    "GET /tasks/{task_id}/result",
-    "tasks_result",
-    Scope.TASKS_READ,
-    ResultView,
-    "not-found task-not-finished result-damaged",
-)
-async def get_result(call: Call, parts: Parts, task_id: str) -> Response:
-    """Fetch what a finished task left: its result or its error, and the end of its log."""
-    records = parts.records
-    record = await records.find(call.identity, task_id)
-    task = record.task
-    if not task.is_terminal:
-        raise Problem("task-not-finished", task=task.id, state=task.state)
-    stored = await records.store.result(task.id)
-    view: ResultView = {
-        "id": task.id,
-        "state": task.state.value,
-        "format": record.spec.result_format if stored is None else shown_format(stored.format),
-        "error": error_view(record.failure),
-        "log_tail": "" if stored is None else stored.log_tail.decode("utf-8", "replace"),
-    }
-    return answer(view, member=await result_member(records.blobs, stored))
+    The id of an array or a worker set is that of its first worker: the state and the error are then those of
+    the whole, and the rest is that worker's. With `worker` all of it is that of one worker.
+    """
+    record = await parts.records.find(call.identity, task_id)
+    if query.worker is not None:
+        return answer(await parts.records.view(await worker_asked_for(parts.records, record, query.worker)))
+    if (whole := await whole_of(parts.records.store, record)) is not None:
+        return answer(await view_of_whole(parts.records, whole))
+    return answer(await parts.records.view(record))
 
 
 class ChangeTask(ChangedTimes):
@@ -236,24 +162,29 @@ class CancelTask(Body):
     "PATCH /tasks/{task_id}",
     "tasks_change",
     Scope.TASKS_WRITE,
-    TaskView,
+    Shown,
     "malformed-json priority-not-allowed not-found task-already-finished task-not-pending "
     "priority-too-low validation-failed",
     accepted=STORED,
 )
-async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) -> Response:
+async def change_task(call: Call, parts: Parts, task_id: str, body: JsonBody[ChangeTask]) -> Response:
     """Change a task's priority, hold it or release it, and change its times while it waits.
 
-    A waiting task with a new priority is planned again at once; a running one is not moved.
+    A waiting task with a new priority is planned again at once; a running one is not moved. With the id of an
+    array or a worker set it changes all its workers.
     """
     submissions = parts.submissions
     record = await parts.records.find_to_change(call.identity, task_id, "task.change")
     task = record.task
     if body.priority is not None:
-        submissions.permissions.check_priority(call.identity, body.priority)
-        submissions.capacity.check_priority(task.demand, body.priority)
+        refuse(submissions.permissions.check_priority(call.identity, body.priority))
+        refusal = check_priority(task.demand, body.priority, submissions.permissions.policy)
+        if refusal is not None:
+            raise problem_of(Refused(refusal.code, refusal.message, (replace(refusal, field="/priority"),)))
     times = changed_times(body, task, submissions.clock.now())
     changed = body.model_dump(exclude_none=True, include={"priority", "held"}) | times
+    if (whole := await whole_of(parts.records.store, record)) is not None:
+        return await _change_whole(parts, whole, changed)
     _check_changeable(task, changed)
     settled = await parts.requests.ask(task.id, task.tenant, "change", changed)
     record = await parts.records.reread(record)
@@ -262,8 +193,27 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) 
     return await _answer(parts, record, 200 if settled else 202)
 
 
+async def _change_whole(parts: Parts, whole: Whole, changed: dict[str, Any]) -> Response:
+    """Change all workers that have not ended. Raises Problem if it is too late for one of the changes, and
+    for holding a worker set."""
+    task, standing = whole.first.task, await standing_of(parts.records.store, whole)
+    if "held" in changed and not whole.is_array:
+        detail = "a worker set holds the workers that are not wanted; PATCH /worker-sets/{id} scales it"
+        raise invalid(Fault(pointer="/held", detail=detail, code="worker-set"))
+    if not standing.left:
+        raise Problem("task-already-finished", task=task.id, state=standing.state)
+    pending_only = sorted(changed.keys() - {"priority"})
+    if pending_only and standing.state is not TaskState.PENDING:
+        fields = " and ".join(pending_only)
+        raise Problem("task-not-pending", task=task.id, state=standing.state, fields=fields)
+    await parts.requests.ask_many(standing.left, task.tenant, "change", changed)
+    rows = (await parts.records.store.record(worker) for worker in standing.left)
+    left = [_not_changed(row.task, changed) async for row in rows if row is not None]
+    return answer(await view_of_whole(parts.records, whole), 202 if any(left) else 200)
+
+
 def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
-    """Raises Problem if it is too late for one of the changes."""
+    """Check that it is not too late for one of the changes. Raises Problem."""
     if changes and task.is_terminal:
         raise Problem("task-already-finished", task=task.id, state=task.state)
     pending_only = sorted(changes.keys() - {"priority"})
@@ -284,28 +234,41 @@ def _not_changed(task: Task, changes: Mapping[str, Any]) -> dict[str, Any]:
     "POST /tasks/{task_id}/cancel",
     "tasks_cancel",
     Scope.TASKS_WRITE,
-    TaskView,
+    Shown,
     "not-found task-already-finished validation-failed",
     status_code=202,
     response_description="Stored. `stop_deadline_at` says when its memory is free again at the latest.",
-    responses={200: {"model": TaskView, "description": "It had been cancelled before."}},
+    responses={200: {"model": Shown, "description": "It had been cancelled before."}},
 )
 async def cancel_task(
     call: Call,
     parts: Parts,
     task_id: str,
-    body: CancelTask = CancelTask(),  # noqa: B008  # frozen
+    body: JsonBody[CancelTask] = CancelTask(),  # noqa: B008  # frozen
 ) -> Response:
-    """Cancel a task. A running one gets the stop notice, and is killed when its grace period is over."""
+    """Cancel a task. A running one gets the stop notice, and is killed when its grace period is over.
+
+    With the id of an array or a worker set it cancels all its workers.
+    """
     record = await parts.records.find_to_change(call.identity, task_id, "task.cancel")
-    task = record.task
+    task, given = record.task, body.model_dump(exclude_none=True, exclude_defaults=True)
+    if (whole := await whole_of(parts.records.store, record)) is not None:
+        return await _cancel_whole(parts, whole, given)
     if task.state is TaskState.CANCELLED:
         return await _answer(parts, record, 200)
     if task.is_terminal:
         raise Problem("task-already-finished", task=task.id, state=task.state)
-    given = body.model_dump(exclude_none=True, exclude_defaults=True)
     await parts.requests.ask(task.id, task.tenant, "cancel", given)
     return await _answer(parts, await parts.records.reread(record), 202)
+
+
+async def _cancel_whole(parts: Parts, whole: Whole, given: dict[str, Any]) -> Response:
+    task, standing = whole.first.task, await standing_of(parts.records.store, whole)
+    if not standing.left and standing.state is not TaskState.CANCELLED:
+        raise Problem("task-already-finished", task=task.id, state=standing.state)
+    if standing.left:
+        await parts.requests.ask_many(standing.left, task.tenant, "cancel", given)
+    return answer(await view_of_whole(parts.records, whole), 202 if standing.left else 200)
 
 
 async def _answer(parts: Parts, record: TaskRecord, status: int) -> Response:

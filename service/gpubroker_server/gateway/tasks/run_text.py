@@ -6,6 +6,7 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
+from gpubroker_server.http.bodies import key_given_twice
 
 
 class Surroundings(NamedTuple):
@@ -26,7 +27,7 @@ class EntrypointCall(NamedTuple):
 
     entrypoint: str
     arguments: bytes
-    """As `arguments_of` makes them."""
+    """The arguments that `arguments_of` makes."""
 
 
 class SplitTask(NamedTuple):
@@ -47,17 +48,19 @@ class _Call(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _task = msgspec.json.Decoder(_Task)
-_call = msgspec.json.Decoder(_Call)
+_decode_call = msgspec.json.Decoder(_Call).decode
 _encoded = msgspec.json.Encoder().encode
 _validate = {kind.tag: TypeAdapter(kind).validator.validate_json for kind in (Command, Function)}
 _PROBE = b'{"probe":0}'
+_NOT_READ = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+"""The exceptions of msgspec for text that is no JSON of this form, no UTF-8, or nested too deeply."""
 
 
 def split_at_run(text: bytes) -> SplitTask | None:
     """None if it cannot be split here; full validation of the task then says what is wrong."""
     try:
         run = bytes(_task.decode(text).run)
-    except msgspec.MsgspecError:
+    except _NOT_READ:
         return None
     found = _run_in(run)
     if found is None:
@@ -67,24 +70,28 @@ def split_at_run(text: bytes) -> SplitTask | None:
 
 
 def is_split_at_run(split: SplitTask) -> bool:
-    """Whether the run was cut out, and not the same text in another place."""
+    """Return True if the run was cut out, and not the same text in another place."""
     surroundings = split.surroundings
     try:
         return bytes(_task.decode(surroundings.before + _PROBE + surroundings.after).run) == _PROBE
-    except msgspec.MsgspecError:
+    except _NOT_READ:
         return False
 
 
-def call_within(text: bytes, surroundings: Surroundings) -> EntrypointCall | None:
-    """The run of a task with the same surroundings and entrypoint; None for any other task.
+def arguments_within(text: bytes, surroundings: Surroundings) -> bytes | None:
+    """Return the arguments of a task with the same surroundings and entrypoint; None for any other task, and
+    for a run in which a key stands twice.
 
     `is_split_at_run` must hold for the surroundings: then any JSON between them is the run.
     """
     before, after, _, entrypoint = surroundings
     if not (text.startswith(before) and text.endswith(after)):
         return None
-    found = _call_in(text[len(before) : len(text) - len(after)])
-    return None if found is None or found.entrypoint != entrypoint else found
+    run = text[len(before) : len(text) - len(after)]
+    found = _decoded(run)
+    if found is None or found.entrypoint != entrypoint or key_given_twice(run):
+        return None
+    return _encoded({"args": found.args, "kwargs": found.kwargs})
 
 
 def _run_in(text: bytes) -> tuple[str, str, EntrypointCall | Command | Function] | None:
@@ -93,13 +100,19 @@ def _run_in(text: bytes) -> tuple[str, str, EntrypointCall | Command | Function]
 
 
 def _call_in(text: bytes) -> EntrypointCall | None:
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
-        return None
-    try:
-        call = _call.decode(text)
-    except msgspec.MsgspecError:
+    call = _decoded(text)
+    if call is None:
         return None
     return EntrypointCall(call.entrypoint, _encoded({"args": call.args, "kwargs": call.kwargs}))
+
+
+def _decoded(text: bytes) -> _Call | None:
+    if len(text) > MAX_DEPTH and text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        return None
+    try:
+        return _decode_call(text)
+    except _NOT_READ:
+        return None
 
 
 def _other_run_in(text: bytes) -> tuple[str, str, Command | Function] | None:

@@ -3,14 +3,18 @@
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.bodies import Name
-from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.task_body import Priority
+from gpubroker_server.http.bodies import Name
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.times import GivenTime
+
+MAX_STANDS = 1000
+"""Rows read in one query."""
 
 
 class TaskSelection(BaseModel):
@@ -41,10 +45,10 @@ class TaskSelection(BaseModel):
     after: Annotated[str | None, Field(max_length=100, description="Only tasks that run after this one.")] = (
         None
     )
-    submitted_from: AwareDatetime | None = None
-    submitted_before: AwareDatetime | None = None
-    finished_from: AwareDatetime | None = None
-    finished_before: AwareDatetime | None = None
+    submitted_from: GivenTime | None = None
+    submitted_before: GivenTime | None = None
+    finished_from: GivenTime | None = None
+    finished_before: GivenTime | None = None
 
     async def filters(self, records: TaskRecords, identity: Identity) -> dict[str, Any]:
         """Fields of TaskFilter, without its labels. Raises Problem not-found for `after`, and forbidden."""

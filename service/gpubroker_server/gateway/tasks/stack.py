@@ -4,25 +4,24 @@ import json
 from typing import Annotated
 
 from fastapi import Query, Response
+from gpubroker.wire.answered import Time
+from gpubroker.wire.tasks import Stack
 from pydantic import Field
-from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.ranks import node_of
-from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.ranks import node_of, rank_count
+from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS
-from gpubroker_server.gateway.http import bodies
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.gateway.status.wholes import HAS_PROCESS, WorkerQuery, worker_asked_for
+from gpubroker_server.http.faults import invalid
+from gpubroker_server.http.identity import Scope
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.routing import Caller, Resource, answer
 
 resource = Resource("tasks")
 
 
-class StackQuery(bodies.Query):
+class StackQuery(WorkerQuery):
     rank: Annotated[int, Field(ge=0, description="Of a gang: whose process.")] = 0
 
 
@@ -30,38 +29,28 @@ WAIT_SECONDS = Seconds(STACK_SECONDS + 2.0)
 """The leader gives the agent a little less."""
 
 
-class StackView(TypedDict):
-    id: str
-    attempt: int
-    rank: int
-    node: str
-    taken_at: Time
-    stack: Annotated[
-        str | None, Field(description="All Python threads, each with its most recent call last; null: none.")
-    ]
-    message: Annotated[str, Field(description="Why there is no stack, as of a command that is not Python.")]
-
-
 @resource.route(
     "GET /tasks/{task_id}/stack",
     "tasks_stack",
     Scope.TASKS_READ,
-    StackView,
+    Stack,
     "not-found task-not-running stack-unavailable tenant-waits validation-failed leader-outdated "
     "store-unavailable",
 )
 async def get_stack(
-    call: Call, parts: Parts, task_id: str, query: Annotated[StackQuery, Query()]
+    caller: Caller, parts: Parts, task_id: str, query: Annotated[StackQuery, Query()]
 ) -> Response:
     """Read the stacks of all Python threads of a running task, which goes on meanwhile.
 
-    A small task that shares its process with others shows its own thread alone.
+    A small task that shares its process with others shows its own thread alone. With the id of an array or a
+    worker set it is the one worker that runs; where several run, `worker` says which.
     """
-    record = await parts.records.find(call.identity, task_id)
+    record = await parts.records.find(caller, task_id)
+    record = await worker_asked_for(parts.records, record, query.worker, runs=True)
     task, rank = record.task, query.rank
-    if task.state not in (TaskState.RUNNING, TaskState.STOPPING) or not task.is_run:
+    ranks = rank_count(task)
+    if task.state not in HAS_PROCESS or not ranks:
         raise Problem("task-not-running", task=task.id, state=task.state)
-    ranks = max(1, len(task.members))
     if rank >= ranks:
         detail = f"it has {ranks} {'rank' if ranks == 1 else 'ranks'}, counted from 0"
         raise invalid(Fault(pointer="query:rank", detail=detail, code="no-such-rank"))
@@ -71,13 +60,14 @@ async def get_stack(
             "stack-unavailable", task=task.id, node=node_of(task, rank), seconds=f"{STACK_SECONDS:g}"
         )
     told = json.loads(await parts.records.blobs.get(digest))
-    view: StackView = {
-        "id": task.id,
-        "attempt": task.fence,
-        "rank": rank,
-        "node": node_of(task, rank),
-        "taken_at": rfc3339(Instant(told["at"])),
-        "stack": told["stack"] or None,
-        "message": told["message"],
-    }
-    return answer(view)
+    return answer(
+        Stack(
+            id=task.id,
+            attempt=task.fence,
+            rank=rank,
+            node=node_of(task, rank),
+            taken_at=Time.at(told["at"]),
+            stack=told["stack"] or None,
+            message=told["message"],
+        )
+    )

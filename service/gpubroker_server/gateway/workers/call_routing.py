@@ -10,8 +10,8 @@ from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Position, Seconds, TaskId
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.waiters import Waiters
+from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.waiters import Waiters
 from gpubroker_server.ports.worker_calls import (
     CallAnswer,
     Called,
@@ -53,7 +53,7 @@ class CallRouter:
         self._sets: dict[TaskId, WorkersOfSet] = {}
 
     async def call(self, workers: WorkerSet, call: WorkerCall, seconds: Seconds, routing: str) -> Answered:
-        """By one worker; what it refuses goes to another one. Raises Problem."""
+        """Have one worker answer the call; what it refuses goes to another one. Raises Problem."""
         if self._calls is None:
             raise Problem("no-ray-driver")
         known = self._sets.get(workers.id)
@@ -93,7 +93,7 @@ class CallRouter:
 
 
 def states_of(workers: WorkerSet, world: World) -> Mapping[str, int]:
-    """How many workers are in which state; of those that are not wanted now: `held`."""
+    """Count the workers by state. Those that are not wanted now count as `held`."""
     rows = (world.tasks.get(worker) for worker in workers.workers)
     return Counter(
         "held" if row.held and row.state is TaskState.PENDING else str(row.state)
@@ -131,7 +131,7 @@ class WorkersOfSet:
     async def choose(
         self, workers: WorkerSet, size_bytes: int, routing: str, until: float
     ) -> WorkerRun | None:
-        """The worker whose turn it is to get a call of this size; None if none is ready in time. Raises
+        """Return the worker that gets a call of this size; None if none is ready in time. Raises
         Problem worker-queue-full and tenant-waits."""
         self._look()
         if not self._ready:
@@ -154,7 +154,7 @@ class WorkersOfSet:
             self._look()
 
     async def send(self, run: WorkerRun, call: WorkerCall, begins_by: float) -> CallAnswer:
-        """A call that is given up counts until its worker has answered it."""
+        """Send the call, which counts until the worker has answered it, even if it is given up before."""
         to_begin = Seconds(max(0.0, begins_by - monotonic()))
         answering = asyncio.ensure_future(self._calls.call(run, call, to_begin))
         size_bytes = len(call.arguments)
@@ -180,7 +180,8 @@ class WorkersOfSet:
             del self._open[run], self._open_bytes[run]
 
     def _least_busy(self, workers: WorkerSet, size_bytes: int, routing: str) -> WorkerRun:
-        """In turn; unless that is all that is asked for, among those with the fewest calls from here."""
+        """Return the next worker in turn; without `round_robin`, among those with the fewest calls from
+        here. Raises Problem worker-queue-full."""
         runs = list(self._ready.values())
         self._turn += 1
         start = self._turn % len(runs)
@@ -198,7 +199,7 @@ class WorkersOfSet:
         return free[0] if routing == "round_robin" else min(free, key=self._open.__getitem__)
 
     def _look(self) -> None:
-        """After each change of the World."""
+        """Learn which workers run, once after each change of the World."""
         if self._seen == self._world.position:
             return
         self._seen = self._world.position

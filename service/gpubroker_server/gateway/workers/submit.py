@@ -1,31 +1,30 @@
 """What a worker set is asked to be: its body, and the tasks and the row that are made of it."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
+from gpubroker.wire.worker_sets import Scaling
+from msgspec import to_builtins
+from msgspec.structs import replace
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from gpubroker_server.core.admission.admit import AdmissionPolicy, like, no_such
+from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults, first
+from gpubroker_server.core.admission.submission import Submission
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.submission import (
     WORKER_SET_LABEL,
     WORKER_SET_VARIABLE,
     RunSpec,
-    Scaling,
+    SeatTerms,
     WorkerSet,
-    bytes_of,
+    told_variables,
 )
-from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.domain.values import changed
-from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults, first
+from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.submission.resources import Role
-from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
+from gpubroker_server.gateway.submission.submissions import Submissions
 from gpubroker_server.gateway.submission.task_body import (
     ENV_BYTES,
     Command,
@@ -33,7 +32,11 @@ from gpubroker_server.gateway.submission.task_body import (
     ProfileName,
     SubmitTask,
 )
-from gpubroker_server.ports.store import BatchSubmission, Submission
+from gpubroker_server.http.bodies import Body
+from gpubroker_server.http.faults import invalid, refuse
+from gpubroker_server.http.identity import Identity
+from gpubroker_server.http.problems import Fault
+from gpubroker_server.ports.store import BatchSubmission
 
 MAX_WORKERS = 256
 MOST_AT_ONCE = 1000
@@ -139,13 +142,8 @@ class SubmitWorkerSet(SubmitTask):
         return first(self.min_count, self.count), first(self.max_count, self.count)
 
 
-class NewWorkerSet(NamedTuple):
-    workers: WorkerSet
-    batch: BatchSubmission
-
-
 def check_worker(body: SubmitWorkerSet) -> None:
-    """Raises Problem for what a worker of a set cannot have."""
+    """Refuse what a worker of a set cannot have. Raises Problem."""
     faults = []
     if isinstance(body.run, Command):
         detail = "a program has no methods to call; name a class (entrypoint), or pickle one (function)"
@@ -156,6 +154,9 @@ def check_worker(body: SubmitWorkerSet) -> None:
     if body.max_retries is not None:
         detail = "workers are restarted; set max_restarts"
         faults.append(Fault(pointer="/max_retries", detail=detail, code="max-restarts"))
+    if body.retry_on is not None:
+        detail = "workers are restarted whatever ended them; leave retry_on out, and set max_restarts"
+        faults.append(Fault(pointer="/retry_on", detail=detail, code="max-restarts"))
     for field in _ENDS:
         if getattr(body, field) is not None:
             detail = f"a worker stays until its set is ended; leave {field} out"
@@ -173,8 +174,25 @@ def check_worker(body: SubmitWorkerSet) -> None:
         raise invalid(*faults)
 
 
+def check_roles(body: SubmitWorkerSet, identity: Identity, policy: AdmissionPolicy) -> None:
+    """Refuse roles that the token or the operator does not allow, and unknown profiles. Raises Problem."""
+    for role in body.colocate_with.values():
+        spec = RunSpec(role.run.tag, role.run.entrypoint)
+        refuse(policy.permissions.check_run(identity, spec))
+    profiles = policy.defaults.profiles
+    named = {f"/colocate_with/{name}/profile": role.profile for name, role in body.colocate_with.items()}
+    named["/profile"] = body.profile
+    faults = [
+        Fault(pointer=at, detail=no_such("profile", profile, profiles), code="unknown")
+        for at, profile in named.items()
+        if profile and profile not in profiles
+    ]
+    if faults:
+        raise invalid(*faults)
+
+
 def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
-    """Asking for the maximum of all its roles."""
+    """Return the body with the roles of its process, so that it asks for the maximum of each size."""
     if not body.colocate_with:
         return body
     own = body.resources.model_dump(include={*_SIZES, "custom"})
@@ -190,7 +208,7 @@ def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
 
 
 def _sized(given: dict[str, Any], usual: NamedDefaults) -> Role:
-    """With the sizes of its profile where it has none."""
+    """Return the role, with the sizes of its profile where it has none."""
     mentions_gpus = any(given[name] is not None for name in ("gpus", "gpu_mb", "gpu_fraction"))
     if not mentions_gpus:
         gpu_mb = usual.gpu_mb if isinstance(usual.gpu_mb, int) else None
@@ -200,22 +218,22 @@ def _sized(given: dict[str, Any], usual: NamedDefaults) -> Role:
 
 
 async def new_worker_set(
-    submissions: Submissions, body: SubmitWorkerSet, task: Task, spec: RunSpec, objects: Iterable[str]
-) -> NewWorkerSet:
-    """`task` and `spec` are those of a worker, and `objects` those that it opens. All tasks are held until
-    the leader has the row of the set."""
+    submissions: Submissions,
+    identity: Identity,
+    body: SubmitWorkerSet,
+    worker: Submission,
+    named: Mapping[str, str],
+) -> BatchSubmission:
+    """Admit the workers. `named`: id by place of the objects that they open. All tasks are held until the
+    leader has the row of the set. Raises Problem."""
     least, most = body.bounds
     now = submissions.clock.now()
     ids = submissions.ids.tasks(now, most)
     usual = submissions.defaults.named(body.model_type, body.profile).max_concurrency
     concurrency = min(first(body.max_concurrency, usual, 1), MOST_AT_ONCE)
-    scaling = None
-    if body.scale is not None:
-        given = body.scale
-        scaling = Scaling(given.by, given.target, Seconds(given.down_after_seconds))
     workers = WorkerSet(
         id=ids[0],
-        tenant=task.tenant,
+        tenant=worker.tenant,
         name=body.name,
         workers=tuple(ids),
         least=least,
@@ -223,33 +241,32 @@ async def new_worker_set(
         count=body.count,
         max_concurrency=concurrency,
         created_at=Instant(now),
-        scaling=scaling,
+        scaling=None if body.scale is None else Scaling(**body.scale.model_dump()),
     )
-    terms = {
-        "id": workers.id,
-        "max_concurrency": concurrency,
-        "start_seconds": body.start_timeout_seconds,
-        "health": None if body.health is None else body.health.model_dump(),
-        "roles": {name: role.run.model_dump() for name, role in body.colocate_with.items()},
-    }
-    told = json.dumps(terms)
-    if len(told) > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
-        detail = f"the roles and their arguments have {len(told)} bytes of JSON, and may have {ENV_BYTES}"
+    new = await submissions.admitted(identity, _seat(body, worker, workers), named=named, id=ids[0])
+    one = await submissions.with_object(new)
+    tasks = [one, *(like(one, id, one.spec) for id in ids[1:])]
+    fields = to_builtins(workers)
+    form = Request(submissions.ids.request(now), workers.id, worker.tenant, "form", fields, Instant(now))
+    kept = json.dumps({"worker_set": fields, "objects": sorted(set(named.values()))})
+    return BatchSubmission(tasks, answer=kept, requests=[form])
+
+
+def _seat(body: SubmitWorkerSet, worker: Submission, workers: WorkerSet) -> Submission:
+    """Return what each worker of the set is. Raises Problem if its process could not be told of its roles."""
+    seat = SeatTerms(
+        id=workers.id,
+        max_concurrency=workers.max_concurrency,
+        start_seconds=body.start_timeout_seconds,
+        health=None if body.health is None else body.health.model_dump(),
+        roles={name: role.run.model_dump() for name, role in body.colocate_with.items()},
+    )
+    labels = {**worker.spec.labels, WORKER_SET_LABEL: workers.id}
+    spec = replace(worker.spec, seat=seat, labels=labels)
+    told_bytes = len(told_variables(spec)[WORKER_SET_VARIABLE])
+    if told_bytes > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
+        detail = f"the roles and their arguments have {told_bytes} bytes of JSON, and may have {ENV_BYTES}"
         remedy = "; upload large arguments, and name the objects"
         raise invalid(Fault(pointer="/colocate_with", detail=detail + remedy, code="too-long"))
-    spec = changed(
-        spec,
-        env={**spec.env, WORKER_SET_VARIABLE: told},
-        labels={**spec.labels, WORKER_SET_LABEL: workers.id},
-    )
     restarts = UNLIMITED_RESTARTS if body.max_restarts is None else body.max_restarts
-    own = {"shareable": False, "max_retries": restarts, "timeout_seconds": None, "held": True}
-    worker = changed(task, id=ids[0], **own)
-    one = await submissions.with_object(submission_of(worker, spec))
-    own_bytes = bytes_of(one.spec)
-    others = (changed(one.task, id=id, queued_bytes=own_bytes) for id in ids[1:])
-    tasks = [one, *(Submission(other, one.spec, like=one) for other in others)]
-    fields = asdict(workers)
-    form = Request(submissions.ids.request(now), workers.id, task.tenant, "form", fields, Instant(now))
-    kept = json.dumps({"worker_set": fields, "objects": sorted(objects)})
-    return NewWorkerSet(workers, BatchSubmission(tasks, answer=kept, requests=[form]))
+    return replace(worker, spec=spec, max_retries=restarts)

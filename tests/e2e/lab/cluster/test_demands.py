@@ -60,8 +60,8 @@ def test_a_profile_says_what_a_task_gets_and_its_process_finds_it(hands: Hands) 
     say = ["sh", "-c", 'test "$GPUBROKER_PROFILE/$GPUBROKER_MAX_CONCURRENCY" = "$0"']
     given = broker.submit([*say, "trainer_remote/10"], profile="trainer_remote")
     own = broker.submit([*say, "trainer/4"], profile="trainer", cpu=0.5, max_concurrency=4)
-    assert (given.resources["cpu"], given.resources["gpus"]) == (1, 0)
-    assert (own.resources["cpu"], own.resources["gpus"]) == (0.5, 1)
+    assert (given.resources.cpu, given.resources.gpus) == (1, 0)
+    assert (own.resources.cpu, own.resources.gpus) == (0.5, 1)
     for task in (given, own):
         assert broker.result(task, timeout_seconds=PATIENCE_SECONDS) == {"exit_code": 0}
 
@@ -108,7 +108,7 @@ def test_roles_that_take_turns_get_the_most_of_each_and_find_their_names(hands: 
     roles = {"train": {"gpu_mb": 9000}, "generate": {"gpu_mb": 5000, "cpu": 2}}
     say = ["sh", "-c", 'test "$GPUBROKER_ROLES" = generate,train']
     task = broker.submit(say, roles=roles)
-    assert (task.resources["gpu_mb"], task.resources["cpu"]) == (9000, 2)
+    assert (task.resources.gpu_mb, task.resources.cpu) == (9000, 2)
     assert broker.result(task, timeout_seconds=PATIENCE_SECONDS) == {"exit_code": 0}
 
 

@@ -5,12 +5,12 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpubroker import Broker, Task
+from msgspec import Struct
 
 from tests.e2e.hands import PATIENCE_SECONDS, SMALL, Hands
 from tests.e2e.ray_lab import Lab, guest_environment
@@ -21,8 +21,7 @@ FOUND_SECONDS = 8.0
 STOPPED_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(Struct, frozen=True):
     """A gateway and two brokers on one PostgreSQL and two nodes."""
 
     broker: Broker
@@ -30,7 +29,7 @@ class Site:
     standby: ServiceProcess
 
     def leads(self, process: ServiceProcess) -> bool:
-        return str(self.broker.stats().leader["holder"]).endswith(f":{process.pid}")
+        return str(self.broker.stats().leader.holder).endswith(f":{process.pid}")
 
 
 @pytest.fixture
@@ -122,7 +121,8 @@ def test_of_a_leader_that_stands_still_another_takes_the_lead_and_neither_gives_
         os.kill(site.leader.pid, signal.SIGCONT)
     time.sleep(STOPPED_SECONDS)
     assert site.leads(site.standby), "who slept has stood back"
-    assert broker.stats().leader["term"] == before.leader["term"] + 1
+    assert before.leader.term is not None
+    assert broker.stats().leader.term == before.leader.term + 1
     assert [(task.state, task.attempt) for task in map(broker.get, runs)] == [("running", 1)] * 2
     assert all(node.ready for node in broker.nodes())
     assert broker.quarantine().items == ()

@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 from gpubroker import Broker
-from gpubroker.cluster.fleet import Node
+from gpubroker.wire.nodes import Node
+from msgspec.structs import replace
 
 from tests.e2e.hands import PATIENCE_SECONDS, SMALL, Hands
 from tests.e2e.ray_node import RayNode
@@ -24,9 +25,9 @@ def test_a_drained_node_hands_its_run_on_with_its_checkpoint_and_takes_nothing_u
     assert cluster.get(run).node == "n2"
     drained = cluster.drain("n2", "a fan is broken", deadline_seconds=60)
     assert (drained.cordoned, drained.cordon_reason) == (True, "a fan is broken")
-    until(
-        lambda: the_node(cluster).drain == {**(drained.drain or {}), "left": 0, "done": True}, "it is empty"
-    )
+    assert drained.drain is not None
+    empty = replace(drained.drain, left=0, done=True)
+    until(lambda: the_node(cluster).drain == empty, "it is empty")
     until(lambda: cluster.get(run).state == "running", "it runs elsewhere")
     again = cluster.get(run)
     assert (again.node == "n2", again.attempt, again.failures) == (False, 2, 0)

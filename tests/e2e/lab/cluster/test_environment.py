@@ -9,7 +9,7 @@ from tests.e2e.hands import PATIENCE_SECONDS
 from tests.e2e.lab.cluster.conftest import ENV_OF_N2
 from tests.e2e.ray_lab import Lab
 
-ON_N2 = {"nodes": {"node": ["n2"]}}
+ON_N2: dict[str, Any] = {"nodes": {"node": ["n2"]}}
 OF_THE_NODE = {
     "HOME",
     "LANG",
@@ -25,7 +25,8 @@ OF_THE_NODE = {
     "USER",
     "VIRTUAL_ENV",
 }
-OF_RAY = {"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
+OF_RAY = {"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+"""For a Ray of the run's own."""
 OF_THE_BROKER = {"LAUNCH_MODE", "LOG_LEVEL", "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"}
 OF_ITS_OWN_PROCESS = {"GPUBROKER_RUN", "GPUBROKER_INSTANCE", "GPUBROKER_NODE", "GPUBROKER_TASK"} | {
     "GPUBROKER_ATTEMPT"
@@ -44,12 +45,15 @@ def test_a_run_sees_nothing_of_a_node_that_was_started_with_five_thousand_variab
 ) -> None:
     seen = seen_on_n2(cluster, cpu=cpu)
     assert seen["used"]["PROXY_OF_THE_SITE"] == "for all"
+    token = (shared_lab.options.data_dir / "ray-token").read_text().strip()
     for place, env in seen.items():
+        assert token not in str(env), place
+        assert shared_lab.head.address not in str(env), place
         assert env.keys() & ENV_OF_N2.keys() <= {"PROXY_OF_THE_SITE"}, place
         assert ENV_OF_N2["DATABASE_PASSWORD"] not in str(env), place
     assert seen["used"].items() >= {
         ("LAUNCH_MODE", "cluster"),
-        ("RAY_ADDRESS", shared_lab.head.address),
+        ("RAY_ADDRESS", "local"),
         ("LOG_LEVEL", "INFO"),
         ("RANK", "0"),
         ("WORLD_SIZE", "1"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from gpubroker import Broker
-from gpubroker.cluster.fleet import Finding
+from gpubroker.wire.fleet import Finding
 from gpubroker_server.adapters.ray.driver.process import TRY_SECONDS
 
 from tests.e2e.ray_lab import Lab, guest_environment

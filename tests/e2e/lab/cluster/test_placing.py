@@ -52,7 +52,7 @@ def test_a_node_with_settings_of_its_own_offers_what_they_say(cluster: Broker) -
         for gpu in cluster.gpus()
         if gpu.kind in ("sim-small", "sim-big")
     }
-    assert nodes["n2"].memory_mb["total"] == 4096
+    assert nodes["n2"].memory_mb.total == 4096
     assert reserves == {(True, "sim-small"): 0, (True, "sim-big"): 2048} | {
         (False, "sim-small"): 0,
         (False, "sim-big"): 0,

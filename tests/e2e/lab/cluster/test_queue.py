@@ -22,10 +22,8 @@ def test_a_task_that_is_simulated_starts_where_it_was_said(hands: Hands) -> None
     told = hands.broker.simulate(gpu_mb=4096, pool="fast")
     assert told.verdict == "starts"
     task = hands.at_work("task", gpu_mb=4096, pool="fast")
-    assert [place["node"] for place in told.places] == [task.node]
-    assert [device["key"].rpartition("/")[2] for device in told.places[0]["devices"]] == [
-        task.devices[0].uuid
-    ]
+    assert [place.node for place in told.places] == [task.node]
+    assert [device.key.rpartition("/")[2] for device in told.places[0].devices] == [task.devices[0].uuid]
     hands.end(task)
 
 

@@ -73,7 +73,7 @@ def test_what_is_planned_for_the_running_cluster_goes_by_what_runs_there(hands: 
     trainers = [{"name": "trainer", "count": 2, "resources": BIG_ONE}]
     free = broker.plan(trainers)
     assert free.fits
-    assert {place["node"] for place in free.places} == {node.name for node in broker.nodes()}
+    assert {place.node for place in free.places} == {node.name for node in broker.nodes()}
     holder = hands.at_work("holder", priority="critical", **BIG_ONE)
     taken = broker.plan(trainers)
     assert not taken.fits

@@ -1,6 +1,7 @@
 """What Ray says of nodes is believed. The last file here: a third node stays known after it."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from gpubroker import Broker
@@ -8,7 +9,7 @@ from gpubroker import Broker
 from tests.e2e.hands import Hands
 from tests.e2e.ray_lab import Lab, guest_environment
 from tests.e2e.ray_node import RayNode
-from tests.e2e.service_process import until
+from tests.e2e.service_process import is_running, until
 
 
 @pytest.fixture
@@ -33,9 +34,9 @@ def test_two_of_three_nodes_that_ray_says_are_dead_are_given_up_without_a_person
     for node in lost.values():
         node.lose()
     until(lambda: not ready(cluster) & set(lost), "both are given up")
-    assert cluster.stats().detection["state"] == "watching"
+    assert cluster.stats().detection.state == "watching"
     for run in runs:
-        until(lambda run=run: cluster.get(run).state == "running", "it runs elsewhere")
+        until(partial(is_running, cluster, run), "it runs elsewhere")
         assert cluster.get(run).node not in lost
         cluster.release_quarantine(run, "pulled its plug")
     hands.end(*runs)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import structlog
 from gpubroker.runtime.messages import Report
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.ray.agent.disk_walk import (
     _FILE,
@@ -38,14 +39,14 @@ from gpubroker_server.adapters.ray.agent.disk_walk import (
     own_names,
 )
 from gpubroker_server.adapters.ray.agent.host_meter import FileQuestion, room_of
-from gpubroker_server.core.control.disk_guard import DiskRules, FileSeen, choose, needed_bytes
-from gpubroker_server.core.domain.device import DiskSample, FileClass, FoundFile, WatchedRoot
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.control.disk_guard import FileSeen, choose, needed_bytes
+from gpubroker_server.core.domain.device import DiskQuestion, DiskSample, FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.units import Instant
 
 log = structlog.get_logger("gpubroker.agent")
 
 MOST_FILES = 100_000
-"""Of each root, in one look."""
+"""Files that one look counts in each root."""
 MOST_DELETED = 1_000
 """In one pass."""
 PASS_SECONDS = 600.0
@@ -55,23 +56,15 @@ ANSWER_SECONDS = 5.0
 """A root that takes longer to say how much room it has is left out."""
 
 
-class DiskTask(NamedTuple):
-    """What a `disk` order asks, as it travels."""
+class DiskTask(DiskQuestion, frozen=True, kw_only=True):
+    """A question that this agent works on."""
 
-    request: str
-    roots: tuple[WatchedRoot, ...]
-    spared: tuple[str, ...]
-    warn: float
-    old_seconds: float
-    deletes: tuple[FoundFile, ...] | None
-    runs_sync: bool
-    live: tuple[str, ...]
-    above: float
     away: tuple[str, ...] = ()
     """Mounts that do not answer."""
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "DiskTask":
+        """Return the question of a `disk` order as it travels."""
         request, roots, spared, warn, old_seconds, deletes, runs_sync, live, above = values
         found = None if deletes is None else tuple(_found(*one) for one in deletes)
         watched = tuple(WatchedRoot(one[0], FileClass(one[1]), *one[2:]) for one in roots)
@@ -82,7 +75,7 @@ class DiskTask(NamedTuple):
         return own_names(root, files, (path for path in self.live if not is_at(path, self.away)))
 
     def digest(self, root: WatchedRoot) -> str:
-        """Of the configuration of one of its roots."""
+        """Return a digest of the configuration of one of the task's roots."""
         about = root, self.spared, self.warn, self.old_seconds
         return hashlib.sha256(repr(about).encode()).hexdigest()
 
@@ -114,7 +107,7 @@ class DiskCleaner:
         self._jobs: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._questions: dict[str, FileQuestion] = {}
-        """By root."""
+        """Root -> the question about its files."""
 
     def take(self, values: Sequence[Any]) -> None:
         """Answer an order with a report, some time later. A mere look, of which there may be any number, is
@@ -141,7 +134,7 @@ class DiskCleaner:
         syncs = [root for root in task.roots if task.runs_sync and root.sync_command]
         seconds = PASS_SECONDS + sum(root.sync_seconds for root in syncs)
         try:
-            asked = task._replace(away=await self._away(task))
+            asked = replace(task, away=await self._away(task))
             working = loop.run_in_executor(self._thread, self.answer, asked)
             self._tell(task, await asyncio.wait_for(asyncio.shield(working), seconds))
         except TimeoutError:
@@ -184,7 +177,6 @@ class DiskCleaner:
         seen: dict[int, list[FileSeen]] = {}
         needed: dict[int, int] = {}
         live: set[str] = set()
-        rules = DiskRules(task.warn, old_seconds=Seconds(task.old_seconds))
         for root in task.roots:
             if is_at(root.path, task.away):
                 messages.append(f"{root.path} does not answer and is left out")
@@ -200,13 +192,13 @@ class DiskCleaner:
                 messages.append(f"{root.path}: {getattr(fault, 'strerror', None) or fault}")
                 continue
             looked.add(task.digest(root))
-            needed[device] = needed_bytes(disk.total_bytes, disk.free_bytes, rules)
+            needed[device] = needed_bytes(disk.total_bytes, disk.free_bytes, task.warn)
             seen.setdefault(device, []).extend(files)
         chosen: list[FoundFile] = []
         kept: Counter[str] = Counter()
         for device, files in seen.items():
             cleaning = choose(
-                files, live, needed[device], Instant(time.time()), rules,
+                files, live, needed[device], Instant(time.time()), task.old_seconds,
                 lambda one: self._left_because(_found_as(one), task, spared, deletes=False),
             )  # fmt: skip
             chosen += map(_found_as, cleaning.files)
@@ -221,7 +213,8 @@ class DiskCleaner:
     def _files_of(
         self, root: WatchedRoot, task: DiskTask, spared: frozenset[FileId], messages: list[str]
     ) -> Iterator[FileSeen]:
-        """Raises OSError, and Unsafe if nothing of this root may go."""
+        """Yield the files of a root that may go. Raises OSError, and Unsafe if nothing of this root may
+        go."""
         walk = Walk(root.path, MOST_FILES, spared)
         walk.run()
         synced: Mapping[str, int] = {}
@@ -249,7 +242,8 @@ class DiskCleaner:
             )
 
     def _delete(self, task: DiskTask, files: Sequence[FoundFile]) -> Answer:
-        """What has not changed since it was found, is below a root of the order, and is not open."""
+        """Delete the files that have not changed since they were found, are below a root of the order, and
+        are not open."""
         known, spared = self._known(), self._spared(task)
         shown = {(root.path, root.file_class) for root in task.roots if task.digest(root) in known}
         if not shown.issuperset((file.root, file.file_class) for file in files):

@@ -53,7 +53,7 @@ class Walk:
     entries: list[Entry] = field(default_factory=list)
 
     def run(self) -> None:
-        """Raises OSError and Unsafe."""
+        """Walk through the root. Raises OSError and Unsafe."""
         with opened_root(self.root, self.spared) as (root, mount):
             self._enter(root, "", mount, 0)
 
@@ -108,7 +108,8 @@ def opened(name: str, flags: int, directory: int | None = None) -> Iterator[int]
 
 @contextmanager
 def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, Mount]]:
-    """Its descriptor and mount. Raises OSError, and Unsafe if it is in a directory that is spared."""
+    """Open the root and yield its descriptor and mount. Raises OSError, and Unsafe if it is in a directory
+    that is spared."""
     with opened(root, _DIRECTORY) as found:
         above = os.dup(found)
         try:
@@ -152,14 +153,14 @@ def mount_point_of(path: str) -> str:
 
 
 def is_at(path: str, places: Iterable[str]) -> bool:
-    """Whether it is one of these, or below one."""
+    """Return True if the path is one of these places, or below one."""
     return any(f"{path}/".startswith(f"{place.rstrip('/')}/") for place in places)
 
 
 @contextmanager
 def not_opened_by_others(held: int) -> Iterator[bool | None]:
-    """Whether nothing else has the file open; while this lasts, the kernel lets nothing else open it. None
-    where the file system has no such leases, or lets only the file's owner have them."""
+    """Yield True if nothing else has the file open; while this lasts, the kernel lets nothing else open it.
+    Yield None where the file system has no such leases, or lets only the file's owner have them."""
     fcntl.fcntl(held, fcntl.F_SETSIG, signal.SIGURG)  # the signal of a waiting open would end this process
     try:
         fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -173,7 +174,7 @@ def not_opened_by_others(held: int) -> Iterator[bool | None]:
 
 
 def is_named(held: int, name: str, directory: int) -> bool:
-    """Whether the name stands for the file that is open as `held`."""
+    """Return True if the name stands for the file that is open as `held`."""
     return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(held))
 
 
@@ -190,8 +191,8 @@ def deleted(held: int, name: str, directory: int) -> bool:
 
 
 def own_names(root: str, files: Iterable[str], paths: Iterable[str]) -> set[str]:
-    """What these paths are called from the root on, whatever links and mounts they lead through to it or to a
-    directory of its `files`. The root itself for what the root is in."""
+    """Return the names of these paths from the root on, whatever links and mounts they lead through to the
+    root or to a directory of its `files`. A path that the root is in gives the root itself."""
     known: dict[FileId, str] = {}
     above = {file_id(os.stat(place)) for place in PurePath(os.path.realpath(root)).parents}
     for below in {PurePath(), *(place for path in files for place in PurePath(path).parents)}:
@@ -210,8 +211,8 @@ def own_names(root: str, files: Iterable[str], paths: Iterable[str]) -> set[str]
 
 
 def is_empty_database(root: str, path: str, spared: frozenset[FileId]) -> bool:
-    """Whether it is a SQLite file of which no table has a row. It is read from one descriptor, as bytes: its
-    path may lead elsewhere meanwhile."""
+    """Return True if the path is a SQLite file of which no table has a row. It is read from one descriptor,
+    as bytes: its path may lead elsewhere meanwhile."""
     try:
         with (
             opened_root(root, spared) as (top, mount),

@@ -70,7 +70,7 @@ class ExternalProcesses:
         return (external.gone for external in self._known.values() if external.gone is not None)
 
     def alive(self) -> dict[str, tuple[ProcessId, Leases]]:
-        """By the key of the run."""
+        """Return the processes that are watched, by the key of the run."""
         return {
             str(key): (external.watched.id, external.leases)
             for key, external in self._known.items()
@@ -107,7 +107,7 @@ class ExternalProcesses:
                 external.watched.close()
 
     def _is_taken(self, pid: int) -> bool:
-        """Whether the memory of this process counts, or would count, as that of another holder."""
+        """Return True if the memory of this process counts, or would count, as that of another holder."""
         table = process_table()
         leased = (other.watched.id.pid for other in self._known.values() if other.watched is not None)
         # The agent starts no process of its own, so only its ancestors cannot hold a lease.
@@ -129,7 +129,7 @@ class ExternalProcesses:
             self._do(f"watching the process of {record.key}", again)
 
     def _watch(self, external: ExternalProcess, record: RunRecord) -> None:
-        """Raises OSError; then it is not watched."""
+        """Watch the process of the record. Raises OSError; then it is not watched."""
         self._files.write_record(record)
         try:
             external.watched = WatchedProcess(record.process, partial(self._note_end, record.key, external))
@@ -142,7 +142,7 @@ class ExternalProcesses:
         self._do(f"reporting that the process of {key} is gone", job)
 
     async def _report_gone(self, key: RunKey, external: ExternalProcess, proof: str) -> None:
-        """Its devices are measured after its end."""
+        """Report the end of the process. Its devices are measured after it."""
         samples = await self._measure([uuid for uuid, _mb in external.leases])
         if self._known.get(key) is external:
             external.gone = gone(key, proof, samples)

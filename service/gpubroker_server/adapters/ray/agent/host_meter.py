@@ -13,18 +13,19 @@ from typing import NamedTuple
 import psutil
 import structlog
 from gpubroker.runtime.messages import Report
+from msgspec.structs import astuple
 
 from gpubroker_server.adapters.ray.peers import PeerPorts
 from gpubroker_server.core.domain.device import GpuHealth
+from gpubroker_server.core.domain.units import MIB_BYTES
 
 log = structlog.get_logger("gpubroker.agent")
 
 ANSWER_SECONDS = 0.5
 """A sample waits no longer for a file system. It then goes without it, and asks it again once it has
 answered."""
-MIB = 2**20
 MOST_BYTES = 2**62
-"""Of a file system; some that are on a network tell more than a report may have."""
+"""The most bytes reported of a file system; some network file systems report more than a report may have."""
 PRESSURE = Path("/proc/pressure/memory")
 
 Answer = tuple[int, ...] | None
@@ -78,8 +79,8 @@ class Network(NamedTuple):
     received_bytes: int
     sent_bytes: int
     share: float | None
-    """Of its speed that the busiest interface used since the last look, in the busier direction; None if no
-    interface has a speed."""
+    """The share of its speed that the busiest interface used since the last look, in the busier direction;
+    None if no interface has a speed."""
 
 
 class NetworkMeter:
@@ -111,7 +112,7 @@ class HostMeter:
         paths = dict.fromkeys((session.directory, *directories))
         self._disks = {path: FileQuestion(path, room_of) for path in paths}
         self._spill = FileQuestion(session.spill_directory, _total_mb)
-        self._store_mb = session.object_store_bytes // MIB
+        self._store_mb = session.object_store_bytes // MIB_BYTES
         self._network = NetworkMeter()
         self.peers = PeerPorts()
         psutil.cpu_percent()  # each call tells the time since the one before
@@ -130,14 +131,14 @@ class HostMeter:
             "node_sampled",
             at,
             cpu,
-            memory.total // MIB,
-            memory.available // MIB,
+            memory.total // MIB_BYTES,
+            memory.available // MIB_BYTES,
             _memory_pressure(),
             disks,
             network.received_bytes,
             network.sent_bytes,
             (self._store_mb, spilled[0] if spilled else None) if self._store_mb else None,
-            {uuid: tuple(health) for uuid, health in gpus.items()},
+            {uuid: astuple(health) for uuid, health in gpus.items()},
             network.share,
             self.peers.unreached,
         )
@@ -156,13 +157,14 @@ def room_of(path: str) -> tuple[int, int]:
 
 
 def _total_mb(path: str) -> tuple[int]:
-    """Of the files in a directory, which Ray makes at its first spill. It may delete files meanwhile."""
+    """Return the MiB of the files in a directory, which Ray makes at its first spill. Ray may delete files
+    meanwhile."""
     total_bytes = 0
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(path):
             with contextlib.suppress(FileNotFoundError):
                 total_bytes += os.stat(os.path.join(path, name)).st_size
-    return (total_bytes // MIB,)
+    return (total_bytes // MIB_BYTES,)
 
 
 def _memory_pressure() -> float | None:

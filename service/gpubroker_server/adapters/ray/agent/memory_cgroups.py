@@ -46,7 +46,7 @@ class MemoryCgroups:
         return ""
 
     def release(self, key: RunKey) -> None:
-        """When no process of the run is left."""
+        """Remove the group once no process of the run is left."""
         with contextlib.suppress(OSError):
             self._of(key).rmdir()
 

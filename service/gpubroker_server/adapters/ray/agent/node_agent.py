@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import time
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -18,6 +17,7 @@ from gpubroker import __version__
 from gpubroker.runtime.journal import AT_ONCE
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
+from msgspec.structs import astuple
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
 from gpubroker_server.adapters.nvml.probe import NODE_GPUS, find_probes
@@ -46,7 +46,7 @@ OPENING_MEASURE_SECONDS = 5.0
 LOG_LIMIT_SECONDS = 30.0
 WATCH_HEAD_SECONDS = 1.0
 LOST_HEAD_GRACE_SECONDS = 30.0
-"""What runs get to leave a head that has lost a vital process, from notice to force."""
+"""The time that runs get, from notice to force, to leave a head that has lost a vital process."""
 
 
 class LineageTerm(NamedTuple):
@@ -80,7 +80,7 @@ class NodeAgent:
         self._acknowledged = 0
         """Reports of the mailbox that its reader has."""
         self._announced: Inventory | None = None
-        """What the leader knows of the devices."""
+        """The devices that the leader knows of."""
         self._runs: NodeRuns | None = None
         self._telling: tuple[asyncio.Task[None], ...] = ()
         self._measure_now = asyncio.Event()
@@ -179,7 +179,7 @@ class NodeAgent:
         log.info(f"run {what}", task=key.task, attempt=key.fence, rank=key.rank, node=self._config.node)
 
     def report(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
-        """Of progress and checkpoints only the newest of a run waits for the next poll."""
+        """Keep the report for the next poll. Of progress and checkpoints only the newest of a run waits."""
         if self._head_is_lost and self._runs is not None and self._runs.table.was_stopped(report):
             self._runs.forget(RunKey(*report[1:4]))
             return
@@ -330,7 +330,7 @@ class NodeAgent:
             return None
 
     async def _beat(self) -> None:
-        """In a task of its own: a node is not dead because its devices do not answer."""
+        """Note heartbeats in a task of its own: a node is not dead because its devices do not answer."""
         while True:
             self._note(("beat", time.time()))
             await asyncio.sleep(self._config.beat_seconds)

@@ -2,30 +2,31 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
+import msgspec
 import structlog
-from gpubroker.runtime.messages import Report, RunKey, RunOrder, known_fields
+from gpubroker.runtime.messages import Report, RunKey, RunOrder
 from gpubroker.runtime.output import STREAMS, Stream, file_of
+from msgspec import Struct
 
 from gpubroker_server.adapters.ray.processes import ProcessId
 
 log_lines = structlog.get_logger("gpubroker.agent")
 
 LOG_BYTES = 16 * 2**20
-"""Of a log that takes more disk the middle is removed."""
+"""A log that takes more disk loses its middle."""
 KEPT_END_BYTES = 6 * 2**20
-"""What is then left at its beginning, and at its end: more than `limits.log_bytes` takes of each."""
+"""Bytes that are then left at the beginning and at the end of the log: more than `limits.log_bytes` takes of
+each."""
 ANSWER_BYTES = 256 * 1024
 """The most of one stream in one answer; the leader asks again."""
 _BLOCK_BYTES = 4096
@@ -33,17 +34,19 @@ _PUNCH_HOLE = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 KEPT_LOGS = 2000
 KEPT_LOG_BYTES = 2**30
-"""Of runs that are gone only the newest logs are kept: so many files, and so much in all."""
+"""Only the newest logs of ended runs are kept: at most so many files, and at most so many bytes in all."""
 
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
+_is_plain = re.compile("[A-Za-z0-9_.~-]+").fullmatch
+"""Such an id is not quoted in the name of a file."""
+_SUFFIXES: Mapping[Stream, str] = {stream: file_of(Path("run.log"), stream).suffix for stream in STREAMS}
 
 
 class UnreadableRecord(Exception):
     """A run may live of which nothing else is known; an agent that went on would report it gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
+class RunRecord(Struct, frozen=True):
     """Written before the run's process gets its order, removed when no process of it is left.
 
     An agent of another release may read it, so a field that is added has a default.
@@ -88,24 +91,31 @@ class RunFiles:
     """
 
     def __init__(self, directory: Path, boot_id: str) -> None:
-        """Raises PermissionError if other users could put files there."""
+        """Raise PermissionError if other users could put files there."""
         _make_private(directory)
         # As the kernel spells it, because leftovers are found by the log that they have open.
         self._directory = directory.resolve()
+        self._prefix = f"{self._directory}/"
         self._ending = f"@{boot_id}.json"
         self._adds = True
-        """Whether what was printed last could be written."""
+        """True if the newest lines could be written."""
 
     def log_of(self, key: RunKey, stream: Stream = "stdout") -> Path:
         """An earlier release wrote both streams into the file of `stdout`."""
-        return file_of(self._directory / f"{_stem(key)}.log", stream)
+        return Path(self.path_of_log(key, stream))
+
+    def path_of_log(self, key: RunKey, stream: Stream) -> str:
+        """Return the path of a log as text. Each run that ends needs two, and to join them with `Path` took
+        a tenth of what a run took in the agent."""
+        return f"{self._prefix}{_stem(key)}{_SUFFIXES[stream]}"
 
     def add_to_log(self, key: RunKey, *printed: bytes) -> None:
-        """What a run in a shared process printed, by stream. On a full disk it is dropped: the runs go on."""
+        """Write what a run in a shared process printed, by stream. On a full disk it is dropped: the runs go
+        on."""
         try:
             for stream, data in zip(STREAMS, printed, strict=True):
                 if data:
-                    path = self.log_of(key, stream)
+                    path = self.path_of_log(key, stream)
                     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                     with os.fdopen(descriptor, "wb") as file:
                         file.write(data)
@@ -126,10 +136,10 @@ class RunFiles:
         return None if named is None else RunKey(unquote(named[1]), int(named[2]), int(named[3]))
 
     def write_record(self, record: RunRecord) -> None:
-        """Raises OSError if the disk is full; then there is no record."""
+        """Write the record. Raises OSError if the disk is full; then there is no record."""
         draft = self._directory / f"{_stem(record.key)}.new"
         try:
-            draft.write_text(json.dumps(asdict(record)))
+            draft.write_text(msgspec.json.encode(record).decode())
             draft.replace(self._record_of(_stem(record.key)))
         except OSError:
             with contextlib.suppress(OSError):
@@ -140,7 +150,7 @@ class RunFiles:
         self._record_of(_stem(key)).unlink(missing_ok=True)
 
     def records(self) -> list[RunRecord]:
-        """Those of this boot. Raises UnreadableRecord."""
+        """Return the records of this boot. Raises UnreadableRecord."""
         return [self._read(path) for path in sorted(self._directory.glob(f"*{self._ending}"))]
 
     def remove_outdated(self) -> None:
@@ -163,19 +173,17 @@ class RunFiles:
                     path.unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        """With the directory, and with the one above it if no other node has files there."""
+        """Remove the directory, and the one above it if no other node has files there."""
         with contextlib.suppress(OSError):
             shutil.rmtree(self._directory)
             self._directory.parent.rmdir()
 
     def _read(self, path: Path) -> RunRecord:
         try:
-            given = json.loads(_read_own(path))
-            leases = tuple((uuid, mb) for uuid, mb in given["leases"])
-            record = RunRecord(**known_fields(RunRecord, given | {"leases": leases}))
+            record = msgspec.json.decode(_read_own(path), type=RunRecord)
             if self._record_of(_stem(record.key)) != path:
                 raise ValueError(f"it is the record of {record.key}")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as fault:
+        except (OSError, ValueError) as fault:
             raise UnreadableRecord(
                 f"the record {path} cannot be read: {fault}; it names a run that may still live, so this "
                 "node cannot be used. End that run's processes if there are any, then remove the file"
@@ -192,7 +200,8 @@ class RunFiles:
 
 
 def _stem(key: RunKey) -> str:
-    return quote(f"{key.task}-{key.fence}-{key.rank}", safe="")
+    task = key.task if _is_plain(key.task) else quote(key.task, safe="")
+    return f"{task}-{key.fence}-{key.rank}"
 
 
 def _cut(log: Path) -> None:
@@ -244,7 +253,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """No other user can replace what we own in it; the sticky bit is enough."""
+    """Return True if no other user can replace what we own in the directory; the sticky bit is enough."""
     kept = bool(status.st_mode & stat.S_ISVTX) or not _others_write(status)
     return status.st_uid in (0, os.geteuid()) and stat.S_ISDIR(status.st_mode) and kept
 
@@ -268,7 +277,7 @@ class RunLogs:
         self._half_bytes = limit_bytes // 2
 
     def new(self, key: RunKey, stream: Stream, first_byte: int) -> Report:
-        """What a stream has from there on, even if it is nothing."""
+        """Return what a stream has from this byte on, even if it is nothing."""
         piece = self._read(key, stream, first_byte, ANSWER_BYTES) or Piece(first_byte, b"")
         return logged(key, stream, piece, is_final=False)
 
@@ -285,7 +294,11 @@ class RunLogs:
 
     def _read(self, key: RunKey, stream: Stream, first_byte: int, most_bytes: int) -> Piece | None:
         """The next bytes that are told. None if there are none."""
-        with contextlib.suppress(OSError), self._files.log_of(key, stream).open("rb") as file:
+        try:
+            log = os.open(self._files.path_of_log(key, stream), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None  # most runs in shared processes print nothing
+        with contextlib.suppress(OSError), os.fdopen(log, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if first_byte >= self._half_bytes:
                 first_byte = max(first_byte, size - self._half_bytes)

@@ -25,8 +25,16 @@ from gpubroker.runtime.process import (
     settle_environment,
 )
 
+from gpubroker_server.adapters.ray.agent.run_guard import (
+    keep_runs_out,
+    ray_of_the_service,
+    without_own_address,
+)
+
 MOST_CALLS = 9_000
 """To the workers of sets in one process, at once: beyond, its agent's orders would wait for their ends."""
+_PACKED_BYTES = 4096
+"""The first size of the buffer of an answer, instead of 256 KiB; it grows."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
 
 
@@ -53,7 +61,8 @@ class Runner:
 
         An agent of an earlier release leaves out what its own did not have.
         """
-        settle_environment(inherit_env, env)
+        settle_environment(inherit_env, without_own_address(env))
+        keep_runs_out()
         hide_devices()
         look_for_modules_in(task_path)
         with contextlib.suppress(OSError):
@@ -141,11 +150,12 @@ def _carry_out(host: RunHost, item: tuple[Any, ...], protocol: int) -> None:
 
 
 def _shared_view(shared: Any) -> memoryview:
-    """Of the node's copy of an object, which the agent has put into Ray's object store."""
-    view: memoryview = ray.get(shared).view
+    """Return the node's copy of an object, which the agent has put into Ray's object store."""
+    with ray_of_the_service():
+        view: memoryview = ray.get(shared).view
     return view
 
 
 def _packed(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    packed: bytes = msgpack.packb(value, use_bin_type=True, buf_size=_PACKED_BYTES)
     return packed

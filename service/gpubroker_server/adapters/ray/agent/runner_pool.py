@@ -28,9 +28,9 @@ REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
 AGENT_CALLS = 1_000
-"""Of one process at once, beside those to workers of sets: its agent never waits for those."""
+"""Calls to one process at once, beside those to workers of sets: its agent never waits for those."""
 OBJECT_CACHE_SHARE = 0.5
-"""Of Ray's object store on a node: so much keeps objects for later runs."""
+"""The share of Ray's object store on a node that keeps objects for later runs."""
 START_SECONDS = 60.0
 """A process that has not answered by then never will; it is killed and another is started."""
 
@@ -45,7 +45,6 @@ class RayRunners:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._prefix = f"runner/{config.node}/"
-        self._address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         """Another id means another Ray."""
         about = _about(self.node)
@@ -72,12 +71,11 @@ class RayRunners:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
         actor = ray.remote(Runner).options(**options)
-        env = {"RAY_ADDRESS": self._address, **dict(config.task_env)}
-        about = {"user": config.task_user, "inherit_env": config.inherit_env, "env": env}
+        about = {"user": config.task_user, "inherit_env": config.inherit_env, "env": dict(config.task_env)}
         return name, actor.remote(config.task_path, shared=shared, **about)
 
     def names(self) -> list[str]:
-        """Of those that are alive."""
+        """Return the names of the runners that are alive."""
         named = ray.util.list_named_actors(all_namespaces=True)
         ours = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
         return [name for name in ours if name.startswith(self._prefix)]
@@ -217,7 +215,7 @@ class RunnerPool:
             start.add_done_callback(self._on_started)
 
     def _missing(self) -> Iterator[bool]:
-        """One entry per process that is missing: whether it is a shared one. Shared ones come first."""
+        """Yield one entry per process that is missing, True for a shared one. Shared processes come first."""
         starting_shared = sum(self._starting.values())
         warm = sum(not process.retiring for process in self._shared)
         yield from [True] * (self._config.warm_runners - warm - starting_shared)

@@ -44,10 +44,8 @@ async def retry_until_done(what: str, attempt: Callable[[], Awaitable[None]]) ->
 
 
 async def describe(actor: Any, timeout_seconds: float) -> dict[str, Any]:
-    """What a runner says about itself, with `protocol`, the newest form that both sides speak.
-
-    Raises RayError, TimeoutError, or ValueError if they share no form.
-    """
+    """Ask a runner about itself. The answer has `protocol`, the newest form that both sides speak. Raises
+    RayError, TimeoutError, or ValueError if they share no form."""
     async with asyncio.timeout(timeout_seconds):
         described: dict[str, Any] = unpack(await actor.describe.remote())
     protocol = newest_shared(described["speaks"])
@@ -73,7 +71,7 @@ class RunnerProcess:
         on_report: Callable[["RunnerProcess", Report], None],
         on_end: Callable[["RunnerProcess"], None],
     ) -> None:
-        """Raises ProcessLookupError if the process is gone."""
+        """Raise ProcessLookupError if the process is gone."""
         self.name = name
         self.shared = shared
         self.protocol = protocol
@@ -150,7 +148,7 @@ class RunnerProcess:
         self._keep(self._finish())
 
     async def _finish(self) -> None:
-        """Its last reports may still be on their way when the process is gone."""
+        """Report the end of the process. Its last reports may still be on their way when it is gone."""
         calls = self._open_calls - {asyncio.current_task()}
         if calls:
             await asyncio.wait(calls, timeout=LAST_REPORTS_SECONDS)
@@ -162,7 +160,7 @@ class RunnerProcess:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class AgentRun:
     """One run from its order until it is gone and its outcome is forgotten."""
 
     order: RunOrder
@@ -170,7 +168,7 @@ class Run:
     process: RunnerProcess | None = None
     """None while it waits for a process, and once that process is gone."""
     reports: dict[str, Report] = field(default_factory=dict)
-    """Its newest started, ready, checkpointed, items, part, ended and gone report, by kind."""
+    """The newest report of each kind: started, ready, checkpointed, items, part, ended and gone."""
     forgotten: bool = False
     go: str = ""
     """Rank 0's address, once all ranks are ready; passed on to the process that it gets."""
@@ -197,7 +195,7 @@ class RunTable:
     """The runs that the agent has, those that are gone, and the fences that it must not start again."""
 
     def __init__(self) -> None:
-        self.runs: dict[RunKey, Run] = {}
+        self.runs: dict[RunKey, AgentRun] = {}
         self._fences: OrderedDict[tuple[str, int], int] = OrderedDict()
         """(task, rank) -> highest fence seen, least recently used first."""
         self._gone: deque[Report] = deque(maxlen=REMEMBERED_RUNS)
@@ -207,7 +205,7 @@ class RunTable:
         return key.fence > self._fences.get((key.task, key.rank), 0)
 
     def note_fence(self, key: RunKey) -> None:
-        """From now on neither this fence nor a lower one of the task is new."""
+        """Note that neither this fence nor a lower one of the task is new from now on."""
         name = (key.task, key.rank)
         self._fences[name] = max(key.fence, self._fences.get(name, 0))
         self._fences.move_to_end(name)
@@ -223,7 +221,7 @@ class RunTable:
     def is_suspect(self, task: str) -> bool:
         return task in self._suspects
 
-    def drop_if_done(self, run: Run) -> None:
+    def drop_if_done(self, run: AgentRun) -> None:
         """A run is kept until no process of it is left and its outcome is durable elsewhere."""
         if not (run.is_gone and run.forgotten):
             return
@@ -258,16 +256,18 @@ class RunTable:
         return any(run.process is not None for run in self.runs.values())
 
     def was_stopped(self, report: Report) -> bool:
-        """Whether this says the end, or the absence, of a run that did not end by itself."""
+        """Return True if the report says the end, or the absence, of a run that did not end by itself."""
         run = self.runs.get(RunKey(*report[1:4])) if report[0] in ("ended", "gone") else None
-        return run is not None and run.reports.get("ended", ("",) * 6)[5] in ("stopped", "lost")
+        end = None if run is None else run.reports.get("ended")
+        return end is not None and (end[5] in ("stopped", "lost") or end[10:] == (True,))
 
     def gone_report(self, key: RunKey) -> Report | None:
-        """Of a run that was dropped not long ago."""
+        """Return the last report of a run that was dropped not long ago."""
         return next((report for report in self._gone if report[1:4] == key), None)
 
     def all_reports(self) -> Iterator[Report]:
-        """For a leader that may have received none of them: per run in the order of its states."""
+        """Yield all reports for a leader that may have received none of them: per run in the order of its
+        states."""
         yield from self._gone
         for run in self.runs.values():
             for kind in ("started", "ready", "checkpointed", "items", "part", "ended", "gone"):
@@ -285,7 +285,8 @@ def gone(key: RunKey, proof: str, samples: Sequence[WireSample] = ()) -> Report:
 
 
 def how_it_ended(exit_status: int | None) -> str:
-    """Of a process that has reported no end of its run; `exit_status` as `os.wait` returns it."""
+    """Return the sentence about a process that has reported no end of its run; `exit_status` is what
+    `os.wait` returns."""
     if exit_status is None:
         return "its process ended without a report: it was killed or it crashed"
     code = os.waitstatus_to_exitcode(exit_status)
@@ -299,7 +300,7 @@ def how_it_ended(exit_status: int | None) -> str:
     return f"its process was ended by signal {name}{hint}"
 
 
-async def over_memory_limit(runs: Collection[Run], process_mb: int) -> list[RunnerProcess]:
+async def over_memory_limit(runs: Collection[AgentRun], process_mb: int) -> list[RunnerProcess]:
     """Runners that take more host memory than they may have: together what their run asked for, or
     `process_mb` in one process if it asked for nothing. Sets their `breach`."""
     watched = {

@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from gpubroker.runtime.command_reports import remove_reports_of
 from gpubroker.runtime.journal import AT_ONCE, SOON
-from gpubroker.runtime.messages import Report, RunFault, RunKey, RunOrder, RunOutcome, ended, is_report
+from gpubroker.runtime.messages import (
+    Report,
+    RunFault,
+    RunKey,
+    RunOrder,
+    RunOutcome,
+    ended,
+    is_report,
+    is_unproven_end,
+)
 from gpubroker.runtime.output import tail_of_files
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
@@ -19,7 +29,7 @@ from gpubroker_server.adapters.ray.agent.memory_cgroups import MemoryCgroups
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunLogs, RunRecord
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
 from gpubroker_server.adapters.ray.agent.runner_process import (
-    Run,
+    AgentRun,
     RunnerProcess,
     RunTable,
     gone,
@@ -58,7 +68,7 @@ class NodeRuns:
     def __init__(
         self, config: AgentConfig, report: ReportWithin, meter: DeviceMeter, runners: RayRunners
     ) -> None:
-        """Raises PermissionError if other users could forge records."""
+        """Raise PermissionError if other users could forge records."""
         self._config = config
         self._report_within = report
         self._meter = meter
@@ -66,7 +76,7 @@ class NodeRuns:
         self._files = RunFiles(Path(config.run_dir) / config.node, boot_id())
         self.logs = RunLogs(self._files, config.log_limit_bytes)
         self._cgroups = MemoryCgroups()
-        self._waiting: list[Run] = []
+        self._waiting: list[AgentRun] = []
         """The highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
         self.table = RunTable()
@@ -84,14 +94,14 @@ class NodeRuns:
         return bool(self._waiting) or self.table.keeps_outcomes
 
     def _runner_pids(self) -> list[int]:
-        """Of the processes that runs are in, or will be."""
+        """Return the processes that runs are in, or will be."""
         processes = (*self.pool.ready, *(run.process for run in self.table.runs.values()))
         return [process.watched.id.pid for process in processes if process is not None]
 
     async def measure(
         self, needed: Sequence[str] = (), timeout_seconds: float = MEASURE_SECONDS
     ) -> list[WireSample]:
-        """What each device holds now that can be measured; raises as DeviceMeter.measure does."""
+        """Measure each device that can be measured now. Raises what DeviceMeter.measure raises."""
         holders = self.table.alive_with_leases() | self.external.alive()
         roots = {key: process for key, (process, _) in holders.items()}
         leased = {key: {uuid: Mib(mb) for uuid, mb in leases} for key, (_, leases) in holders.items()}
@@ -111,7 +121,7 @@ class NodeRuns:
             return
         self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
-        run = Run(order, shared=small and not self.table.is_suspect(order.task))
+        run = AgentRun(order, shared=small and not self.table.is_suspect(order.task))
         self.table.runs[order.key] = run
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
@@ -147,7 +157,8 @@ class NodeRuns:
             self._pass_on_go(run)
 
     def pass_on(self, what: str, key: RunKey, *values: Any) -> None:
-        """To a run that has begun: the ranks that are left, what a worker of an array holds, an object."""
+        """Send a message to a run that has begun: the ranks that are left, what a worker of an array holds,
+        an object."""
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
             run.process.send((what, tuple(key), *values))
@@ -225,7 +236,7 @@ class NodeRuns:
                 run.reports[kind] = report
             self._report_within(report, SOON if kind == "started" else AT_ONCE)
             return
-        self._end(run, report)
+        self._end(run, (*report, is_unproven_end(report, process.protocol)))
         process.runs.discard(key)
         if process.shared:
             self._report_gone(run, "shared_process")
@@ -255,8 +266,8 @@ class NodeRuns:
                 job = partial(self._prove_gone, run, process.watched.id, "process_absent")
                 self._do(f"proving run {run.key} gone", job)
 
-    def _place(self, run: Run) -> bool:
-        """Whether it need not wait any longer: it starts, or never will."""
+    def _place(self, run: AgentRun) -> bool:
+        """Return True if the run need not wait any longer: it starts, or never will."""
         process = self.pool.least_busy_shared() if run.shared else self.pool.take_spare()
         if process is None:
             return False
@@ -276,12 +287,13 @@ class NodeRuns:
         self._pass_on_go(run)
         return True
 
-    def _pass_on_go(self, run: Run) -> None:
+    def _pass_on_go(self, run: AgentRun) -> None:
         if run.go and run.process is not None:
             run.process.send(("go", tuple(run.key), run.go))
 
-    def _write_record(self, run: Run, process: RunnerProcess) -> bool:
-        """Without a record a later agent would not know of the run, so the run must not start."""
+    def _write_record(self, run: AgentRun, process: RunnerProcess) -> bool:
+        """Write the record first: a later agent would not know of a run without one, so the run must not
+        start."""
         order, found = run.order, process.watched.id
         record = RunRecord.of(order, process.name, found, self._runners.node, process.protocol)
         try:
@@ -291,7 +303,7 @@ class NodeRuns:
             return False
         return True
 
-    def _kill_later(self, run: Run, grace_seconds: float) -> None:
+    def _kill_later(self, run: AgentRun, grace_seconds: float) -> None:
         loop = asyncio.get_running_loop()
         if run.kill is not None:
             if run.kill.when() <= loop.time() + grace_seconds:
@@ -299,7 +311,7 @@ class NodeRuns:
             run.kill.cancel()
         run.kill = loop.call_later(grace_seconds, self._kill, run, grace_seconds)
 
-    def _kill(self, run: Run, grace_seconds: float) -> None:
+    def _kill(self, run: AgentRun, grace_seconds: float) -> None:
         if run.process is None or run.has_ended:
             return
         late = f"it did not stop within its grace period of {grace_seconds:g} s and was killed"
@@ -315,11 +327,11 @@ class NodeRuns:
         else:
             self._do(f"proving run {key} absent", partial(self._prove_absent, key))
 
-    def _cancel_start(self, run: Run) -> None:
+    def _cancel_start(self, run: AgentRun) -> None:
         self._end(run, ended(run.key, NEVER_STARTED, b""))
         self._report_gone(run, "never_started")
 
-    def _end(self, run: Run, report: Report) -> None:
+    def _end(self, run: AgentRun, report: Report) -> None:
         if run.kill is not None:
             run.kill.cancel()
         run.reports["ended"] = report
@@ -327,7 +339,7 @@ class NodeRuns:
         self.objects.leave(run.key)
         self._report(report)
 
-    def _lost(self, run: Run, process: RunnerProcess) -> Report:
+    def _lost(self, run: AgentRun, process: RunnerProcess) -> Report:
         if breach := process.breach or self._cgroups.breach_of(run.order):
             return self._ended_lost(run, "host_memory_exceeded", breach)
         if process.out_of_memory:
@@ -336,17 +348,18 @@ class NodeRuns:
         why = run.killed or how_it_ended(process.exit_status)
         return self._ended_lost(run, "killed", f"{why}; the last lines of its log may say more")
 
-    def _ended_lost(self, run: Run, kind: str, message: str) -> Report:
+    def _ended_lost(self, run: AgentRun, kind: str, message: str) -> Report:
         outcome = RunOutcome("lost", fault=RunFault(kind, message))
         return ended(run.key, outcome, tail_of_files(self._files.log_of(run.key)))
 
     def _kill_process(self, process: RunnerProcess) -> None:
         self._do(f"ending runner {process.name}", partial(kill_tree, process.watched))
 
-    async def _prove_gone(self, run: Run, process: ProcessId, proof: str) -> None:
-        """Its devices are measured after its last process has ended."""
+    async def _prove_gone(self, run: AgentRun, process: ProcessId, proof: str) -> None:
+        """Report that the run is gone. Its devices are measured after its last process has ended."""
         if not run.is_gone:
             await self._kill_leftovers(run.key, process.start_ticks)
+            await asyncio.to_thread(remove_reports_of, self._config.instance, run.key)
             leased = [uuid for uuid, _mb in run.order.leases]
             self._report_gone(run, proof, await self.measure(leased) if leased else ())
         self._files.remove_record(run.key)
@@ -359,19 +372,19 @@ class NodeRuns:
     async def _kill_leftovers(self, key: RunKey, since_ticks: int = 0) -> None:
         await kill_leftovers(self._config.instance, str(key), self._files.log_of(key), since_ticks)
 
-    async def _clear_away(self, run: Run) -> None:
+    async def _clear_away(self, run: AgentRun) -> None:
         if run.process is not None:
             await kill_tree(run.process.watched)
         if not run.shared:
             await self._kill_leftovers(run.key)
 
-    def _report_gone(self, run: Run, proof: str, samples: Sequence[WireSample] = ()) -> None:
+    def _report_gone(self, run: AgentRun, proof: str, samples: Sequence[WireSample] = ()) -> None:
         run.process = None
         run.reports["gone"] = gone(run.key, proof, samples)
         self._report(run.reports["gone"])
         self.table.drop_if_done(run)
 
-    async def _end_lost(self, run: Run, record: RunRecord) -> None:
+    async def _end_lost(self, run: AgentRun, record: RunRecord) -> None:
         """A run of which the process or its Ray is gone."""
         with contextlib.suppress(ProcessLookupError):
             await kill_tree(WatchedProcess(record.process))
@@ -382,16 +395,17 @@ class NodeRuns:
             self._end(run, self._ended_lost(run, "killed", "its process ended while no agent watched it"))
         await self._prove_gone(run, record.process, "process_absent")
 
-    async def _end_stray(self, run: Run) -> None:
-        """Its leases are unknown, so every device is measured after it."""
+    async def _end_stray(self, run: AgentRun) -> None:
+        """End a run without a record. Its leases are unknown, so every device is measured after it."""
         await self._kill_leftovers(run.key)
+        await asyncio.to_thread(remove_reports_of, self._config.instance, run.key)
         self._report_gone(run, "process_absent", await self.measure())
 
     def _report(self, report: Report) -> None:
         self._report_within(report, AT_ONCE)
 
     def _do(self, what: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """In the background, until it succeeds."""
+        """Try this in the background until it succeeds."""
         task = asyncio.create_task(retry_until_done(what, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)

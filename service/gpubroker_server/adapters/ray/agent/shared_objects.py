@@ -25,7 +25,7 @@ Answer = Callable[[RunKey, str, Any, Failed | None], None]
 
 class Kept(NamedTuple):
     shared: Any
-    """By which a run's process finds it."""
+    """The reference by which a run's process finds it."""
     size_bytes: int
 
 
@@ -46,7 +46,7 @@ class _Opening:
 
     @property
     def first_byte(self) -> int:
-        """From there on bytes are missing here."""
+        """The number of the first byte that is missing here."""
         return len(self.data) if self.kept is None else self.kept.size_bytes
 
 
@@ -65,7 +65,7 @@ class SharedObjects:
         self._report = report
         self._give = give
         self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
-        """By tenant and id, the least recently used first."""
+        """(tenant, id) -> object, the least recently used first."""
         self._openings: dict[tuple[str, str], _Opening] = {}
         self._large: _Opening | None = None
         """The one object of several parts that is gathered now: each may take as much memory as there is in
@@ -109,7 +109,7 @@ class SharedObjects:
                 self._report(_question(opening, id))
 
     def questions(self) -> Iterator[Report]:
-        """Those that are not answered yet, for another leader."""
+        """Yield the questions that are not answered yet, for another leader."""
         for (_, id), opening in self._openings.items():
             if opening.is_asked_for:
                 yield _question(opening, id)

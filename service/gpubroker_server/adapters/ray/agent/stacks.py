@@ -15,7 +15,7 @@ from typing import Any
 
 from gpubroker.runtime.messages import Report, RunKey
 
-from gpubroker_server.adapters.ray.agent.runner_process import Run
+from gpubroker_server.adapters.ray.agent.runner_process import AgentRun
 from gpubroker_server.adapters.ray.processes import descendants, name_of, process_table
 
 READ_SECONDS = 8.0
@@ -35,12 +35,14 @@ class Unreadable(Exception):
     """The text says why."""
 
 
-async def tell_stack(run: Run | None, key: RunKey, request: str, report: Callable[[Report], None]) -> None:
+async def tell_stack(
+    run: AgentRun | None, key: RunKey, request: str, report: Callable[[Report], None]
+) -> None:
     stack, message = await stack_of(run)
     report(("stack", *key, time.time(), request, stack, message))
 
 
-async def stack_of(run: Run | None) -> tuple[str, str]:
+async def stack_of(run: AgentRun | None) -> tuple[str, str]:
     """(the stacks as text, ""), or ("", why there are none)."""
     if run is None or run.process is None or run.has_ended:
         return "", "it has no process now"
@@ -58,7 +60,7 @@ async def stack_of(run: Run | None) -> tuple[str, str]:
 
 
 async def _stacks_below(root: int) -> tuple[str, str]:
-    """Of each process of a command that is Python."""
+    """Return the stacks of each process of a command that is Python, and what is said of the others."""
     table = await asyncio.to_thread(process_table)
     pids = [process.pid for process in descendants(root, table)][:MOST_PROCESSES]
     texts, others = [], []
@@ -75,7 +77,7 @@ async def _stacks_below(root: int) -> tuple[str, str]:
 
 
 async def _threads_of(pid: int) -> list[dict[str, Any]]:
-    """Raises Unreadable."""
+    """Return the threads that py-spy reads. Raises Unreadable."""
     said = ""
     for _ in range(TRIES):
         code, out, said = await _py_spy("dump", "--json", "--nonblocking", "--pid", str(pid))
@@ -112,7 +114,7 @@ def _text(threads: Sequence[dict[str, Any]]) -> str:
 
 
 def _lines_of(thread: dict[str, Any]) -> Iterable[str]:
-    """As in a traceback, the most recent call last."""
+    """Yield the lines of a thread in the order of a traceback, the most recent call last."""
     does = "works" if thread["active"] else "waits"
     yield f"Thread {thread['os_thread_id']} ({thread['thread_name'] or 'no name'}), {does}:"
     for frame in reversed(thread["frames"]):

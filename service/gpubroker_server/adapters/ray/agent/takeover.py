@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
-from gpubroker_server.adapters.ray.agent.runner_process import Run, RunnerProcess, RunTable, describe
+from gpubroker_server.adapters.ray.agent.runner_process import AgentRun, RunnerProcess, RunTable, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import (
     ancestors,
@@ -31,10 +31,10 @@ class TakenOver(NamedTuple):
     """All of it has its place in the table by now."""
 
     processes: list[RunnerProcess]
-    """Those that can still be talked to."""
-    lost: list[tuple[Run, RunRecord]]
+    """The processes that can still be talked to."""
+    lost: list[tuple[AgentRun, RunRecord]]
     """Runs with a process that cannot be talked to."""
-    strays: list[Run]
+    strays: list[AgentRun]
     """Runs of which nothing is known but that processes of theirs are there."""
     external: list[RunRecord]
     blank: list[Any]
@@ -72,7 +72,7 @@ async def take_over(
         raise
     for key in sorted(marked - table.runs.keys()):
         order = RunOrder(key.task, key.fence, kind="", rank=key.rank)
-        took.strays.append(_note(Run(order, shared=False, ordered_at=None), table))
+        took.strays.append(_note(AgentRun(order, shared=False, ordered_at=None), table))
     return took
 
 
@@ -100,11 +100,11 @@ def _key_of(mark: str) -> RunKey | None:
 def _take_run(
     record: RunRecord, runner: Any | None, table: RunTable, pool: RunnerPool, processes: list[RunnerProcess]
 ) -> bool:
-    """Whether its process can still be talked to."""
+    """Take the run of a record over. Return True if its process can still be talked to."""
     order = RunOrder(
         *record.key[:2], kind="", rank=record.rank, leases=record.leases, memory_mb=record.memory_mb
     )
-    run = _note(Run(order, shared=False, ordered_at=None), table)
+    run = _note(AgentRun(order, shared=False, ordered_at=None), table)
     if runner is None:
         return False
     # A process that is newer than the agent which started it may speak more than they agreed on.
@@ -126,7 +126,7 @@ def _take_runner(
     pool: RunnerPool,
     processes: list[RunnerProcess],
 ) -> bool:
-    """Whether it runs anything."""
+    """Take the runner over. Return True if it runs anything."""
     if described is None or not described["runs"]:
         return False
     shared = described["shared"]
@@ -137,12 +137,14 @@ def _take_runner(
         return False
     processes.append(adopted)
     for wire in described["runs"]:
-        run = _note(Run(RunOrder.from_wire(wire), shared=shared, process=adopted, ordered_at=None), table)
+        run = _note(
+            AgentRun(RunOrder.from_wire(wire), shared=shared, process=adopted, ordered_at=None), table
+        )
         adopted.runs.add(run.key)
     return True
 
 
-def _note(run: Run, table: RunTable) -> Run:
+def _note(run: AgentRun, table: RunTable) -> AgentRun:
     table.runs[run.key] = run
     table.note_fence(run.key)
     return run

@@ -1,10 +1,12 @@
 """Which node of a cluster on one machine has which GPUs: the head the first ones, worker 1 the next."""
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from gpubroker_server.adapters.nvml.probe import NODE_GPUS
 from gpubroker_server.adapters.ray.head.node_to_start import NodeToStart
@@ -14,17 +16,15 @@ WORKER_UNIT = "worker_unit"
 """A resource of Ray, for programs that count workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterGpu:
+class ClusterGpu(Struct, frozen=True):
     index: int
-    """As NVML counts."""
+    """The number that NVML gives the GPU."""
     uuid: str
     simulated_mb: int = 0
     """0: it is a real one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterLayout:
+class ClusterLayout(Struct, frozen=True):
     """What `gpubroker cluster start` was asked for."""
 
     name: str
@@ -36,7 +36,7 @@ class ClusterLayout:
     worker_units: float = 1.0
     object_store_bytes: int = 128 * 2**20
     port: int = 0
-    """Of the head; 0: any free one."""
+    """The port of the head; 0: any free one."""
 
     @property
     def lacking(self) -> str:
@@ -62,7 +62,7 @@ class ClusterLayout:
         )
 
     def gpus_of(self, number: int) -> tuple[ClusterGpu, ...]:
-        """Of node `number`; the head is 0."""
+        """Return the GPUs of node `number`; the head is 0."""
         return self._gpus_of(number) or ()
 
     def node(self, number: int, head: str, temp_dir: Path | None) -> NodeToStart:
@@ -86,12 +86,11 @@ class ClusterLayout:
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "ClusterLayout":
-        given: Mapping[str, Any] = json.loads(text)
-        return cls(**{**given, "gpus": tuple(ClusterGpu(**gpu) for gpu in given["gpus"])})
+        return msgspec.json.decode(text, type=cls)
 
     def _gpus_of(self, number: int) -> tuple[ClusterGpu, ...] | None:
         first = number * self.gpus_per_node

@@ -44,7 +44,8 @@ class ClusterRefused(Exception):
 
 
 def cluster_folder(data_dir: Path, name: str) -> Path:
-    """Raises ClusterRefused: it is removed as a whole, so it must be one of a cluster."""
+    """Return the folder of a cluster of this name. Raises ClusterRefused for a bad name: the folder is
+    removed as a whole, so it must be one of a cluster."""
     if not _NAME.fullmatch(name):
         raise ClusterRefused(f"--name {name!r}: use a to z, digits and -, at most 31 of them")
     return data_dir / "clusters" / name
@@ -80,7 +81,7 @@ def add_worker(data_dir: Path, name: str) -> Mapping[str, Any]:
 
 
 def status(data_dir: Path, name: str) -> Mapping[str, Any]:
-    """Raises ClusterRefused."""
+    """Ask the cluster for its state. Raises ClusterRefused."""
     return _ask(data_dir, name, "status") | {"token_file": str(token_file_of(data_dir, name))}
 
 
@@ -106,7 +107,8 @@ def running_clusters(data_dir: Path) -> Iterator[tuple[str, HeadState]]:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Raises ClusterRefused. The lock goes with the process, however it ends."""
+    """Hold the cluster's lock. Raises ClusterRefused if another process has it. The lock goes with the
+    process, however it ends."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder.with_suffix(".lock")
     with path.open("w") as lock:
@@ -132,7 +134,7 @@ def _running_already(folder: Path) -> str:
 
 
 def _check_gpus(data_dir: Path, layout: ClusterLayout) -> None:
-    """No two clusters may have one GPU. Raises ClusterRefused."""
+    """Check that no other cluster has one of the GPUs. Raises ClusterRefused."""
     wanted = {gpu.uuid: gpu.index for gpu in layout.gpus if not gpu.simulated_mb}
     for name, _ in running_clusters(data_dir):
         text = (cluster_folder(data_dir, name) / LAYOUT).read_text()

@@ -11,11 +11,11 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpubroker.runtime.process import adopt_orphans
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.ray.cluster.layout import HEAD, ClusterLayout, worker_name
 from gpubroker_server.adapters.ray.head.head import HeadState, write_state
@@ -77,7 +77,7 @@ class Supervisor:
         self._state = state
         self._signals = signals
         self._head: dict[int, str] = {}
-        """Its vital processes, by pid."""
+        """The vital processes of the head, by pid."""
         self._workers: dict[int, int] = {}
         """Pid of the raylet, by the worker's number."""
 
@@ -121,8 +121,8 @@ class Supervisor:
         return descendants(os.getpid(), process_table())
 
     def _kill_all_but(self, there: set[ProcessId]) -> None:
-        """What a start has left. Ray starts processes in nodes that were there before meanwhile: those are
-        below a raylet."""
+        """Kill what a start has left. Ray meanwhile starts processes in nodes that were there before: those
+        are below a raylet."""
         table = process_table()
         kept = {found for raylet in self._workers.values() for found in descendants(raylet, table)}
         kept |= {found for vital in self._head for found in descendants(vital, table)}

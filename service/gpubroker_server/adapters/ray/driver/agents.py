@@ -46,7 +46,7 @@ class AnsweringAgent:
     faults: Mapping[str, str] = field(default_factory=dict)
     """GPUs that it cannot use, and why."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of `python` and `ray`."""
+    """The versions of `python` and `ray`."""
     is_outdated: bool = False
     """It is of an earlier release than this software."""
     idle_since: float | None = None
@@ -127,8 +127,8 @@ class NodeAgents:
             agent.runs.pop(run, None)
 
     def to_replace(self, node: NodeName) -> bool:
-        """Whether the agent is outdated and its node has been idle for a while; then it counts as replaced.
-        To be asked with each message of the node."""
+        """Return True if the agent is outdated and its node has been idle for a while; then it counts as
+        replaced. The link asks this with each message of the node."""
         agent, now = self._answering.get(node), self._ticks()
         if agent is None:
             return False
@@ -143,7 +143,8 @@ class NodeAgents:
         return True
 
     def views(self) -> dict[str, Mapping[str, Any]]:
-        """For people, by node: release, protocol, whether it is outdated, what happens then, GPU faults."""
+        """Return what is shown of each node's agent: release, protocol, whether it is outdated, what happens
+        then, GPU faults."""
         now = self._ticks()
         return {str(node): self._view(node, agent, now) for node, agent in self._answering.items()}
 

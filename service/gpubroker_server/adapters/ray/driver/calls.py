@@ -11,7 +11,7 @@ from gpubroker_server.adapters.ray.wire import pack
 
 MOST_ACTORS = 4096
 ANSWER_BYTES = 2**20
-"""Of an answer, beside the result: it has texts too."""
+"""The most bytes of an answer beside its result: an answer has texts too."""
 
 Key = tuple[str, int, int]
 
@@ -26,7 +26,7 @@ class ActorCalls:
         self._actors: dict[Key, asyncio.Future[Any]] = {}
 
     async def call(self, node: str, task: str, fence: int, seconds: float, packed: bytes) -> bytes:
-        """What `Runner.call` answers, or that the call did not reach it, or was lost with it."""
+        """Return what `Runner.call` answers, or that the call did not reach it, or was lost with it."""
         key = task, fence, 0
         until = time.monotonic() + seconds
         try:
@@ -44,7 +44,8 @@ class ActorCalls:
         return answer if is_answer else pack(())
 
     async def _actor(self, node: str, key: Key) -> Any:
-        """Of this run; found once for all calls. Raises ValueError, RayError, AttributeError."""
+        """Return the actor of this run, which is found once for all calls. Raises ValueError, RayError,
+        AttributeError."""
         found = self._actors.get(key)
         if found is None:
             found = self._actors[key] = asyncio.ensure_future(self._find(node, key))

@@ -218,7 +218,8 @@ class RayExecutor:
         return {**about, "home": self._home, "agents": self._agents.views(), "head_fault": self._head_fault}
 
     async def close(self, *, stop_cluster: bool) -> None:
-        """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
+        """Leave the cluster. With `stop_cluster` every run is killed and a local head ends; a joined cluster
+        stays up."""
         if not self._options.is_local and self._driver.has_driver and (stop_cluster or self._asks_for_room):
             self._driver.send("leave", stop_cluster)
             with contextlib.suppress(TimeoutError):
@@ -364,7 +365,7 @@ class RayExecutor:
                 self._kill(received.node, report)
 
     def _kill(self, node: NodeName, ended: Ended) -> None:
-        """Its process may still be there, although its report cannot be read."""
+        """Kill the run, whose process may still be there although its report cannot be read."""
         agent = self._agents.incarnations().get(node, "")
         stop = StopOrder(ended.task, ended.fence, node, agent, StopReason.CANCEL, Seconds(0.0), ended.rank)
         self._give(node, self._orders.write(stop, None))

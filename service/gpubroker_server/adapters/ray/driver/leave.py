@@ -22,7 +22,7 @@ class CannotLeave(Exception):
 
 
 def leave_cluster(options: RayOptions) -> int:
-    """How many agents were ended. Raises CannotLeave."""
+    """End our agents and return their number. Raises CannotLeave."""
     command = [sys.executable, "-m", __name__, str(options.address), options.namespace]
     try:
         ended = subprocess.run(  # noqa: S603  # our own module

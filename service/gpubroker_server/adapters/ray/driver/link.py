@@ -41,7 +41,7 @@ KEEPALIVE_SECONDS = 5.0
 made again. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
 KILL_SECONDS = 5.0
 LOGS = ("ray-driver.log", "ray-driver.out")
-"""Its own lines, and what Ray prints in it."""
+"""The driver's own lines, and the lines that Ray prints in the driver."""
 LOG_BYTES = 4 * 2**20
 DRIVER = "gpubroker_server.adapters.ray.driver.process"
 ENDED = "the Ray driver process ended"
@@ -257,7 +257,7 @@ def _keepalive() -> dict[str, str]:
 
 
 def _log_of(data_dir: Path, name: str) -> Path:
-    """Of all drivers; started again when it has grown large."""
+    """Return the log of all drivers, which starts anew when it has grown large."""
     path = data_dir / name
     if path.exists() and path.stat().st_size > LOG_BYTES:
         path.unlink()

@@ -155,7 +155,8 @@ class NodeLink:
             await self._listener.send_reports(packed, boot_seconds(), self._term)
 
     async def _talk(self) -> None:
-        """Without a term to no agent: it listens to the process that leads."""
+        """Talk to the node's agent while there is a term: without one the agent listens to the process that
+        leads."""
         while self._term:
             try:
                 await self._converse()
@@ -169,7 +170,7 @@ class NodeLink:
             self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
     async def _converse(self) -> None:
-        """With one agent, until it is gone, hangs, or gets another announcement."""
+        """Talk with one agent, until it is gone, hangs, or gets another announcement."""
         agent = await asyncio.to_thread(self._find_agent)
         try:
             if await self._is_welcome(agent):
@@ -224,7 +225,7 @@ class NodeLink:
         return bool(answer[0] == "welcome")
 
     async def _announce(self, agent: Any) -> Any:
-        """Its answer in the newest form that it speaks too."""
+        """Return the agent's answer in the newest form that both sides speak."""
         config, term = self._config.to_json(), (self._lineage, self._term)
         for protocol in reversed(SPOKEN):
             answer = await agent.announce.remote(protocol, config, self._broker, *term)

@@ -72,7 +72,7 @@ class Opening(NamedTuple):
     term: int
     """0 while another process leads."""
     result_limit_bytes: int
-    """Of a method of a worker."""
+    """The largest result of a worker's method."""
 
 
 class CannotConnect(Exception):
@@ -121,11 +121,11 @@ class Driver:
         self._calls = ActorCalls(opening.agent_config, opening.result_limit_bytes)
         self._answering = asyncio.Lock()
         self._links: dict[str, NodeLink] = {}
-        """By node name."""
+        """Node name -> link."""
         self._left_out: set[str] = set()
         """Ray nodes whose name is of no use, of which that was logged."""
         self._bundles: list[dict[str, float]] = []
-        """What Ray's autoscaler is to have room for."""
+        """The bundles that Ray's autoscaler is to have room for."""
         self._bundles_changed = asyncio.Event()
         self._are_asked_for = asyncio.Event()
         """Ray has been told of the newest ones, or cannot be."""
@@ -311,7 +311,7 @@ class Driver:
 
 
 def _connect(address: str) -> None:
-    """In a thread: on the main thread Ray would install its own signal handlers."""
+    """Connect to Ray in a thread: on the main thread Ray would install its own signal handlers."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 

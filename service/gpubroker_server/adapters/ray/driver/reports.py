@@ -1,11 +1,14 @@
 """Reports from bytes to values. A process with user code may have written anything, so all is checked."""
 
-from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, assert_never
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Annotated, Any, Literal, NamedTuple, Union
 
 import msgspec
 import structlog
-from msgspec import Meta, Struct
+from gpubroker.runtime.messages import ENDED_WELL
+from msgspec import Meta, Struct, defstruct
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
 from gpubroker_server.core.domain import device
@@ -44,7 +47,7 @@ MALFORMED = "malformed_report"
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A database column of four bytes."""
 Position = Annotated[int, Meta(ge=0, le=2**62)]
-"""Of a byte in a log or an object."""
+"""The offset of a byte in a log or an object."""
 Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
 """A column or a key. PostgreSQL takes no NUL there."""
 Text = Annotated[str, Meta(max_length=128 * 1024)]
@@ -78,11 +81,9 @@ class ReportReader:
         self._now = now
 
     def read(self, data: bytes, asked_seconds_ago: float) -> AgentReports:
-        """Raises ValueError for a form that is not spoken here.
-
-        The message is as old as its way here: the time since the question that it answers, less the time for
-        which the question waited at the agent.
-        """
+        """Read a message of an agent. Raises ValueError for a form that is not spoken here. The message is as
+        old as its way here: the time since the question that it answers, less the time for which the question
+        waited at the agent."""
         protocol, node, sent_at, held_seconds, reports = _MESSAGE.decode(data)
         if protocol not in SPOKEN:
             raise ValueError(f"reports of node {node} have form {protocol}, this service reads {SPOKEN}")
@@ -101,7 +102,7 @@ class Source(NamedTuple):
     """The same instant on the reader's clock."""
 
     def instant(self, at: float) -> Instant:
-        """No report is younger than its message."""
+        """Return the time of a report, which is never later than that of its message."""
         return Instant(self.arrived_at - max(0.0, self.sent_at - at))
 
 
@@ -116,39 +117,15 @@ class Form(Struct, array_like=True, forbid_unknown_fields=True):
     """A report as it is written: its kind, then these fields in their order."""
 
 
-class BeatForm(Form, tag="beat"):
+class NodeReportForm(Form):
     at: Time
 
 
-class SampledForm(Form, tag="sampled"):
+class RunForm(Form):
+    task: Name
+    fence: Count
+    rank: Count
     at: Time
-    samples: tuple[Sample, ...]
-
-
-class NodeSampledForm(Form, tag="node_sampled"):
-    at: Time
-    cpu: Share
-    memory_total_mb: Count
-    memory_available_mb: Count
-    memory_pressure: Share | None
-    disks: tuple[tuple[Name, Position, Position], ...]
-    """(path, bytes in total, free ones)"""
-    received_bytes: Position
-    sent_bytes: Position
-    store: tuple[Count, Count | None] | None
-    """(MiB in total, spilled)"""
-    gpus: dict[Name, Health]
-    network: Share | None
-    unreached: tuple[device.UnreachedNode, ...]
-
-
-class DiskForm(Form, tag="disk"):
-    at: Time
-    request: Name
-    files: tuple[device.FoundFile, ...]
-    kept: tuple[tuple[Name, Count], ...]
-    is_first: bool
-    message: Text
 
 
 class NodeForm(Struct):
@@ -164,182 +141,17 @@ class NodeForm(Struct):
     versions: dict[Name, Name] = {}
 
 
-class NodeSeenForm(Form, tag="node_seen"):
-    at: Time
+class NodeSeenForm(NodeReportForm, tag="node_seen"):
+    """A NodeReport, whose node is written with what the report says besides."""
+
     node: NodeForm
     devices: tuple[tuple[Name, Name, Count, Count, bool, Name, bool], ...]
     """(UUID, kind, index, physical MiB, simulated, UUID of the GPU that it is a part of, split)"""
     runs: tuple[tuple[Name, Count, Count], ...]
 
 
-class NodeLostForm(Form, tag="node_lost"):
-    at: Time
-    incarnation: Name
-    why: Text
-
-
-class RunForm(Form):
-    task: Name
-    fence: Count
-    rank: Count
-    at: Time
-
-
-class StartedForm(RunForm, tag="started"):
-    pid: Count
-    ordered_at: Time | None = None
-
-
-class ReadyForm(RunForm, tag="ready"):
-    address: Name
-
-
-class ProgressedForm(RunForm, tag="progressed"):
-    fraction: Share | None
-    message: Text
-
-
-class LoadedForm(RunForm, tag="loaded"):
-    running: Count
-    waiting: Count
-    cpu_percent: Number
-    answered: Count
-
-
-class CheckpointedForm(RunForm, tag="checkpointed"):
-    sequence: Count
-    digest: Name
-    data: bytes | None
-    uri: Name | None
-
-
-class ItemsForm(RunForm, tag="items"):
-    number: Count
-    results: tuple[tuple[Count, Number, Count, bytes | None, tuple[Name, Text, Text] | None], ...]
-    """(number, seconds, tries, result, failure) of each item"""
-    held: tuple[tuple[Count, Count], ...]
-    wanted: Count
-
-
-class EndedForm(RunForm, tag="ended"):
-    ending: Ending
-    result: bytes | None
-    result_format: Literal["json", "cloudpickle", "object"]
-    failure: tuple[Name, Text, Text] | None
-    log_tail: LogTail
-
-
-class StackForm(RunForm, tag="stack"):
-    request: Name
-    stack: Text
-    message: Text
-
-
-class WantedForm(RunForm, tag="wanted"):
-    object: Name
-    first_byte: Position
-
-
-class PartForm(RunForm, tag="part"):
-    object: Name
-    size_bytes: Position
-    first_byte: Position
-    data: bytes
-
-
-class LoggedForm(RunForm, tag="logged"):
-    stream: Literal["stdout", "stderr"]
-    first_byte: Position
-    data: bytes
-    is_final: bool
-
-
-class GoneForm(RunForm, tag="gone"):
-    proof: Name
-    samples: tuple[Sample, ...]
-
-
-OfRun = (
-    StartedForm
-    | ReadyForm
-    | ProgressedForm
-    | LoadedForm
-    | CheckpointedForm
-    | ItemsForm
-    | EndedForm
-    | LoggedForm
-    | StackForm
-    | WantedForm
-    | PartForm
-    | GoneForm
-)
-OfNode = BeatForm | SampledForm | NodeSampledForm | DiskForm | NodeSeenForm | NodeLostForm
-
-_MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
-_REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
-_BY_USER_CODE = frozenset(
-    {"started", "ready", "progressed", "loaded", "checkpointed", "items", "part", "ended"}
-)
-"""Kinds that are written where user code runs."""
-
-
-def _read(source: Source, packed: msgspec.Raw) -> Report | ObjectQuestion | None:
-    """A run has failed if its report cannot be read. None for anything else that cannot be read."""
-    try:
-        form = _REPORT.decode(packed)
-        return _of_run(source, form) if isinstance(form, RunForm) else _of_node(source, form)
-    except ValueError as fault:
-        log.error("a node sent something that is no report", node=source.node, fault=str(fault))
-        match unpack(packed):
-            case (kind, str(task), int(fence), int(rank), *_) if kind in _BY_USER_CODE:
-                failure = Failure(MALFORMED, f"its process wrote something that is no report: {fault}")
-                at = Instant(source.arrived_at)
-                return Ended(TaskId(task), Fence(fence), at, Ending.FAILED, failure=failure, rank=rank)
-    return None
-
-
-def _of_run(source: Source, it: OfRun) -> Report | ObjectQuestion:
-    run = TaskId(it.task), Fence(it.fence), source.instant(it.at)
-    match it:
-        case StartedForm():
-            ordered_at = None if it.ordered_at is None else source.instant(it.ordered_at)
-            return Started(*run, it.pid, it.rank, ordered_at)
-        case ReadyForm():
-            return Ready(*run, it.address, it.rank)
-        case ProgressedForm():
-            return Progressed(*run, it.fraction, it.message, it.rank)
-        case LoadedForm():
-            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank, it.answered)
-        case CheckpointedForm():
-            if (it.data is None) == (it.uri is None):
-                raise MalformedReport("a checkpoint has either data or a uri")
-            return Checkpointed(*run, it.sequence, it.digest, it.data, it.uri, it.rank)
-        case ItemsForm():
-            results = tuple(
-                ItemResult(*one[:4], None if one[4] is None else Failure(*one[4])) for one in it.results
-            )
-            return ItemsReported(*run, it.number, results, _held(it.held), it.wanted, it.rank)
-        case EndedForm():
-            if it.result is None and it.ending is Ending.SUCCEEDED:
-                raise MalformedReport("a run that succeeded has a result")
-            failure = None if it.failure is None else Failure(*it.failure)
-            return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
-        case StackForm():
-            return Stacked(*run, it.request, it.stack, it.message, it.rank)
-        case WantedForm():
-            return ObjectWanted(*run, it.object, it.first_byte, it.rank)
-        case PartForm():
-            return ObjectPart(*run, it.object, it.size_bytes, it.first_byte, it.data, it.rank)
-        case LoggedForm():
-            return Logged(*run, it.stream, it.first_byte, it.data, it.is_final, it.rank)
-        case GoneForm():
-            return Gone(*run, _proof(it.proof), _samples(source, run[2], it.samples), it.rank)
-        case _:
-            assert_never(it)
-
-
-def _held(ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ...]:
-    """The leader looks at each of these items."""
+def _held(_source: Source, ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ...]:
+    """Check the ranges: the leader looks at each of these items."""
     last = count = 0
     for first, behind in ranges:
         if not last <= first < behind:
@@ -350,43 +162,25 @@ def _held(ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ...]:
     return ranges
 
 
-def _proof(text: str) -> Proof:
+def _proof(_source: Source, text: str) -> Proof:
     try:
         return Proof(text)
     except ValueError:
         raise MalformedReport(f"{text[:50]!r} proves nothing that this release knows") from None
 
 
-def _of_node(source: Source, it: OfNode) -> Report:
-    at = source.instant(it.at)
-    match it:
-        case BeatForm():
-            return Heartbeat(source.node, at)
-        case SampledForm():
-            return Sampled(source.node, at, _samples(source, at, it.samples))
-        case NodeSampledForm():
-            return device.NodeSample(
-                source.node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb),
-                it.memory_pressure, tuple(device.DiskSample(*disk) for disk in it.disks),
-                it.received_bytes, it.sent_bytes, None if it.store is None else device.StoreSample(*it.store),
-                {uuid: device.GpuHealth(*one) for uuid, one in it.gpus.items()}, it.network, it.unreached,
-            )  # fmt: skip
-        case DiskForm():
-            return device.DiskReport(source.node, at, it.request, it.files, it.kept, it.is_first, it.message)
-        case NodeLostForm():
-            return NodeLost(source.node, it.incarnation, at, it.why)
-        case NodeSeenForm():
-            node = it.node
-            rest = node.cpu, Mib(node.memory_mb), node.max_runs, node.incarnation, node.boot_id
-            devices = tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices)
-            runs = tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs)
-            more = node.release, tuple(node.faults.items()), node.complete, tuple(node.versions.items())
-            return NodeReport(device.Node(NodeName(node.name), *rest), devices, runs, at, *more)
-        case _:
-            assert_never(it)
+def _failure(_source: Source, parts: tuple[str, str, str] | None) -> Failure | None:
+    return None if parts is None else Failure(*parts)
 
 
-def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[device.DeviceSample, ...]:
+def _results(source: Source, items: tuple[Any, ...]) -> tuple[ItemResult, ...]:
+    return tuple(
+        ItemResult(number, seconds, tries, result, _failure(source, failure))
+        for number, seconds, tries, result, failure in items
+    )
+
+
+def _samples(source: Source, samples: tuple[Sample, ...], at: Instant) -> tuple[device.DeviceSample, ...]:
     return tuple(
         device.DeviceSample(
             device_key(source.cluster, source.node, uuid),
@@ -398,3 +192,158 @@ def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[
         )
         for uuid, used_mb, foreign_mb, by_holder, utilization in samples
     )
+
+
+_MADE: Mapping[str, Callable[[Source, Any], Any]] = {
+    "ordered_at": lambda source, at: None if at is None else source.instant(at),
+    "proof": _proof,
+    "failure": _failure,
+    "results": _results,
+    "held": _held,
+    "disks": lambda _source, disks: tuple(device.DiskSample(*disk) for disk in disks),
+    "store": lambda _source, store: None if store is None else device.StoreSample(*store),
+    "gpus": lambda _source, gpus: {uuid: device.GpuHealth(*health) for uuid, health in gpus.items()},
+}
+"""Field of a form -> how the value that has it in another form gives it."""
+
+
+class FormReading(NamedTuple):
+    """How a form becomes the value that has its fields."""
+
+    kind: Callable[..., Any]
+    values: Callable[[Any], Any]
+    """The fields of a form, in the order of the value's."""
+    at: int
+    """The place of the time among them."""
+    made: tuple[tuple[int, Callable[[Source, Any], Any]], ...]
+    samples: int | None
+
+
+READINGS: dict[type[Struct], FormReading] = {}
+"""The readings of all forms but NodeSeenForm, which says parts of two values."""
+
+
+def _getter(names: list[str]) -> Callable[[Any], Any]:
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda form: (get(form),)
+
+
+def _form(base: type[Form], tag: str, kind: type[Struct], **limits: Any) -> None:
+    """Add the form of a value: its fields in the order written, and what each may be. A pair is a type and
+    the default of a field that some agents leave out."""
+    added = [(name, *limit) if type(limit) is tuple else (name, limit) for name, limit in limits.items()]
+    form = defstruct(tag, added, bases=(base,), tag=tag, array_like=True, forbid_unknown_fields=True)
+    names = [name for name in kind.__struct_fields__ if name in form.__struct_fields__]
+    given = kind.__struct_fields__[base is NodeReportForm :][: len(names)]
+    assert tuple(names) == given, f"{tag} does not have the first fields of {kind}"
+    made = tuple((names.index(name), make) for name, make in _MADE.items() if name in names)
+    samples = names.index("samples") if "samples" in names else None
+    READINGS[form] = FormReading(kind, _getter(names), names.index("at"), made, samples)
+
+
+Data = bytes | None
+FailureParts = tuple[Name, Text, Text] | None
+"""(kind, message, traceback)"""
+Item = tuple[Count, Number, Count, Data, FailureParts]
+"""(number, seconds, tries, result, failure)"""
+Samples = tuple[Sample, ...]
+Disk = tuple[Name, Position, Position]
+"""(path, bytes in total, free ones)"""
+Store = tuple[Count, Count | None]
+"""(MiB in total, spilled)"""
+Reason = tuple[Name, Count]
+Range = tuple[Count, Count]
+
+_form(NodeReportForm, "beat", Heartbeat)
+_form(NodeReportForm, "sampled", Sampled, samples=Samples)
+_form(
+    NodeReportForm, "node_sampled", device.NodeSample, cpu=Share, memory_total_mb=Count,
+    memory_available_mb=Count, memory_pressure=Share | None,
+    disks=tuple[Disk, ...], received_bytes=Position, sent_bytes=Position,
+    store=Store | None, gpus=dict[Name, Health], network=Share | None,
+    unreached=tuple[device.UnreachedNode, ...],
+)  # fmt: skip
+_form(
+    NodeReportForm, "disk", device.DiskReport, request=Name, files=tuple[device.FoundFile, ...],
+    kept=tuple[Reason, ...], is_first=bool, message=Text,
+)  # fmt: skip
+_form(NodeReportForm, "node_lost", NodeLost, incarnation=Name, why=Text)
+_form(RunForm, "started", Started, pid=Count, ordered_at=(Time | None, None))
+_form(RunForm, "ready", Ready, address=Name)
+_form(RunForm, "progressed", Progressed, fraction=Share | None, message=Text)
+_form(RunForm, "loaded", Loaded, running=Count, waiting=Count, cpu_percent=Number, answered=Count)
+_form(RunForm, "checkpointed", Checkpointed, sequence=Count, digest=Name, data=Data, uri=Name | None)
+_form(
+    RunForm, "items", ItemsReported, number=Count, results=tuple[Item, ...], held=tuple[Range, ...],
+    wanted=Count,
+)  # fmt: skip
+_form(
+    RunForm, "ended", Ended, ending=Ending, result=Data,
+    result_format=Literal["json", "cloudpickle", "object"], failure=FailureParts, log_tail=LogTail,
+    is_unproven=(bool, True),
+)  # fmt: skip
+_form(RunForm, "stack", Stacked, request=Name, stack=Text, message=Text)
+_form(RunForm, "wanted", ObjectWanted, object=Name, first_byte=Position)
+_form(RunForm, "part", ObjectPart, object=Name, size_bytes=Position, first_byte=Position, data=bytes)
+_form(
+    RunForm, "logged", Logged, stream=Literal["stdout", "stderr"], first_byte=Position, data=bytes,
+    is_final=bool,
+)  # fmt: skip
+_form(RunForm, "gone", Gone, proof=Name, samples=Samples)
+
+_MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
+_REPORT: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Union[NodeSeenForm, *READINGS])
+_BY_USER_CODE = frozenset(
+    {"started", "ready", "progressed", "loaded", "checkpointed", "items", "part", "ended"}
+)
+"""Kinds that are written where user code runs."""
+
+
+def _read(source: Source, packed: msgspec.Raw) -> Report | ObjectQuestion | None:
+    """Read one report. If it cannot be read, the run that wrote it has failed; one of a node is dropped."""
+    try:
+        form = _REPORT.decode(packed)
+        if isinstance(form, NodeSeenForm):
+            return _node_seen(source, form)
+        report: Report | ObjectQuestion = _value(source, form)
+        return _checked(report)
+    except ValueError as fault:
+        log.error("a node sent something that is no report", node=source.node, fault=str(fault))
+        match unpack(packed):
+            case (kind, str(task), int(fence), int(rank), *_) if kind in _BY_USER_CODE:
+                failure = Failure(MALFORMED, f"its process wrote something that is no report: {fault}")
+                at = Instant(source.arrived_at)
+                return Ended(TaskId(task), Fence(fence), at, Ending.FAILED, failure=failure, rank=rank)
+    return None
+
+
+def _value(source: Source, form: Form) -> Any:
+    kind, values, place, made, samples = READINGS[type(form)]
+    found = list(values(form))
+    at = found[place] = source.instant(found[place])
+    for field, make in made:
+        found[field] = make(source, found[field])
+    if samples is not None:
+        found[samples] = _samples(source, found[samples], at)
+    return kind(*found) if isinstance(form, RunForm) else kind(source.node, *found)
+
+
+def _checked(report: Report | ObjectQuestion) -> Report | ObjectQuestion:
+    match report:
+        case Checkpointed(data=data, uri=uri) if (data is None) == (uri is None):
+            raise MalformedReport("a checkpoint has either data or a uri")
+        case Ended(ending=Ending.SUCCEEDED, result=None):
+            raise MalformedReport("a run that succeeded has a result")
+        case Ended(is_unproven=True, result=result) if result != ENDED_WELL:
+            return replace(report, is_unproven=False)  # an agent before TELLS_UNPROVEN_ENDS says it of no end
+    return report
+
+
+def _node_seen(source: Source, seen: NodeSeenForm) -> NodeReport:
+    node = seen.node
+    rest = node.cpu, Mib(node.memory_mb), node.max_runs, node.incarnation, node.boot_id
+    devices = tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in seen.devices)
+    runs = tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in seen.runs)
+    more = node.release, tuple(node.faults.items()), node.complete, tuple(node.versions.items())
+    at = source.instant(seen.at)
+    return NodeReport(device.Node(NodeName(node.name), *rest), devices, runs, at, *more)

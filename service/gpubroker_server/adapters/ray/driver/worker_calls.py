@@ -89,7 +89,7 @@ def answer_of(packed: bytes, form: str) -> CallAnswer:
 
 
 def _is_in(form: str, result: bytes) -> bool:
-    """Whether a result may stand in an answer as it is: a pickle is opened by the caller alone."""
+    """Return True if a result may stand in an answer unchanged: a pickle is opened by the caller alone."""
     if form != "json":
         return True
     try:

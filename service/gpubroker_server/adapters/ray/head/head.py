@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from gpubroker.runtime.process import is_kept
+from msgspec import Struct
 
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.processes import (
@@ -45,7 +46,7 @@ POLL_SECONDS = 0.02
 MOST_SAID_BYTES = 4096
 
 READY = b"1"
-"""What the supervisor says when Ray is up; anything else is why it is not."""
+"""The byte that the supervisor sends when Ray is up; other bytes are the reason why Ray is not up."""
 
 HEAD_LOST = "the local Ray head lost"
 """Begins what the supervisor says in ray-head.log when a process without which there is no Ray has ended."""
@@ -77,8 +78,7 @@ class HeadRefused(Exception):
     """There is no head to use; the text says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadState:
+class HeadState(Struct, frozen=True):
     """`<data_dir>/ray-head.json`: written by the head's supervisor when it begins and when Ray is up."""
 
     pid: int
@@ -91,7 +91,7 @@ class HeadState:
     ray: str
     python: str
     dashboard: str = ""
-    """Its `host:port`, if there is one."""
+    """The `host:port` of the dashboard, if there is one."""
 
     @property
     def process(self) -> ProcessId:
@@ -131,14 +131,14 @@ def state_file(data_dir: Path) -> Path:
 
 def read_state(data_dir: Path) -> HeadState | None:
     try:
-        return HeadState(**json.loads(state_file(data_dir).read_text()))
-    except (OSError, ValueError, TypeError):
+        return msgspec.json.decode(state_file(data_dir).read_bytes(), type=HeadState)
+    except (OSError, ValueError):
         return None
 
 
 def write_state(data_dir: Path, state: HeadState) -> None:
     draft = state_file(data_dir).with_suffix(".new")
-    draft.write_text(json.dumps(asdict(state)))
+    draft.write_text(msgspec.json.encode(state).decode())
     draft.replace(state_file(data_dir))
 
 
@@ -147,7 +147,8 @@ def versions() -> tuple[str, str]:
 
 
 async def reach(address: str) -> None:
-    """Raises HeadRefused if nothing answers there: Ray itself would say so only after minutes."""
+    """Connect once to the address. Raises HeadRefused if nothing answers there: Ray itself would say so only
+    after minutes."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REACH_SECONDS):
@@ -162,7 +163,7 @@ async def reach(address: str) -> None:
 
 
 def advice(fault: Exception, options: RayOptions) -> str:
-    """What to do if there is no head."""
+    """Return the sentence about what to do if there is no head."""
     if not isinstance(fault, OSError) or fault.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return str(fault)
     return (
@@ -186,7 +187,8 @@ async def running_head(options: RayOptions) -> HeadState:
 
 @asynccontextmanager
 async def _head_lock(data_dir: Path) -> AsyncIterator[None]:
-    """Of several brokers with one data directory the first one starts the head, and the others find it."""
+    """Hold the lock of the head: of several brokers with one data directory the first one starts the head,
+    and the others find it."""
     lock = os.open(data_dir / "ray-head.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
@@ -209,7 +211,7 @@ async def stop_head(data_dir: Path) -> None:
 
 
 def why_ended(data_dir: Path) -> str:
-    """What the supervisor of a head that has ended said last, if it said why."""
+    """Return the last words of the supervisor of a head that has ended, if it said why."""
     with contextlib.suppress(OSError):
         for line in reversed((data_dir / LOG).read_text(errors="replace").splitlines()):
             if line.startswith(HEAD_LOST):
@@ -218,8 +220,8 @@ def why_ended(data_dir: Path) -> str:
 
 
 def ray_environment(options: RayOptions) -> dict[str, str]:
-    """For every process that talks to Ray. The operator of a joined cluster chooses how it knows us: where
-    the settings don't say it, this process's own environment does."""
+    """Return the variables of every process that talks to Ray. The operator of a joined cluster chooses how
+    it knows us: where the settings don't say it, this process's own environment does."""
     environment = dict(EVERYWHERE)
     if options.is_local:
         environment |= token_environment(options.data_dir) | {
@@ -242,7 +244,8 @@ def ray_environment(options: RayOptions) -> dict[str, str]:
 
 
 def token_environment(data_dir: Path) -> dict[str, str]:
-    """For the processes of a Ray that this software starts; its token is in the data directory."""
+    """Return the variables of the processes of a Ray that this software starts; its token is in the data
+    directory."""
     return {
         **EVERYWHERE,
         **ON_LOOPBACK,
@@ -254,7 +257,8 @@ def token_environment(data_dir: Path) -> dict[str, str]:
 
 
 def _is_on_loopback_alone(address: str) -> bool:
-    """Whether the head cannot be reached at this machine's outward address, which Ray would use instead."""
+    """Return True if the head cannot be reached at this machine's outward address, which Ray would use
+    instead."""
     host, _, port = address.rpartition(":")
     if host not in ("127.0.0.1", "localhost"):
         return False
@@ -280,7 +284,7 @@ def token_file(data_dir: Path) -> Path:
 
 
 def _check_access(data_dir: Path) -> None:
-    """Raises PermissionError if the node agent or Ray's processes could not use this directory."""
+    """Check that the node agent and Ray's processes can use this directory. Raises PermissionError."""
     runs = data_dir / "runs"
     runs.mkdir(mode=0o700, exist_ok=True)
     for path, wanted in ((runs, os.W_OK | os.X_OK), (token_file(data_dir), os.R_OK)):
@@ -311,7 +315,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
     with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as theirs:
         orders = {
             "data_dir": str(options.data_dir),
-            "object_store_bytes": options.object_store_bytes,
+            "object_store_bytes": options.object_store_mb * 2**20,
             "idle_stop_seconds": options.idle_stop_seconds,
             "dashboard": options.dashboard,
         }

@@ -1,24 +1,24 @@
 """What a node of Ray is started with. Apart from `start`, which loads Ray."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 LOCALHOST = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeToStart:
+class NodeToStart(Struct, frozen=True):
     object_store_bytes: int
     temp_dir: Path | None = None
-    """Of a head; the other nodes of its cluster share it."""
+    """The directory of a head; the other nodes of its cluster share it."""
     head: str = ""
     """`host:port` of the head to join; empty: this node is the head."""
     name: str = LOCALHOST
     port: int = 0
-    """Of the head; 0: any free one."""
+    """The port of the head; 0: any free one."""
     dashboard: bool = False
-    """Of the head."""
+    """True if a head starts its dashboard."""
     cpus: int | None = None
     """None: all of this machine."""
     gpus: int = 0

@@ -8,7 +8,8 @@ ANSWER_SECONDS = 5.0
 
 
 def raylet_socket() -> Path:
-    """Of the newest Ray node of this machine, in the directory that `ray start` uses by default."""
+    """Return the socket of the newest Ray node of this machine, in the directory that `ray start` uses by
+    default."""
     place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  # as Ray does
     return Path(place, "ray", "session_latest", "sockets", "raylet")
 

@@ -16,7 +16,7 @@ class HeadWithoutDashboard(Node):
     """`Node` starts a server of the dashboard even with `include_dashboard=False`, and waits for it."""
 
     def start_api_server(self, **_: Any) -> None:
-        """No run needs the dashboard."""
+        """Do nothing: no run needs the dashboard."""
 
 
 def start_node(node: NodeToStart) -> tuple[str, str]:

@@ -18,11 +18,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gpubroker.runtime.process import adopt_orphans
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.ray.head.head import (
     HEAD_LOST,
@@ -59,8 +60,7 @@ class HeadLost(Exception):
     """A vital process ended; the text says which one, when, and what is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOrders:
+class HeadOrders(Struct, frozen=True):
     data_dir: str
     object_store_bytes: int
     idle_stop_seconds: float
@@ -218,7 +218,8 @@ def _start_node_and_exit(node: NodeToStart, state: HeadState) -> NoReturn:
 
 
 def _vital_processes(node: NodeToStart, others: Container[int]) -> dict[ProcessId, str]:
-    """Also those that have ended already, and that the child which started them has not reaped."""
+    """Return the vital processes, also those that have ended and that the child which started them has not
+    reaped."""
     below = descendants(os.getpid(), process_table(with_ended=True))
     named = ((process, name_of(process.pid)) for process in below if process.pid not in others)
     return {process: name for process, name in named if name in node.vital}
@@ -238,7 +239,7 @@ def reap() -> set[int]:
 
 
 def _is_idle(state: HeadState, most_seconds: float) -> bool:
-    """Whether no agent has been of use for so long."""
+    """Return True if no agent has been of use for so long."""
     try:
         useful_at = state.keepalive.stat().st_mtime
     except OSError:

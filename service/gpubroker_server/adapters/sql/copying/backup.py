@@ -4,11 +4,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from msgspec import Struct
 from sqlalchemy import Connection, Engine, create_engine, event, func, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -40,18 +40,17 @@ from gpubroker_server.core.domain.units import Instant
 _REVISION = text("SELECT version_num FROM alembic_version")
 
 
-@dataclass(frozen=True, slots=True)
-class BackupFacts:
+class BackupFacts(Struct, frozen=True):
     """What the rows say."""
 
     at: Instant
     """When they were read, by the database's clock."""
     digests: frozenset[str]
-    """Of all objects that rows name."""
+    """The digests of all objects that rows name."""
     uploads: frozenset[str]
-    """Of them, those that only the rows of uploads name: their tenants may delete them at any time."""
+    """Those of `digests` that only the rows of uploads name: their tenants may delete them at any time."""
     tasks: Mapping[str, int]
-    """By state, without those that have ended."""
+    """State -> number of tasks, without those that have ended."""
 
 
 def write_backup(url: str, path: Path, report: Report) -> BackupFacts:
@@ -73,7 +72,7 @@ def write_backup(url: str, path: Path, report: Report) -> BackupFacts:
 
 
 def named_in(url: str, digests: frozenset[str]) -> frozenset[str]:
-    """Of these digests, those that a row names now."""
+    """Return those of these digests that a row names now."""
     with _source(url).connect() as reading:
         return reads.referenced(reading, sorted(digests))
 
@@ -108,7 +107,8 @@ def restore_backup(
 
 
 def check_is_free(url: str) -> None:
-    """Raises DatabaseRefused unless the database may be restored into; a server is asked when that begins."""
+    """Check that the database may be restored into. Raises DatabaseRefused; a server is asked only when that
+    begins."""
     if is_file(url):
         with _locked(path_of(url)):
             pass
@@ -152,7 +152,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _source(url: str) -> Engine:
-    """To read one state. Raises DatabaseRefused if it must not, or cannot, be backed up."""
+    """Open the database to read one state. Raises DatabaseRefused if it must not, or cannot, be backed up."""
     if is_file(url):
         path = path_of(url)
         if not path.exists():

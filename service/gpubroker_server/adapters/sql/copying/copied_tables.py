@@ -35,7 +35,7 @@ SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid
 
 
 def copying_engine(url: str) -> Engine:
-    """Of a server, and patient."""
+    """Return the patient engine of a server."""
     from gpubroker_server.adapters.sql import connections
 
     return create_engine(
@@ -142,13 +142,13 @@ def _write(writing: Connection, table: Table, rows: Iterator[tuple[Any, ...]]) -
 
 
 def _rows(connection: Connection, table: Table) -> Iterator[tuple[Any, ...]]:
-    """As Python values, which are the same for both databases."""
+    """Yield the rows as Python values, which are the same for both databases."""
     found = connection.execute(select(table), execution_options={"yield_per": _ROWS_AT_ONCE})
     return (tuple(row) for row in found)
 
 
 def _faults() -> tuple[type[Exception], ...]:
-    """With psycopg's, if a server was spoken to."""
+    """Return the errors of a database, with psycopg's if a server was spoken to."""
     psycopg = sys.modules.get("psycopg")
     return (DBAPIError, psycopg.Error) if psycopg else (DBAPIError,)
 

@@ -38,7 +38,8 @@ from gpubroker_server.adapters.sql.system_tables import MoveStage, leadership
 
 
 def move_data(source: str, target: str, report: Report) -> None:
-    """Raises DatabaseRefused: the file is served as before, unless the text says that it is gone."""
+    """Copy a file to a server. Raises DatabaseRefused: the file is served as before, unless the text says
+    that it is gone."""
     if is_file(target, "--to") or not is_file(source, "--from, or database_url,"):
         raise DatabaseRefused(
             "data moves from a file to a server: --from sqlite:///path --to postgresql://user@host/name"

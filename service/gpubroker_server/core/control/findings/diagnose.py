@@ -42,7 +42,7 @@ class FleetKnown(NamedTuple):
     executor: Mapping[str, Any]
     has_leader: bool
     fleet: FleetSeen = FleetSeen()
-    """As the leader published it."""
+    """The fleet as the leader published it."""
     servers_down: Sequence[ServerWay] = ()
     stuck: Sequence[StuckTask] = ()
     age_seconds: float = 0.0
@@ -51,7 +51,7 @@ class FleetKnown(NamedTuple):
 
 
 def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
-    """In no order."""
+    """Yield the findings of the whole fleet, in no order."""
     period = policy.sample_period_seconds
     samples = [seen for seen in world.node_samples.values() if not seen.is_stale(now, period)]
     agents: Mapping[str, Mapping[str, Any]] = known.executor.get("agents") or {}

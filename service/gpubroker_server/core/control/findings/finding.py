@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
 
+from gpubroker.wire.fleet import Diagnosis
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.units import Instant
 
 MOST_OF_A_KIND = 20
-"""What is wrong everywhere need not be said of each."""
+"""The most findings of one kind that are listed: a fault of the whole fleet need not be listed for each
+node."""
 
 
 class Severity(StrEnum):
@@ -23,27 +26,18 @@ class Severity(StrEnum):
     NOTE = "note"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    kind: str
-    """Published, such as `gpu-held-idle`."""
-    subject: str
-    """The device, node, task, model or address that it is about."""
-    severity: Severity
-    cause: str
-    """A sentence."""
-    evidence: Mapping[str, str | float]
-    """What was measured."""
-    remedy: str
-    """A command, or a sentence where no command helps."""
+class Finding(Diagnosis, frozen=True):
+    """A diagnosis, and since when it is known."""
+
     first_seen: Instant | None = None
     """Since when it is known to be so; None: not known."""
     tenant: str = ""
-    """Of the task that it is about, which is not shown to others; empty: it is about no task."""
+    """The tenant of the task that the finding is about; other tenants do not see it. Empty: it is about no
+    task."""
 
     @property
     def about(self) -> tuple[str, str]:
-        """By which it is known again."""
+        """Return the key by which the same finding is known again."""
         return self.kind, self.subject
 
 
@@ -66,7 +60,7 @@ def remember(
     """The findings with when each was first seen, the worst first; and what to remember of them. One that is
     gone is forgotten: if it comes back, it is new."""
     after = {one.about: one.first_seen or before.get(one.about, now) for one in found}
-    order = list(Severity)
+    order = [severity.value for severity in Severity]
     dated = [replace(one, first_seen=after[one.about]) for one in found]
     dated.sort(key=lambda one: (order.index(one.severity), one.first_seen, one.kind, one.subject))
     return dated, after

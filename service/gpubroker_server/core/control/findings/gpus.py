@@ -5,15 +5,16 @@ from typing import NamedTuple
 
 from gpubroker_server.core.control.findings.finding import Finding, Severity
 from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.domain.holders import External, Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Seconds, TaskId
 from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.ledger import NOISE_DIVISOR, DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
 
 BUSY_SHARE = 0.5
-"""Of a node's CPUs: above it they do what the GPU might."""
+"""The share of a node's CPUs above which they do what the GPU might."""
 
 
 class UnusedHolding(NamedTuple):
@@ -30,7 +31,8 @@ def held_idle(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Finding]
 
 
 def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[UnusedHolding]:
-    """One for each holder that has had its GPU for as long as one must be idle: it may prepare first."""
+    """Yield each holder that has had its GPU for as long as a GPU must be idle: a holder may prepare
+    first."""
     for one in fleet.idle:
         ledger = world.ledgers.get(DeviceKey(one.name))
         if ledger is None or ledger.sample is None:
@@ -46,6 +48,15 @@ def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Un
                 yield UnusedHolding(ledger, holding, task, since)
 
 
+def held_idle_seconds(world: World, fleet: FleetSeen, now: Instant) -> dict[DeviceKey, Seconds]:
+    """Return for how long a holder has kept each GPU idle; of several holders, the longest."""
+    held: dict[DeviceKey, Seconds] = {}
+    for one in unused_holdings(world, fleet, now):
+        key = one.ledger.device.key
+        held[key] = Seconds(max(held.get(key, 0.0), now - one.since))
+    return held
+
+
 def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, since: Instant) -> Finding:
     assert ledger.sample is not None, "only what is measured is idle"
     seen, device = world.node_samples.get(ledger.device.node), ledger.device
@@ -58,9 +69,10 @@ def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, s
     if seen is not None:
         evidence["node_cpu"] = round(seen.cpu, 3)
     elsewhere = _used_elsewhere(world, ledger, holding)
-    if task.model is not None:
-        kind, remedy = "gpu-held-unasked", f"gpubroker unload {task.model.model}"
-        cause = f"Nothing has been asked of model {task.model.model}, which keeps its memory."
+    is_external = isinstance(task.holder, External)
+    if isinstance(task.holder, Model):
+        kind, remedy = "gpu-held-unasked", f"gpubroker unload {task.holder.model}"
+        cause = f"Nothing has been asked of model {task.holder.model}, which keeps its memory."
     elif elsewhere is not None:
         kind, remedy = "gpu-held-wrong-device", f"gpubroker stack {task.id}"
         cause = (
@@ -69,11 +81,11 @@ def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, s
         )
         evidence["used_without_lease"] = elsewhere.device.label
         evidence["without_lease_mb"] = _unleased_mb(elsewhere)
-    elif task.external is None and seen is not None and seen.cpu >= BUSY_SHARE:
+    elif not is_external and seen is not None and seen.cpu >= BUSY_SHARE:
         kind, remedy = "gpu-held-on-cpu", f"gpubroker stack {task.id}"
         cause = f"{task.name} does not use the GPU, and its node's CPUs are busy: does its model run on them?"
     else:
-        end = "gpubroker cancel" if task.external is None else "gpubroker lease release"
+        end = "gpubroker lease release" if is_external else "gpubroker cancel"
         kind, remedy = "gpu-held-unasked", f"{end} {task.id}"
         cause = f"{task.name} holds memory and computes nothing: it waits for data, or for requests."
     subject = f"{device.label} {task.name}"
@@ -89,6 +101,7 @@ def _used_elsewhere(world: World, ledger: DeviceLedger, holding: Holding) -> Dev
 
 
 def _unleased_mb(ledger: DeviceLedger) -> int:
-    """Without what the operator has declared, and what contexts and the driver take."""
+    """Return the memory in use without a lease, less what the operator has declared and what contexts and the
+    driver take."""
     used_mb = ledger.foreign_mb - ledger.device.declared_foreign_mb
     return used_mb if used_mb > ledger.device.physical_mb // NOISE_DIVISOR else 0

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import in_gib
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # the name of a file system
 SOCKET_PATH_BYTES = 107
-"""Of a Unix socket, in Linux."""
+"""The longest path of a Unix socket in Linux."""
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 FREE_BYTES = 2 * 2**30
 FREE_SHARE = 0.05
@@ -55,7 +55,7 @@ class MachineSeen(NamedTuple):
     shared_memory_mb: int | None = None
     """Size of /dev/shm; None if it is not there or not needed."""
     object_store_mb: int = 0
-    """What Ray's object store takes of it."""
+    """The part of it that Ray's object store takes."""
     ray_temp: DiskRoom | None = None
     """Where Ray keeps its sessions."""
     data_dir: DiskRoom | None = None
@@ -64,7 +64,7 @@ class MachineSeen(NamedTuple):
     private_files: Mapping[str, int] = {}
     """Files with secrets, and their modes."""
     versions: Mapping[str, str] = {}
-    """Of installed packages."""
+    """Installed package -> version."""
 
 
 def about_machine(seen: MachineSeen) -> Iterator[Finding]:

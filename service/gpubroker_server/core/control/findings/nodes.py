@@ -14,7 +14,7 @@ CLOCK_SECONDS = Seconds(10.0)
 """Reports may take as long."""
 
 Agents = Mapping[str, Mapping[str, Any]]
-"""By node, as `Executor.status` has them."""
+"""Node -> agent, as `Executor.status` has them."""
 
 
 def full_disks(samples: Iterable[NodeSample]) -> Iterator[Finding]:
@@ -40,7 +40,8 @@ def spilling_stores(samples: Iterable[NodeSample]) -> Iterator[Finding]:
 
 
 def unreached_nodes(world: World, samples: Iterable[NodeSample]) -> Iterator[Finding]:
-    """Those that answer the leader: of one that does not, more is said elsewhere."""
+    """Yield a finding for each node that others cannot reach though it answers the leader. A node that does
+    not answer has a finding of its own."""
     by_node: dict[NodeName, list[tuple[NodeName, UnreachedNode]]] = {}
     for seen in samples:
         for one in seen.unreached:

@@ -54,7 +54,7 @@ def unreachable_database(age_seconds: float, is_stale: bool) -> Iterator[Finding
 
 
 def full_service_disk(disk_full: str) -> Iterator[Finding]:
-    """Of the process that answers."""
+    """Yield a finding if the disk of the process that answers is full."""
     if disk_full:
         cause = f"Nothing is accepted: {disk_full}."
         remedy = "make room there: df -h"

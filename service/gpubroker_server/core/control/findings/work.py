@@ -7,6 +7,7 @@ from gpubroker_server.core.control.findings.finding import Finding, Severity, no
 from gpubroker_server.core.control.memory_failures import LATELY_SECONDS, MemoryFailures
 from gpubroker_server.core.control.waiting_calls import WaitingCalls
 from gpubroker_server.core.domain.device import Node, NodeSample
+from gpubroker_server.core.domain.holders import Run, WorkerSeat
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, in_time
@@ -15,12 +16,12 @@ from gpubroker_server.core.world.world import World
 SLOW_SECONDS = Seconds(30.0)
 """From the order to start a run to its first line of user code."""
 FREE_SHARE = 0.1
-"""Of a GPU's memory: if more is free, memory is not what keeps work out."""
+"""The share of a GPU's memory that is free: above it, memory is not what keeps work out."""
 BUSY_CPU, BUSY_NETWORK, BUSY_GPU = 0.95, 0.9, 0.5
 BUSY_CORE_PERCENT = 80.0
 """Python computes on one core of a process."""
 LONELY_SHARE = 0.9
-"""Of what all nodes hold on one node: all work is there."""
+"""The share of the work of all nodes that one node holds: above it, that node has all the work."""
 FEWEST_HOLDERS = 4
 """So much work may be on one node by chance."""
 
@@ -66,7 +67,8 @@ def repeated_memory_failures(failures: Sequence[MemoryFailures]) -> Iterator[Fin
 
 
 def all_on_one_node(world: World) -> Iterator[Finding]:
-    """Of several that take work, while tasks wait. Work is leased GPU memory, or CPUs where none is."""
+    """Yield a finding if one of several open nodes has all the work while tasks wait. Work is leased GPU
+    memory, or CPUs where no GPU is leased."""
     open_nodes = [node.name for node in world.nodes.values() if node.ready and not node.cordoned]
     held = {name: _leased(world, name) for name in open_nodes if world.by_node.get(name)}
     if not any(amount for amount, _ in held.values()):
@@ -93,7 +95,7 @@ def _leased(world: World, node: NodeName) -> tuple[float, int]:
 
 
 def slow_starts(world: World, now: Instant) -> Iterator[Finding]:
-    """By node: runs that took, or are taking, long to begin."""
+    """Yield a finding for each node whose runs took, or are taking, long to begin."""
     slow: dict[NodeName, list[float]] = {}
     for name in world.active:
         task = world.tasks[name]
@@ -115,7 +117,8 @@ def slow_starts(world: World, now: Instant) -> Iterator[Finding]:
 def _start_seconds(task: Task, now: Instant) -> float:
     """0 if it did not start lately, or if no process of ours has to start for it."""
     ordered_at = task.ordered_at or task.admitted_at
-    if not task.is_run or task.members or ordered_at is None:
+    # A gang starts when the last of its ranks is ready.
+    if not isinstance(task.holder, (Run, WorkerSeat)) or ordered_at is None:
         return 0.0
     if task.state is TaskState.ADMITTED:
         return now - ordered_at
@@ -125,11 +128,11 @@ def _start_seconds(task: Task, now: Instant) -> float:
 
 
 def bottlenecks(world: World, policy: Policy, now: Instant) -> Iterator[Finding]:
-    """What but GPU memory keeps work out, or keeps GPUs from working."""
+    """Yield a finding for everything but GPU memory that keeps work out or keeps GPUs from working."""
     for node in world.nodes.values():
         if node.ready:
             yield from _of_node(world, node, policy, now)
-    asked = {name for demand in world.queue.kin for name, _ in demand.counted}
+    asked = {name for demand in world.queue.classes for name, _ in demand.counted}
     for limit in policy.custom_limits:
         used = world.custom_use.get(limit.name, 0.0)
         if limit.name in asked and not limit.per_node and used >= limit.amount:
@@ -163,7 +166,7 @@ def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator
 
 
 def _slowed_down(node: NodeName, seen: NodeSample, gpu_utilization: float) -> Iterator[Finding]:
-    """Its leased GPUs wait for something else."""
+    """Yield a finding for everything that the node's leased GPUs wait for."""
     used = {"gpu_utilization": round(gpu_utilization, 3)}
     if seen.cpu >= BUSY_CPU:
         cause = f"The CPUs of {node} are busy and its GPUs wait for them."

@@ -1,15 +1,17 @@
 """The current forecasts, recomputed in steps, and how accurate the first forecast of each task was."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from math import inf
 from typing import NamedTuple
+
+from gpubroker.wire.forecasts import ForecastsKept
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
@@ -26,6 +28,18 @@ LEAST_WAIT_SECONDS = 1.0
 def accuracy_topic(basis: Basis, what: What) -> SketchKey:
     """The sketch of forecast errors of this basis, for all tenants together."""
     return SketchKey("", basis.value, "", what)
+
+
+def forecast_accuracies(world: World) -> list[ForecastsKept]:
+    """Return how accurate the forecasts of each basis were, if there were any that came true."""
+    found = []
+    for basis in Basis:
+        errors = world.learned.sketch(accuracy_topic(basis, What.START_ERROR))
+        error_seconds = errors.quantile(0.5)
+        within_p90 = world.learned.sketch(accuracy_topic(basis, What.START_SHARE)).share_until(1.0)
+        if error_seconds is not None and within_p90 is not None:
+            found.append(ForecastsKept(basis, errors.n, error_seconds, within_p90))
+    return found
 
 
 class ForecastRounds:
@@ -120,7 +134,7 @@ class ExpectedStart(NamedTuple):
 def expected_start(
     world: World, task: Task, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """From its pledges or its forecast; None without either."""
+    """Return what its pledges or its forecast say; None without either."""
     pledges = world.pledges.get(task.id)
     if pledges:
         at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
@@ -135,8 +149,8 @@ def expected_start(
 def expected_ready_at(
     world: World, model: Task, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """When a model that waits or loads is expected to be ready; None if unknown."""
-    load_seconds = model.terms.load_seconds
+    """Return when a model that waits or loads is expected to be ready; None if unknown."""
+    load_seconds = model_of(model).load_seconds
     if model.state is TaskState.ADMITTED:
         at = Instant(max(now, (model.admitted_at or now) + load_seconds))
         return ExpectedStart(at, at, 0, Basis.STATED)

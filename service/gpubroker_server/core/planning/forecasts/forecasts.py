@@ -1,8 +1,9 @@
 """When and where the first tasks of the queue are expected to start, as the runs ahead of them end."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import inf
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.demand import may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
@@ -41,10 +42,10 @@ reserved room would be given up whenever an estimate changes."""
 def make_forecasts(
     world: World, policy: Policy, now: Instant, before: Iterable[Forecast] = ()
 ) -> Iterator[list[Forecast]]:
-    """For the first `policy.forecasts` tasks that wait for room, and as many of the first that wait for a
-    limit or a quota, in queue order; none uses room that an earlier one needs. A task without an end in sight
-    counts but has none. Yields the list so far, every few nodes; the last one is complete. `before`: the
-    previous forecasts."""
+    """Forecast the first `policy.forecasts` tasks that wait for room, and as many of the first that wait for
+    a limit or a quota, in queue order; none uses room that an earlier one needs. A task without an end in
+    sight counts but has none. Yields the list so far, every few nodes; the last one is complete. `before`:
+    the previous forecasts."""
     if not len(world.queue) or not policy.forecasts:
         yield []
         return
@@ -64,8 +65,8 @@ def make_forecasts(
 def forecast_alone(
     draft: Draft, task: Task, policy: Policy, now: Instant, nodes: Iterable[NodeName]
 ) -> Forecast | None:
-    """When the task would start on these nodes without other waiting tasks and without its pledges; None if
-    no end is in sight."""
+    """Return when the task would start on these nodes without other waiting tasks and without its pledges;
+    None if no end is in sight."""
     work = _Forecasting(draft, policy, now, (), nodes)
     for _ in work.forecast(task):
         pass
@@ -100,7 +101,7 @@ class _Forecasting:
         self._nodes = sorted(self._usable)
         self.made: list[Forecast] = []
         self._ends: list[EndingRun] = []
-        """Of the forecasts made."""
+        """The ends of the forecasts made."""
         self._planned: dict[NodeName, list[Reservation]] = {}
 
     def look_again(self) -> None:
@@ -169,6 +170,7 @@ class _Forecasting:
             times.update(at for at, _ in profile.room)
         times.add(earliest := self._limits_allow_at)
         moments = sorted(at for at in times if earliest <= at < inf)
+        # The last moment is tried first: without room then, there is never any.
         first, last, middle = 0, len(moments), len(moments) - 1
         while first < last:
             at = moments[middle]
@@ -301,7 +303,7 @@ def _end_of(forecast: Forecast) -> ExpectedEnd:
 
 
 def _first(steps: list[tuple[float, int]], need_mb: int) -> float:
-    """When there is so much for the first time; infinite if never."""
+    """Return when there is so much for the first time; infinite if never."""
     return next((at for at, mb in steps if mb >= need_mb), inf)
 
 

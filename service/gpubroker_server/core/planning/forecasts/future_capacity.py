@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
+from msgspec import Struct
+
+from gpubroker_server.core.domain.estimates import SketchKey, What
+from gpubroker_server.core.domain.holders import External
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
@@ -19,8 +22,7 @@ from gpubroker_server.core.planning.nodes.shields import NOTHING, preempts, stop
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedEnd:
+class ExpectedEnd(Struct, frozen=True):
     """When a run is expected to be gone: median and 90th percentile."""
 
     p50_at: Instant
@@ -83,9 +85,10 @@ class ExpectedEnds:
         if left is not None:
             p50_at, p90_at = at + left.p50_seconds, at + left.p90_seconds
             return self._bounded(run, p50_at, p90_at, left.n, is_guess=False)
-        known = self._sketches.get(SketchKey(run.tenant, run.subject, kind, What.SECONDS), Sketch())
-        learned = known.quantile(1.0) or 0.0
-        return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds, at)
+        if run.expected_seconds is not None:
+            return self._guessed(run, run.expected_seconds, at)
+        known = self._sketches.get(SketchKey(run.tenant, run.subject, kind, What.SECONDS))
+        return self._guessed(run, 0.0 if known is None else known.quantile(1.0) or 0.0, at)
 
     def _guessed(self, run: Task, known_seconds: float, at: Instant) -> ExpectedEnd:
         """`known_seconds`: its longest known run time; 0 if unknown."""
@@ -98,8 +101,12 @@ class ExpectedEnds:
         latest = inf
         if run.timeout_seconds is not None:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
-        if run.deadline_at is not None and run.external is None:  # a renewal moves that of an external lease
-            latest = min(latest, run.deadline_at + run.grace_seconds)
+        if run.deadline_at is not None:
+            match run.holder:
+                case External():
+                    pass  # a renewal moves its deadline
+                case _:
+                    latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
         return ExpectedEnd(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
 
@@ -116,8 +123,7 @@ LATE_SECONDS = Seconds(30.0)
 samples return, because the next plan sees those before the next forecast does."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityProfile:
+class CapacityProfile(Struct, frozen=True):
     """The free capacity of one node over time, for tasks of one priority."""
 
     devices: dict[DeviceKey, list[tuple[float, int]]]
@@ -169,7 +175,7 @@ class _CapacityReleases:
         ]
 
     def leaves_at(self, run: Task, waiter: _WaitingTask) -> float:
-        """When the run has ended, or can be preempted for the task."""
+        """Return when the run has ended, or can be preempted for the task."""
         return self._out_of_the_way_at(run, self._expected_ends.of(run), waiter)
 
     def mb_now(self, device: DeviceKey, waiter: _WaitingTask) -> int:
@@ -212,6 +218,8 @@ class _CapacityReleases:
         is_protected = run.tenant in waiter.spared and needs_gpus(run.demand)
         if is_protected or run.state is TaskState.STOPPING:
             return leaves_at
+        # A forecast says when the task starts, so the notice counts. To ask whether a run is in its way, it
+        # is enough that the run can be preempted by then.
         grace = run.grace_seconds if self._for_plans else 0.0
         return min(leaves_at, stoppable_at(run, waiter.below, policy, now) + grace)
 
@@ -230,7 +238,7 @@ class CapacityAt:
         self.revision = leaving.draft.changes.at(node)
 
     def has_room(self, planned: Iterable[Task], parts: Sequence[Task]) -> bool:
-        """Whether these parts fit beside the planned ones."""
+        """True if these parts fit beside the planned ones."""
         return _fit(self.room(), planned, parts)
 
     def has_mb(self, device: DeviceKey, mb: int) -> bool:
@@ -275,7 +283,7 @@ class FutureCapacity:
     expected_ends: ExpectedEnds
     for_plans: bool
     protected_tenants: Callable[[Task], frozenset[str]] = lambda _: frozenset()
-    """Those whose runs with GPUs are not preempted for a task."""
+    """Returns the tenants whose runs with GPUs are not preempted for a task."""
 
     def __post_init__(self) -> None:
         self._leaving = _CapacityReleases(self.expected_ends, for_plans=self.for_plans)
@@ -341,7 +349,7 @@ def _time(step: tuple[float, object]) -> float:
 
 
 LEAST_GUESS_SECONDS = 60.0
-
+"""A run of unknown length is expected to last as long again as it has, and at least this long."""
 
 GUESS_P90 = 9.0
 """Remaining time of a run of unknown length, as multiples of its age so far: median 1, 90th percentile 9

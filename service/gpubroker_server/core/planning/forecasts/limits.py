@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import needs_gpus
+from gpubroker_server.core.domain.ranks import counted_by, needs_gpus
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnd, ExpectedEnds
-from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.forecasts.reservations import BindingOrder, Forecast
 from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
 from gpubroker_server.core.planning.forecasts.waiting import quota_line
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, Quotas
-from gpubroker_server.core.world.queue import OrderKey, reserves_before
+from gpubroker_server.core.world.queue import OrderKey
 
 
 class EndingRun(NamedTuple):
@@ -26,7 +26,7 @@ class EndingRun(NamedTuple):
 
 
 def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
-    """Whether both count against one limit or one quota."""
+    """True if both count against one limit or one quota."""
     if task.demand.counted and taker.demand.counted:
         names = {name for name, _ in task.demand.counted}
         if any(name in names for name, _ in taker.demand.counted):
@@ -87,7 +87,7 @@ class _LimitBalance:
 
     def change(self, other: Task, sign: int) -> None:
         """A run begins (+1) or ends (-1)."""
-        for name, amount in other.demand.counted:
+        for name, amount in counted_by(other) if other.is_active else other.demand.counted:
             if name in self._left:
                 self._left[name] -= sign * amount
         leases = self._draft.world.leases_of(other) if other.is_active else ()
@@ -134,8 +134,10 @@ class LimitReservations:
     forecasts: InitVar[Iterable[Forecast]]
 
     def __post_init__(self, forecasts: Iterable[Forecast]) -> None:
+        forecasts = tuple(forecasts)
+        self._binding = BindingOrder(self.draft.world, self.order, forecasts)
         self._first: dict[str, list[FirstWaiting]] = {}
-        """By limit or quota."""
+        """Limit or quota -> the tasks that wait for it first."""
         self._longest: dict[tuple[object, ...], Seconds] = {}
         """Key: everything that a run time estimate depends on."""
         for forecast in forecasts:
@@ -157,8 +159,8 @@ class LimitReservations:
         if needs_gpus(task.demand):
             names.append(quota_line(task.tenant))
         ahead = [first for name in names for first in self._first.get(name, ())]
-        mine = self.order(task) if ahead else None
-        ahead = [first for first in ahead if mine and reserves_before(self.order(first.task), mine)]
+        mine = self._binding.place_of(task) if ahead else None
+        ahead = [first for first in ahead if mine and self._binding.binds(first.task, mine)]
         ends_at = self.now + (self._longest_seconds(task) if ahead else 0.0)
         return [first for first in ahead if ends_at > first.forecast.start_at]
 

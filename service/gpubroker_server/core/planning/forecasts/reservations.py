@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import needs_gpus, rank_task
@@ -21,6 +24,7 @@ from gpubroker_server.core.planning.nodes.shields import (
 )
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.world.queue import OrderKey, reserves_before
+from gpubroker_server.core.world.world import World
 
 
 class Basis(StrEnum):
@@ -34,8 +38,7 @@ class Basis(StrEnum):
     """A run of unknown length, or one that has outlasted its estimate."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(Struct, frozen=True):
     """Where and when a task is expected to start. It is recomputed every second and holds no memory."""
 
     task: TaskId
@@ -59,6 +62,47 @@ class Forecast:
     as_of: Instant | None = None
     """The instant at which the ends of runs were estimated. None: now."""
 
+    @property
+    def reserves(self) -> bool:
+        """True if it binds tasks behind it: it reserves room, or a limit or quota."""
+        return bool(self.first_in) or (self.reserves_room and bool(self.places))
+
+
+class QueuePlace(NamedTuple):
+    """A task's place among the reservations and in the queue."""
+
+    turn: float
+    """The number of forecasts made before its own; infinite if nothing is reserved for it."""
+    key: OrderKey
+
+
+class BindingOrder:
+    """Tells which tasks a reservation binds (`reserves_before`). Of two reservations that would bind each
+    other's tasks only the one that was made first does: the other one is planned around it. If both did, a
+    start that is late by a moment would hold up both tasks, and their room would stay idle."""
+
+    __slots__ = ("_order", "_turns")
+
+    def __init__(
+        self, world: World, order: Callable[[Task], OrderKey], forecasts: Iterable[Forecast]
+    ) -> None:
+        self._order = order
+        self._turns: dict[TaskId, int] = {}
+        for turn, forecast in enumerate(forecasts):
+            task = world.tasks.get(forecast.task)
+            if forecast.reserves and task is not None and task.state is TaskState.PENDING:
+                self._turns[forecast.task] = turn
+
+    def place_of(self, task: Task) -> QueuePlace:
+        return QueuePlace(self._turns.get(task.id, inf), self._order(task))
+
+    def binds(self, reserved: Task, other: QueuePlace) -> bool:
+        """Return True if the reservation of a task binds the one at the other place."""
+        mine = self.place_of(reserved)
+        if mine.turn == other.turn or not reserves_before(mine.key, other.key):
+            return False
+        return mine.turn < other.turn or not reserves_before(other.key, mine.key)
+
 
 class Reservation(NamedTuple):
     """What a forecast reserves on one node."""
@@ -73,7 +117,7 @@ class Reservation(NamedTuple):
 
 
 def reservations_of(forecast: Forecast, task: Task) -> Iterator[Reservation]:
-    """One for each node, in rank order."""
+    """Return one reservation for each node, in rank order."""
     for node in dict.fromkeys(place.node for place in forecast.places):
         yield Reservation(forecast, task, node, *usage_on(node, task, forecast.places))
 
@@ -121,7 +165,7 @@ class BackfillWindow:
         )
 
     def fits(self, parts: Sequence[Task]) -> bool:
-        """Whether all of these fit together."""
+        """True if all of these fit together."""
         return all(
             constraint.capacity.has_room(constraint.parts(), parts) for constraint in self._constraints
         )
@@ -159,8 +203,9 @@ class Reservations:
         self._capacity = FutureCapacity(
             self._expected_ends, for_plans=False, protected_tenants=self.guarantees.protected_tenants
         )
+        self._binding = BindingOrder(self.draft.world, self.order, self.forecasts)
         self.on: dict[NodeName, list[Reservation]] = {}
-        """In queue order."""
+        """In the order of the forecasts."""
         self._kinds: list[str] | None = None
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         """Key: everything that a run time estimate depends on."""
@@ -181,11 +226,11 @@ class Reservations:
 
     @property
     def is_depth_reached(self) -> bool:
-        """No further task is tried on nodes with reservations in this cycle."""
+        """True if no further task is tried on nodes with reservations in this cycle."""
         return self.refused_by_reservation >= self.policy.backfill_depth
 
     def refuses(self, task: Task, places: Sequence[Placement], *, all_reservations: bool) -> bool:
-        """Whether the task would delay a reservation there: of a task ahead of it, or any at all."""
+        """True if the task would delay a reservation there: of a task ahead of it, or any at all."""
         nodes = {place.node for place in places} & self.on.keys()
         return bool(nodes) and (
             self.is_depth_reached
@@ -199,32 +244,59 @@ class Reservations:
         parts, devices = usage_on(node, task, places)
         return not (window.fits(parts) and all(window.allows(key, mb) for key, mb in devices.items()))
 
-    def nodes_for_gang(self, task: Task, gang_nodes: Iterable[GangNode]) -> Iterator[GangNode]:
-        """What a gang may use of these nodes without delaying a reservation ahead of it."""
+    def nodes_for_gang(
+        self, task: Task, gang_nodes: Iterable[GangNode], *, all_reservations: bool
+    ) -> Iterator[GangNode]:
+        """Yield what a gang may use of these nodes without delaying a reservation ahead of it, or any."""
         for gang_node in gang_nodes:
             node = gang_node.node.name
             if node not in self.on:
                 yield gang_node
             elif not self.is_depth_reached:
-                yield self.backfill_window(task, node, all_reservations=False).limit(gang_node)
+                yield self.backfill_window(task, node, all_reservations=all_reservations).limit(gang_node)
 
     def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
         """Where no run is preempted for the task: a task ahead of it has a reservation there, and could not
         preempt it (or `like`) in turn."""
-        mine, run = self.order(task), like or task
+        mine, run = self._binding.place_of(task), like or task
         return frozenset(
             node
             for node, planned in self.on.items()
             if not all(self._can_be_preempted_for(run, one) for one in planned if self._is_ahead(one, mine))
         )
 
+    def victim_floors(self, task: Task) -> dict[NodeName, int]:
+        """Nodes closed to the task, on which runs from this priority on may be preempted for it all the same.
+
+        The tasks ahead of it with a reservation there ask for no GPU, so they may not preempt such runs
+        themselves: only the ends of those runs serve the reservation. Runs below the floor stay theirs. Tasks
+        that ask for GPUs keep their nodes closed, and so do all once the depth is reached.
+        """
+        if self.is_depth_reached:
+            return {}
+        found = {}
+        for node in self.nodes_closed_to(task):
+            closing = [one.task for one in self.closing(node, task)]
+            if not any(needs_gpus(one.demand) for one in closing):
+                found[node] = max(map(stops_below, closing))
+        return found
+
+    def closing(self, node: NodeName, task: Task) -> list[Reservation]:
+        """Return the reservations for which the node is closed to the task; without them it is open."""
+        mine = self._binding.place_of(task)
+        return [
+            one
+            for one in self.on.get(node, ())
+            if self._is_ahead(one, mine) and not self._can_be_preempted_for(task, one)
+        ]
+
     def off_limits(self, task: Task) -> frozenset[NodeName]:
         """The same; every node with a reservation once the depth is reached."""
         return frozenset(self.on) if self.is_depth_reached else self.nodes_closed_to(task)
 
     def is_behind_all(self, task: Task) -> bool:
-        """Whether all other reservations are ahead of the task."""
-        mine = self.order(task)
+        """True if all other reservations are ahead of the task."""
+        mine = self._binding.place_of(task)
         return all(
             self._is_ahead(one, mine) or one.task.id == task.id
             for planned in self.on.values()
@@ -233,7 +305,7 @@ class Reservations:
 
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
         """The tasks with reservations ahead of it."""
-        mine = self.order(task)
+        mine = self._binding.place_of(task)
         return frozenset(one.task.id for on in self.on.values() for one in on if self._is_ahead(one, mine))
 
     def equivalence_key(self, task: Task) -> tuple[object, ...]:
@@ -273,12 +345,13 @@ class Reservations:
             )
         return self._lengths[equivalence]
 
-    def _is_ahead(self, planned: Reservation, key: OrderKey) -> bool:
-        """Whether the reservation is ahead of this place in the queue."""
-        return reserves_before(self.order(planned.task), key)
+    def _is_ahead(self, planned: Reservation, place: QueuePlace) -> bool:
+        """True if the reservation binds a task at this place."""
+        return self._binding.binds(planned.task, place)
 
     def backfill_window(self, task: Task, node: NodeName, *, all_reservations: bool) -> BackfillWindow:
-        """What the task may use of the node without delaying a reservation: ahead of it, or any at all."""
+        """Return what the task may use of the node without delaying a reservation ahead of it, or any at
+        all."""
         constraints: list[_Constraint] = []
         for delayed in self.delayed_by(task, node, all_reservations=all_reservations):
             at = max(self.now, delayed.forecast.start_at)
@@ -293,7 +366,7 @@ class Reservations:
 
     def _held_at(self, task: Task, node: NodeName, at: float, delayed: Reservation) -> Iterator[Reservation]:
         """The delayed reservation, and the others ahead of the task that hold room at that time."""
-        mine = self.order(task)
+        mine = self._binding.place_of(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
             if planned is delayed or (begun and self._is_ahead(planned, mine)):
@@ -301,7 +374,7 @@ class Reservations:
 
     def delayed_by(self, task: Task, node: NodeName, *, all_reservations: bool) -> list[Reservation]:
         """The reservations on the node that the task would outlast, and whose task cannot preempt it."""
-        mine = self.order(task)
+        mine = self._binding.place_of(task)
         protected = [
             planned
             for planned in self.on[node]
@@ -317,7 +390,7 @@ class Reservations:
         ]
 
     def _can_be_preempted_for(self, task: Task, planned: Reservation) -> bool:
-        """Whether its run could be preempted by the time the reservation starts."""
+        """True if its run could be preempted by the time the reservation starts."""
         other = planned.task
         may_stop = preempts(other, self.policy)
         if not may_stop or self.guarantees.would_be_protected(task, other):

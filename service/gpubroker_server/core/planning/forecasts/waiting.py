@@ -1,20 +1,25 @@
 """Which tasks wait for room, and which are the first to wait for a limit or a quota."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from math import inf
 
-from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.policy import BANDS, Policy, band_of
+from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.budget import ProbeBudget
+from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.queue_order import QueueOrder
+from gpubroker_server.core.planning.queue_order import Head, QueueOrder
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.quota import Quotas
-from gpubroker_server.core.world.queue import EquivalenceClass, QueueGroup
+from gpubroker_server.core.world.queue import EquivalenceClass, OrderKey, QueueGroup
 
 FIRST = 2
 """Forecasts for each limit or quota: when the first task starts, the next one already has its forecast."""
+
+EqualSharesKey = tuple[int, int, int, float, float, TaskId]
+"""A task's place in the queue if all tenants had used as much of their shares: `OrderKey` without its third
+entry."""
 
 GROUPS_AT_A_TIME = 50
 """Budget of probes between two yields; a group costs less than one."""
@@ -23,21 +28,91 @@ GROUPS_AT_A_TIME = 50
 def waiting(
     draft: Draft, policy: Policy, now: Instant, most: int, *, lines_too: bool = True
 ) -> Iterator[tuple[Task, frozenset[str]] | None]:
-    """In queue order: the first `most` tasks that wait for room alone, and the first `FIRST` for each of
-    `most` limits and quotas (`quota_line`), with their names. Tasks with pledges are left out. Yields None
-    whenever the budget is spent."""
-    world = draft.world
+    """Yield, in queue order, the first `most` tasks that wait for room alone, and the first `FIRST` for each
+    of `most` limits and quotas (`quota_line`), with their names. The tasks that `_passed_over` finds come
+    before later ones that are ahead of them by their tenants' shares alone. Tasks with pledges are left out.
+    Yields None between steps of the search."""
+    world, shares = draft.world, FairShares(draft.world, policy, now)
     are_lines = lines_too and (policy.has_quotas or bool(policy.custom_limits))
     lines = _FirstInLine(draft, policy, most, most if are_lines else 0)
-    order = QueueOrder(world, policy, now, None, FairShares(world, policy, now))
-    while not (lines.are_done or order.is_done):
-        lines.budget.allow(GROUPS_AT_A_TIME)
-        head = order.next(lines)
-        if head is not None and head.task not in world.pledges:
-            task = world.tasks[head.task]
-            yield task, lines.let_in(task)
-        elif lines.budget.calls_for_a_pause:
-            yield None
+    passed_over: list[EqualSharesKey] = []
+    if lines_too:
+        passed_over = yield from _passed_over(draft, policy, now, shares)
+    named: set[TaskId] = set()
+    order = QueueOrder(world, policy, now, None, shares)
+    while not lines.are_done:
+        head = yield from _next_in(order, lines)
+        if head is None:
+            return
+        names = [head.task]
+        while passed_over and _comes_before(passed_over[-1], head.key):
+            names.insert(-1, passed_over.pop()[-1])
+        for name in names:
+            is_left_out = name in named or name in world.pledges or name not in world.queue
+            if not (is_left_out or lines.is_refused(world.queue.group_of(name))):
+                task = world.tasks[name]
+                named.add(name)
+                yield task, lines.let_in(task)
+
+
+def _passed_over(
+    draft: Draft, policy: Policy, now: Instant, shares: FairShares
+) -> Generator[None, None, list[EqualSharesKey]]:
+    """Return the places, last first, of tasks that have aged to the top of their band while later tasks of
+    their own tenant run. The later ones use the tenant's share. That puts the earlier one behind the tasks of
+    other tenants, so that it may never be among the first to wait. Of the tasks that count against the same
+    limits and quota only the first at equal shares is returned."""
+    if shares.has_one_tenant:
+        return []
+    world, newest = draft.world, _newest_runs(draft)
+    found: list[tuple[EqualSharesKey, QueueGroup]] = []
+    for number, group in enumerate([*world.queue.groups.values()], start=1):
+        if number % GROUPS_AT_A_TIME == 0:
+            yield
+        whose = group.tenant, band_of(group.standing)[2]
+        if len(group) and not group.demand.answered_by and newest.get(whose, -inf) > group.member(0)[0]:
+            own = group.order_within_tenant(group.member(0), now, policy)
+            if own[0] == own[1]:
+                found.append(((own[0], shares.rank(group.tenant)[0], *own[1:]), group))
+    first: dict[tuple[str, ...], EqualSharesKey] = {}
+    for key, group in sorted(found, key=lambda one: one[0]):
+        names = [name for name, _ in group.demand.counted]
+        if policy.tenant(group.tenant).guaranteed_mb is not None and needs_gpus(group.demand):
+            names.append(quota_line(group.tenant))
+        first.setdefault(tuple(names), key)
+    return [*first.values()][::-1]
+
+
+def _comes_before(passed_over: EqualSharesKey, other: OrderKey) -> bool:
+    """Return True if the other task came later, and could only be ahead by its tenant's share."""
+    return passed_over < (*other[:2], *other[3:]) and passed_over[-2] < other[-2]
+
+
+def _newest_runs(draft: Draft) -> dict[tuple[str, int], float]:
+    """Return by tenant and band the time before which a task must have come for a run to have overtaken it:
+    when the newest run of that band came, or when the newest run of a lower band was admitted."""
+    newest: dict[tuple[str, int], float] = {}
+    for run in draft.active():
+        own = band_of(run.priority)[2]
+        for _, _, top in BANDS:
+            at = run.queued_at if top == own else run.admitted_at
+            if top >= own and at is not None:
+                newest[run.tenant, top] = max(at, newest.get((run.tenant, top), at))
+    return newest
+
+
+def _next_in(order: QueueOrder, lines: "_FirstInLine") -> Generator[None, None, Head | None]:
+    """Return the next task of the queue; yield whenever so many groups have been looked at for it."""
+    steps, spent = order.next(lines), 0.0
+    while True:
+        try:
+            spent += next(steps)
+        except StopIteration as end:
+            head: Head | None = end.value
+            return head
+        if spent >= GROUPS_AT_A_TIME:
+            yield
+            spent = 0.0
 
 
 def first_of_queue(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[Task]:
@@ -50,7 +125,6 @@ class _FirstInLine:
     """Refuses the groups without a task among the first."""
 
     def __init__(self, draft: Draft, policy: Policy, most: int, most_lines: int) -> None:
-        self.budget = ProbeBudget(may_pause=True)
         self._draft = draft
         self._policy = policy
         self._quotas = Quotas(draft, policy)
@@ -79,8 +153,11 @@ class _FirstInLine:
         self._waiting.update(awaited)
         return first_in
 
-    def inadmissible(self, kins: Iterable[EquivalenceClass], band: int) -> Iterable[EquivalenceClass]:  # noqa: ARG002
+    def inadmissible(self, classes: Iterable[EquivalenceClass], band: int) -> Sequence[EquivalenceClass]:  # noqa: ARG002
         return ()  # each group may be the first to wait for a limit
+
+    def is_refused_in(self, equivalence: EquivalenceClass, band: int) -> bool:  # noqa: ARG002
+        return False  # what is refused now may be let in once another task waits for the same limit
 
     def is_refused(self, group: QueueGroup) -> bool:
         if self._is_short(group):  # it waits for its quota even with room
@@ -95,7 +172,7 @@ class _FirstInLine:
         return self._quotas.is_short_for(group.tenant, group.demand, group.priority)
 
     def _may_wait(self, awaited: set[str]) -> bool:
-        """Whether a task that awaits these may be among the first."""
+        """True if a task that awaits these may be among the first."""
         if self._lines_left > 0 and not awaited <= self._waiting.keys():
             return True
         return any(0 < self._waiting[name] < FIRST for name in awaited)

@@ -17,6 +17,12 @@ from gpubroker_server.core.world.placement_scores import PlacementScorer, Scored
 Chosen = tuple[tuple[DeviceKey, Mib], ...]
 
 
+def taken_share(device: Device, free_mb: int) -> int:
+    """Return the share of a device's memory that is leased or otherwise not free, in millionths."""
+    size_mb = max(1, device.allocatable_mb)
+    return (size_mb - free_mb) * 1_000_000 // size_mb
+
+
 @dataclass(slots=True)
 class GangNode:
     """What is left of one node while the search adds and removes ranks."""
@@ -29,6 +35,8 @@ class GangNode:
     worth: PlacementScorer | None = None
     """Scores of places by the usual demands; None: by room left."""
     ranks: list[int] = field(default_factory=list)
+    holders: dict[DeviceKey, int] = field(default_factory=dict)
+    """Holders of each device, the gang's ranks included; counted for `placement: spread`."""
     _spots: dict[Demand, ScoredPlacement | None] = field(default_factory=dict, init=False)
     """Cached until a rank is added or removed."""
 
@@ -40,6 +48,7 @@ class GangNode:
         self.room = self.room.with_room_of(part, sign=-1)
         for key, mb in chosen:
             self.free[key] -= mb
+            self.holders[key] = self.holders.get(key, 0) + 1
         self.ranks.append(rank)
         self._spots.clear()
 
@@ -47,37 +56,44 @@ class GangNode:
         self.room = self.room.with_room_of(part)
         for key, mb in chosen:
             self.free[key] += mb
+            self.holders[key] -= 1
         self.ranks.pop()
         self._spots.clear()
 
     def score(self, part: Task) -> int:
-        """How little of the usual demands a rank strands here, 0..100; 0 also without scores."""
+        """Return how little of the usual demands a rank strands here, 0..100; 0 also without scores."""
         spot = self._spot(part)
         return 0 if spot is None else spot.score
 
     def device_choices(self, part: Task) -> Iterator[Chosen]:
-        """Every choice of devices for a rank, the best first, without equivalent ones: preferred kinds; then,
-        for one device, the one where the rank strands the least; then the fullest devices (`spread`: the
-        emptiest)."""
+        """Yield every choice of devices for a rank, the best first, without equivalent ones: preferred kinds;
+        then, for one device, the one where the rank strands the least; then the fullest devices (`spread`:
+        those with the fewest holders, then those with the smallest share taken)."""
         demand = part.demand
         if not self.room.fits(part):
             return
         if not demand.gpus:
             yield ()
             return
-        sign = -1 if demand.placement == "spread" else 1
+        is_spread = demand.placement == "spread"
         spot = self._spot(part) if demand.gpus == 1 else None
         best = spot.devices if spot is not None else ()
         options = sorted(
-            (device_preference_rank(demand, device), key not in best, sign * (free - need), key, need)
+            (
+                device_preference_rank(demand, device),
+                key not in best,
+                (self.holders.get(key, 0), taken_share(device, free)) if is_spread else (free - need, 0),
+                key,
+                need,
+            )
             for key, device in self.devices.items()
             if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
         )
         tried = set()
         for some in combinations(options, demand.gpus):
-            alike = tuple((unwanted, left, need) for unwanted, _, left, _, need in some)
-            if alike not in tried:
-                tried.add(alike)
+            signature = tuple((unwanted, left, need) for unwanted, _, left, _, need in some)
+            if signature not in tried:
+                tried.add(signature)
                 yield tuple(sorted((key, need) for *_, key, need in some))
 
     def _spot(self, part: Task) -> ScoredPlacement | None:
@@ -115,6 +131,7 @@ def gang_nodes_of(
                 {ledger.device.key: _free_mb(ledger, task) for ledger in ledgers},
                 {ledger.device.key: ledger.device for ledger in ledgers},
                 worth,
+                holders={ledger.device.key: len(ledger.holdings) for ledger in ledgers},
             )
         )
     return found
@@ -141,4 +158,11 @@ def empty_gang_nodes(nodes: Iterable[Node], devices: Iterable[Device]) -> list[G
 
 
 def copy_node(gang_node: GangNode) -> GangNode:
-    return GangNode(gang_node.node, gang_node.room, dict(gang_node.free), gang_node.devices, gang_node.worth)
+    return GangNode(
+        gang_node.node,
+        gang_node.room,
+        dict(gang_node.free),
+        gang_node.devices,
+        gang_node.worth,
+        holders=dict(gang_node.holders),
+    )

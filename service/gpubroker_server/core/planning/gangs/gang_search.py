@@ -11,7 +11,8 @@ from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, GangNode, copy_node
 
 MOST_STEPS = 4_000
-"""Tries before the search gives up: the gang then waits, though there may be room."""
+"""Choices of devices that a search tries before it gives up: the gang then waits, though there may be room.
+An exact answer is bin packing, which may take for ever."""
 
 Gang = tuple[Placement, ...]
 """One place for each rank, in rank order."""
@@ -42,13 +43,13 @@ def place_ranks(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Gang 
 
 
 def may_fit(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> bool:
-    """Whether the first `count` ranks fit; also true if the search gave up."""
+    """True if the first `count` ranks fit; also true if the search gave up."""
     searches = _searches(task, count, gang_nodes)
     return any(search.places() is not None or search.gave_up for search in searches)
 
 
 def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterator["_Search"]:
-    """One search over all nodes; with `strict_pack` one for each node, the fullest first."""
+    """Yield one search over all nodes; with `strict_pack` one for each node, the fullest first."""
     if task.demand.strategy != "strict_pack":
         yield _Search(task, count, [copy_node(gang_node) for gang_node in gang_nodes])
         return
@@ -58,7 +59,7 @@ def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterato
 
 
 def _tightness(gang_node: GangNode, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
-    """For a gang on one node: preferred labels, then the least stranded memory, then the fullest node."""
+    """Order nodes for a gang on one node: preferred labels, the least stranded memory, the fullest node."""
     unwanted = max(node_preference_rank(part.demand, gang_node.node) for part in sorts)
     return unwanted, -sum(map(gang_node.score, sorts)), *gang_node.room_left, gang_node.node.name
 
@@ -83,11 +84,11 @@ class _Search:
     def _side_by_side(self, found: Gang) -> Gang:
         """The same places, with equal ranks of a node ordered by device: an elastic gang gives back its last
         ranks first, which then frees whole devices."""
-        alike: dict[tuple[Demand, NodeName], list[int]] = {}
+        interchangeable: dict[tuple[Demand, NodeName], list[int]] = {}
         for rank, place in enumerate(found):
-            alike.setdefault((self._parts[rank].demand, place.node), []).append(rank)
+            interchangeable.setdefault((self._parts[rank].demand, place.node), []).append(rank)
         places = list(found)
-        for ranks in alike.values():
+        for ranks in interchangeable.values():
             first: dict[object, int] = {}
             for rank in ranks:
                 first.setdefault(found[rank].devices, rank)
@@ -97,7 +98,7 @@ class _Search:
         return tuple(places)
 
     def _filled(self) -> Gang | None:
-        """Without a search, if all ranks are equal."""
+        """Place the ranks without a search, if all are equal."""
         first = self._parts[0]
         if any(part.demand != first.demand for part in self._parts):
             return None
@@ -114,7 +115,7 @@ class _Search:
         return self._steps > MOST_STEPS
 
     def _may_fit(self) -> bool:
-        """Whether the ranks of each demand would fit alone: a necessary condition."""
+        """True if the ranks of each demand would fit alone: a necessary condition."""
         wanted: dict[Demand, int] = {}
         for part in self._parts:
             wanted[part.demand] = wanted.get(part.demand, 0) + 1
@@ -188,12 +189,13 @@ class _Search:
 
 def _hardness(demand: Demand) -> tuple[float, ...]:
     """Ascending: the hardest to place first."""
+    # What a fraction comes to depends on the device; 1e9 puts it before any size in MiB.
     size = float("inf") if demand.takes_whole_devices else (demand.gpu_mb or (demand.gpu_fraction or 0) * 1e9)
     return (-demand.gpus, -size, -demand.cpu, -demand.memory_mb)
 
 
 def _count(gang_node: GangNode, part: Task, most: int) -> int:
-    """How many such ranks fit on the node; a lower bound for ranks with several devices."""
+    """Return how many such ranks fit on the node; a lower bound for ranks with several devices."""
     put: list[Chosen] = []
     while len(put) < most and (chosen := next(gang_node.device_choices(part), None)) is not None:
         gang_node.add(len(put), part, chosen)

@@ -1,21 +1,29 @@
 """A copy-on-write picture of the World in which a plan is tried out, then dropped or made into decisions."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
+from types import MappingProxyType
+
+from msgspec.structs import replace
 
 from gpubroker_server.core.domain.errors import Overcommitted
+from gpubroker_server.core.domain.holders import Gang, MemberState
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom, NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, wildcard_limit
 from gpubroker_server.core.domain.ranks import needs_gpus, rank_task, rank_tasks, rank_tasks_on, ranks_of
-from gpubroker_server.core.domain.task import MemberState, Task, TaskState, stop_notice, stop_notices
+from gpubroker_server.core.domain.task import Task, TaskState, members_of, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId, node_of
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.background import BACKGROUND_TOP
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.revisions import RevisionLog
 from gpubroker_server.core.world.world import World
+
+NOTHING: Mapping[DeviceKey, int] = MappingProxyType({})
+
+NO_PLEDGE = 2**31
+"""Above every priority."""
 
 
 class Draft:
@@ -41,6 +49,8 @@ class Draft:
         self._admitted: dict[NodeName, set[TaskId]] = {}
         self._pledges = {task: dict(kept) for task, kept in world.pledges.items()}
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
+        self._binding: list[int] | None = None
+        """Priorities of all pledges, ascending; None until asked for."""
 
     def copy(self) -> "Draft":
         twin = Draft(self.world)
@@ -62,11 +72,11 @@ class Draft:
         return task if task is not None and task.fence == lease.fence else None
 
     def ledger(self, device: DeviceKey) -> DeviceLedger:
-        """To read only."""
+        """Return the ledger of a device. Treat it as read-only."""
         return self._books.get(device) or self.world.ledgers[device]
 
     def ledgers_on(self, node: NodeName) -> Iterator[DeviceLedger]:
-        """In key order; to read only."""
+        """Return the ledgers of the node in key order. Treat them as read-only."""
         return map(self.ledger, self.world.by_node.get(node, ()))
 
     def usable_nodes(self) -> Iterator[NodeName]:
@@ -79,7 +89,7 @@ class Draft:
         return (ledger for ledger in self.ledgers_on(node) if not ledger.is_stale(now, period))
 
     def use(self, node: NodeName) -> NodeUsage:
-        """To read only."""
+        """Return what runs use of a node. Treat it as read-only."""
         return self._use.get(node) or self.world.use[node]
 
     def pledges_of(self, task: TaskId) -> dict[DeviceKey, Pledge]:
@@ -94,7 +104,7 @@ class Draft:
         return map(self.task, self.world.runs.get(node, ()))
 
     def active_on(self, node: NodeName) -> Iterator[Task]:
-        """Each of its runs as a task of its own, those admitted in this draft included."""
+        """Yield each of the node's runs as a task of its own, those admitted in this draft included."""
         for name in (*self.world.runs.get(node, ()), *self._admitted.get(node, ())):
             yield from rank_tasks_on(self.task(name), node)
 
@@ -108,8 +118,9 @@ class Draft:
         return {ledger.device.kind for ledger in self.ledgers_on(node)} if needs_gpus(task.demand) else {""}
 
     def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> NodeHeadroom:
-        """What a task of this id and priority could take of the node: unused and not pledged to others. A
-        preemptor with pledges needs a run slot, CPU and host memory too when its devices are free."""
+        """Return what a task of this id and priority could take of the node: unused and not pledged to
+        others. A preemptor with pledges needs a run slot, CPU and host memory too when its devices are
+        free."""
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
@@ -138,7 +149,7 @@ class Draft:
         return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
 
     def left_of(self, task: Task, limits: Iterable[CustomLimit]) -> dict[str, float]:
-        """What this task could take now of each cluster-wide resource that it counts against."""
+        """Return what this task could take now of each cluster-wide resource that it counts against."""
         known = {limit.name: limit for limit in limits}
         left: dict[str, float] = {}
         for name, _ in task.demand.counted:
@@ -150,6 +161,21 @@ class Draft:
                 for name, amount in self._counted_when_it_starts(preemptor):
                     left[name] = left.get(name, 0.0) - amount
         return left
+
+    def ranks_within_limits(self, task: Task, limits: Iterable[CustomLimit]) -> int:
+        """Return how many ranks of a gang the cluster-wide limits allow now; at least the required ones."""
+        demand = task.demand
+        names = {name for part in demand.bundles for name, _ in part.counted}
+        if not names or demand.least_ranks == len(demand.bundles):
+            return len(demand.bundles)
+        every = tuple((name, 0.0) for name in sorted(names))
+        left = self.left_of(replace(task, demand=replace(demand, custom=(), slots=every)), limits)
+        for count, part in enumerate(demand.bundles):
+            for name, amount in part.counted:
+                left[name] = round(left[name] - amount, 6)
+            if count >= demand.least_ranks and any(left[name] < 0 for name, _ in part.counted):
+                return count
+        return len(demand.bundles)
 
     def _counted_when_it_starts(self, preemptor: TaskId) -> Iterable[tuple[str, float]]:
         """A gang counts as a whole. A task that is being moved counts already: nothing."""
@@ -186,28 +212,37 @@ class Draft:
     def add_ranks(self, before: Task, after: Task) -> None:
         """Enter the ranks that were added to a running gang."""
         self._tasks[after.id] = after
+        known = len(members_of(before))
+        self._recount(before, after)
         for rank, node in ranks_of(after):
-            if rank >= len(before.members):
+            if rank >= known:
                 self._own_use(node).count(rank_task(after, rank), +1)
                 self.changes.mark(node)
                 if after.id not in self.world.runs.get(node, ()):
                     self._admitted.setdefault(node, set()).add(after.id)
 
+    def _recount(self, before: Task, after: Task) -> None:
+        """Count what a running gang holds of shared limits after its ranks have changed."""
+        count_custom(self.custom_use, before, -1)
+        count_custom(self.custom_use, after, +1)
+
     def assume_started(self, task: TaskId) -> None:
-        """As if the processes of a task that this draft admitted were at work."""
+        """Assume that the processes of a task that this draft admitted are at work."""
         for node, _ in rank_tasks(self.task(task)):
             self._own_use(node).starting -= 1
             self.changes.mark(node)
 
     def remove_run(self, run: Task, ranks: Collection[int] | None = None) -> None:
-        """As if the run had ended; of a gang that goes on without them, only `ranks`."""
+        """Assume that the run has ended; of a gang that goes on without them, only `ranks`."""
         if ranks is None:
-            after, parts = changed(run, state=TaskState.SUCCEEDED), rank_tasks(run)
+            after, parts = replace(run, state=TaskState.SUCCEEDED), rank_tasks(run)
             count_custom(self.custom_use, run, -1)
         else:
-            parts = tuple((run.members[rank].node, rank_task(run, rank)) for rank in ranks)
-            left = {rank: replace(run.members[rank], state=MemberState.LEFT, gone=True) for rank in ranks}
-            after = changed(run, members=tuple(left.get(one.rank, one) for one in run.members))
+            members = members_of(run)
+            parts = tuple((members[rank].node, rank_task(run, rank)) for rank in ranks)
+            left = {rank: replace(members[rank], state=MemberState.LEFT, gone=True) for rank in ranks}
+            after = replace(run, holder=Gang(tuple(left.get(one.rank, one) for one in members)))
+            self._recount(run, after)
         self._tasks[run.id] = after
         for node, part in parts:
             self.changes.mark(node)
@@ -218,7 +253,7 @@ class Draft:
                 self._take_back(lease)
 
     def release_ended(self, node: NodeName) -> None:
-        """As if everything that ended runs still hold on the node were released."""
+        """Assume that everything that ended runs still hold on the node is released."""
         for key in self.world.by_node.get(node, ()):
             for holding in list(self.ledger(key).holdings.values()):
                 if holding.lease.state is LeaseState.RELEASING:
@@ -259,21 +294,23 @@ class Draft:
             self._own(pledge.device).pledges[pledge.preemptor] = pledge
         self.changes.mark(node_of(pledge.device))
         self._pledges[pledge.preemptor] = {**self.pledges_of(pledge.preemptor), pledge.device: pledge}
-        self._waiting = None
+        self._waiting = self._binding = None
 
-    def end_pledges(self, preemptor: TaskId) -> tuple[Pledge, ...]:
-        """End all pledges of a preemptor together; returns them in device order."""
+    def end_pledges(self, preemptor: TaskId, taken: Mapping[DeviceKey, int] = NOTHING) -> tuple[Pledge, ...]:
+        """End all pledges of a preemptor together; returns them in device order. `taken`: the MiB that it is
+        about to lease. Where that is as much as was kept for it, nothing grows for others."""
         ended = self._pledges.pop(preemptor, {})
-        for device in ended:
+        for device, pledge in ended.items():
             if device in self.world.ledgers:
                 del self._own(device).pledges[preemptor]
             self.changes.mark(node_of(device))
-            self.growth.mark(node_of(device))
-        self._waiting = None
+            if taken.get(device, -1) < pledge.mb:
+                self.growth.mark(node_of(device))
+        self._waiting = self._binding = None
         return tuple(ended[device] for device in sorted(ended))
 
     def is_room_coming(self, task: TaskId) -> bool:
-        """Whether what is leaving will be enough for its pledges. Not if nothing is leaving."""
+        """True if what is leaving will be enough for its pledges. Not if nothing is leaving."""
         mine = self.pledges_of(task)
         ledgers = [(self.ledger(key), mine[key]) for key in mine if key in self.world.ledgers]
         is_leaving = any(any(ledger.leaving()) for ledger, _ in ledgers)
@@ -284,12 +321,20 @@ class Draft:
         )
 
     def pledge_priorities(self, node: NodeName) -> list[int]:
-        """Of the pledges that keep something there, in order; and up to which it is closed to background
-        work."""
+        """Return the priorities of the pledges that keep something there, and that up to which the node is
+        closed to background work, in order."""
         devices = (pledge for ledger in self.ledgers_on(node) for pledge in ledger.pledges.values())
         waiting = (priority for priority, _ in self._preemptors().get(node, ()))
         closed = (BACKGROUND_TOP,) if self.background.is_closed(node) else ()
         return sorted({*(pledge.priority for pledge in devices), *waiting, *closed})
+
+    def least_pledge_from(self, priority: int) -> int:
+        """Return the lowest priority at which something may be kept from a task of this priority on any node:
+        that of a pledge, or that up to which a node can be closed to background work."""
+        if self._binding is None:
+            pledged = {pledge.priority for kept in self._pledges.values() for pledge in kept.values()}
+            self._binding = sorted({*pledged, BACKGROUND_TOP, NO_PLEDGE})
+        return self._binding[bisect_left(self._binding, priority)]
 
     def _respected(self, node: NodeName, task: TaskId | None, priority: int) -> Iterator[Task]:
         for pledged, other in self._preemptors().get(node, ()):
@@ -311,8 +356,9 @@ class Draft:
     def _awaited_parts(
         self, task: Task, pledges: dict[DeviceKey, Pledge]
     ) -> Iterator[tuple[NodeName, int, Task]]:
-        """Of a gang that uses GPUs, ranks without one have no pledge."""
+        """Yield the parts that wait. In a gang that uses GPUs, ranks without one have no pledge."""
         if not task.demand.bundles:
+            # All pledges of a single task are on one node and have one priority.
             device, pledge = next(iter(pledges.items()))
             yield node_of(device), pledge.priority, task
             return

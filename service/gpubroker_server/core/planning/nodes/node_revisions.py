@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from math import inf
 
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, NodeName
@@ -46,7 +47,7 @@ class NodeRevisions:
         """Node -> when the newest run there was admitted that was too young to be a victim."""
 
     def are_of(self, world: World, policy: Policy, now: Instant) -> bool:
-        """Whether what was found before this moment still says anything."""
+        """True if what was found before this moment still says anything."""
         return world is self._world and policy == self._policy and now >= self._now
 
     def close(self, decisions: Iterable[Decision]) -> None:
@@ -62,6 +63,7 @@ class NodeRevisions:
             grown |= {node for node, at in self._young.items() if at < cycle_at}
         self._now, self._cycle_at = now, cycle_at
         grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node)}
+        # What a dropped decision took of its nodes in the draft is there after all.
         if not all(_is_committed(world, decision) for decision in self._decided):
             grown |= set(self.changes.since(self._opened))
         changed = grown | set(world.marks.changes.since(self._world_changes))
@@ -84,7 +86,7 @@ class NodeRevisions:
         return self._turned[node] != before
 
     def _lets_go(self, node: NodeName) -> bool:
-        """Whether something stale or shielded there no longer is: a start may be reported late."""
+        """True if something stale or shielded there no longer is: a start may be reported late."""
         before = self._turned.get(node, frozenset())
         self._look_ahead(node)
         return not before <= self._turned[node]
@@ -100,7 +102,7 @@ class NodeRevisions:
                 turned.append(key)
                 at = self._now
             else:
-                at = min(at, ledger.sample.at + 3 * period)
+                at = min(at, ledger.sample.at + 3 * period)  # the limit of `is_stale`
         self._young.pop(node, None)
         for run in self._time_matters_to(node):
             if not is_old_enough(run, self._cycle_at):
@@ -118,16 +120,21 @@ class NodeRevisions:
     def _time_matters_to(self, node: NodeName) -> list[Task]:
         """The runs that may be too young or shielded: few of the thousands that a node may have."""
         least, budget = self._policy.min_run_seconds, self._policy.preemption_budget
-        return [
-            run
-            for run in (self._world.tasks[name] for name in self._world.runs.get(node, ()))
-            if run.preemptions >= budget
-            or run.started_at is None
-            or run.model is not None
-            or self._cycle_at - run.started_at < least
-            or not is_old_enough(run, self._cycle_at)
-            or self._has_its_turn(run)
-        ]
+        found = []
+        for name in self._world.runs.get(node, ()):
+            run = self._world.tasks[name]
+            match run.holder:
+                case Model():
+                    found.append(run)
+                case _ if (
+                    run.preemptions >= budget
+                    or run.started_at is None
+                    or self._cycle_at - run.started_at < least
+                    or not is_old_enough(run, self._cycle_at)
+                    or self._has_its_turn(run)
+                ):
+                    found.append(run)
+        return found
 
     def _has_its_turn(self, run: Task) -> bool:
         """Before some task of its band whose priority is higher."""
@@ -136,5 +143,5 @@ class NodeRevisions:
 
 
 def _is_committed(world: World, decision: Decision) -> bool:
-    """Whether the World shows it; a decision that only gave pledges back counts as not committed."""
+    """True if the World shows it; a decision that only gave pledges back counts as not committed."""
     return bool(decision.tasks) and all(world.tasks.get(w.task.id) == w.task for w in decision.tasks)

@@ -3,8 +3,11 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from operator import is_
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import NodeUpperBound, ceiling, need_mb
 from gpubroker_server.core.domain.device import Device, DeviceSample
@@ -22,35 +25,39 @@ CRITICAL = BANDS[0][1]
 """From this priority on no shield counts; above IDLE_TOP, none of idle work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(Struct, frozen=True, dict=True):
     """What could be had of a node: of each device, and of CPU, host memory and slots."""
 
     devices: tuple[tuple[Device, int], ...]
     """(device, MiB), in key order."""
     ceiling: NodeUpperBound
     beside: NodeHeadroom
-    alike: Device | None
+    device_class: Device | None
     """One of the devices, if no demand can tell them apart."""
 
     def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: NodeHeadroom) -> "Room":
         """The same devices with other amounts."""
-        return Room(devices, ceiling(devices), beside, self.alike)
+        return Room(devices, ceiling(devices), beside, self.device_class)
 
+    @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """By class of device."""
+        """Return what is left by class of device. A room never changes, so this needs no invalidation."""
         return rows(self.devices, self.beside.cpu)
 
     def may_fit(self, task: Task) -> bool:
         """False: too small. True: perhaps large enough."""
-        return self.ceiling.may_fit(task.demand) and self.beside.fits(task)
+        demand = task.demand
+        gpus, amounts = demand.gpus, self.ceiling.amounts
+        if gpus and (gpus > len(amounts) or amounts[gpus - 1] < (demand.gpu_mb or 1)):
+            return False  # most looks end here, so this test calls nothing else
+        return self.ceiling.may_fit(demand) and self.beside.fits(task)
 
     def fits(self, task: Task) -> bool:
         demand = task.demand
         if not (demand.gpus and self.may_fit(task)):
             return not demand.gpus and self.beside.fits(task)
-        if self.alike is not None and not demand.where.devices:
-            need = need_mb(demand, self.alike)
+        if self.device_class is not None and not demand.where.devices:
+            need = need_mb(demand, self.device_class)
             return need is not None and need <= self.ceiling.amounts[demand.gpus - 1]
         needs = ((need_mb(demand, device), mb) for device, mb in self.devices)
         return sum(need is not None and need <= mb for need, mb in needs) >= demand.gpus
@@ -90,10 +97,11 @@ class NodeRooms:
         self._now = now
         self._began_at = began_at
         self._known = known
+        self._revisions = draft.changes.by_node
 
     def now(self, node: NodeName, priority: int) -> Room:
         facts = self._facts(node)
-        above = bisect_left(facts.pledges, priority)
+        above = bisect_left(facts.pledges, priority) if facts.pledges else 0
         room = facts.now.get(above)
         if room is None:
             room = facts.now[above] = self.look(node, None, priority)
@@ -108,7 +116,7 @@ class NodeRooms:
     def soon(self, node: NodeName, priority: int) -> Room:
         """Once every run that is leaving has left."""
         facts = self._facts(node)
-        above = bisect_left(facts.pledges, priority)
+        above = bisect_left(facts.pledges, priority) if facts.pledges else 0
         room = facts.soon.get(above)
         if room is None:
             ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
@@ -119,10 +127,9 @@ class NodeRooms:
         return room
 
     def most(self, node: NodeName, priority: int, below: int) -> Room:
-        """For a task of this priority, once every run that may be preempted below that one has left too
-        (`stops_below`)."""
-        priorities = self._draft.use(node).priorities
-        if not priorities or min(priorities) >= below:
+        """Return the room for a task of this priority once every run that may be preempted below that one
+        (`stops_below`) has left too."""
+        if not self.has_runs_below(node, below):
             return self.soon(node, priority)
         facts = self._facts(node)
         above = bisect_left(self.steps(node), priority)
@@ -139,6 +146,11 @@ class NodeRooms:
             room = soon.with_amounts(devices, after(soon.beside, node, leavers)) if leavers else soon
             facts.most[above] = room
         return room
+
+    def has_runs_below(self, node: NodeName, priority: int) -> bool:
+        """True if a run of lower priority than this holds room there."""
+        priorities = self._draft.use(node).priorities
+        return bool(priorities) and min(priorities) < priority
 
     def steps(self, node: NodeName) -> Sequence[int]:
         """The priorities above each of which a task may have more there; to read only."""
@@ -179,7 +191,7 @@ class NodeRooms:
 
     def _facts(self, node: NodeName) -> _Facts:
         facts = self._known.get(node)
-        if facts is None or facts.revision != self._draft.changes.at(node):
+        if facts is None or facts.revision != self._revisions.get(node, 0):
             ledgers = list(self._draft.ledgers_on(node))
             pledges = self._draft.pledge_priorities(node)
             samples = [ledger.sample for ledger in ledgers]

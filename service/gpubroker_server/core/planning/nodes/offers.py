@@ -1,7 +1,8 @@
 """What each node offers a preemptor: room being released, and runs that may be preempted."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom
@@ -22,8 +23,7 @@ from gpubroker_server.core.planning.nodes.victims import (
 from gpubroker_server.core.world.ledger import DeviceLedger
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(Struct, frozen=True):
     """One device. All sizes are for a task without pledges of its own."""
 
     device: Device
@@ -50,8 +50,7 @@ class Site:
         return self.free_after_releases_mb + sum(candidate.frees.get(key, 0) for candidate in gone)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Struct, frozen=True):
     node: NodeName
     room: NodeHeadroom
     """CPU, host memory and run slots after all releases under way."""
@@ -88,7 +87,7 @@ class Offers:
         self.rooms = rooms or NodeRooms(draft, policy, now, self.began_at, {})
 
     def of(self, node: NodeName, task: Task) -> Offer:
-        """For a task without pledges."""
+        """Return the offer of the node to a task without pledges."""
         revision, below = self.draft.changes.at(node), stops_below(task)
         key = node, task.priority, below
         known = self._known.get(key)

@@ -2,12 +2,14 @@
 
 from math import inf
 
+from msgspec.structs import replace
+
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.models import min_residency_seconds
 from gpubroker_server.core.domain.policy import Policy, aged_priority, band_of
 from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.background import IDLE_TOP
 
 NOTHING = -1
@@ -15,7 +17,7 @@ NOTHING = -1
 
 
 def preempts(task: Task, policy: Policy) -> bool:
-    """Whether runs may be stopped for it."""
+    """True if runs may be stopped for it."""
     return policy.preemption and stops_below(task) > NOTHING
 
 
@@ -42,15 +44,15 @@ def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -
 
 
 def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> float:
-    """When a task of this priority may preempt it, as things are; infinite if never. For a waiting task: if
-    it started now."""
+    """Return when a task of this priority may preempt the run, as things are; infinite if never. For a
+    waiting task: if it started now."""
     if run.priority >= for_priority:
         return inf
     if _ignores_shields(run, for_priority):
         return now
     is_first = for_priority <= ahead_of_priority(run, policy, now)
     if run.started_at is None or not run.is_active:
-        return now + shield_seconds_of(changed(run, started_at=None), policy, is_first=is_first)
+        return now + shield_seconds_of(replace(run, started_at=None), policy, is_first=is_first)
     return max(now, run.started_at + shield_seconds_of(run, policy, is_first=is_first))
 
 
@@ -61,16 +63,24 @@ def is_protected(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
 
 def _ignores_shields(run: Task, for_priority: int) -> bool:
     """Critical tasks do. Idle work makes room for all other work at once, however often it had to before."""
-    is_idle_work = run.model is None and run.priority <= IDLE_TOP
-    return is_critical(for_priority) or (is_idle_work and for_priority > IDLE_TOP)
+    if is_critical(for_priority):
+        return True
+    match run.holder:
+        case Model():
+            return False
+        case _:
+            return run.priority <= IDLE_TOP < for_priority
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
     """It has just started; or its preemption budget is spent, and this attempt has neither saved a checkpoint
     nor run for the shield time."""
     if run.started_at is None:
-        is_spent = run.model is None and run.preemptions >= policy.preemption_budget
-        return run.model is not None or is_spent or is_young(run, policy, now)
+        match run.holder:
+            case Model():
+                return True
+            case _:
+                return run.preemptions >= policy.preemption_budget or is_young(run, policy, now)
     return now - run.started_at < shield_seconds_of(run, policy)
 
 
@@ -82,27 +92,29 @@ def is_young(run: Task, policy: Policy, now: Instant) -> bool:
 
 def _least_seconds(run: Task, policy: Policy) -> Seconds:
     """The minimum run time; of a model its minimum residency, if longer."""
-    if run.model is None:
-        return policy.min_run_seconds
-    least = min_residency_seconds(run.model.load_seconds, policy.min_residency_seconds)
-    return max(policy.min_run_seconds, least)
+    match run.holder:
+        case Model(load_seconds=load_seconds):
+            least = min_residency_seconds(load_seconds, policy.min_residency_seconds)
+            return max(policy.min_run_seconds, least)
+        case _:
+            return policy.min_run_seconds
 
 
 def shield_seconds_of(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
-    """How long after its start a run is protected, as things are. `is_first`: from tasks that it was ahead of
-    when it was admitted."""
+    """Return how long after its start a run is protected, as things are. `is_first`: from tasks that it was
+    ahead of when it was admitted."""
     least = _least_seconds(run, policy)
-    if (
-        run.model is not None
-        or _has_saved(run)
-        or not (is_first or run.preemptions >= policy.preemption_budget)
-    ):
-        return least
-    return max(policy.shield_seconds, least)
+    match run.holder:
+        case Model():
+            return least
+        case _ if _has_saved(run) or not (is_first or run.preemptions >= policy.preemption_budget):
+            return least
+        case _:
+            return max(policy.shield_seconds, least)
 
 
 def has_turn_protection(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Whether it was ahead of all such tasks of its band when it was admitted, and this attempt has neither
+    """True if it was ahead of all such tasks of its band when it was admitted, and this attempt has neither
     saved a checkpoint nor run for the shield time. Otherwise the next task would stop it at once."""
     if is_critical(for_priority) or now >= turn_protection_ends_at(run, policy):
         return False
@@ -110,10 +122,14 @@ def has_turn_protection(run: Task, for_priority: int, policy: Policy, now: Insta
 
 
 def turn_protection_ends_at(run: Task, policy: Policy) -> float:
-    """When that protection ends; infinite if it has not started."""
-    if policy.shield_seconds <= 0 or run.model is not None or _has_saved(run):
-        return -inf
-    return inf if run.started_at is None else run.started_at + policy.shield_seconds
+    """Return when that protection ends; infinite if the run has not started."""
+    match run.holder:
+        case Model():
+            return -inf
+        case _ if policy.shield_seconds <= 0 or _has_saved(run):
+            return -inf
+        case _:
+            return inf if run.started_at is None else run.started_at + policy.shield_seconds
 
 
 def ahead_of_priority(run: Task, policy: Policy, now: Instant) -> int:
@@ -125,7 +141,7 @@ def ahead_of_priority(run: Task, policy: Policy, now: Instant) -> int:
 
 
 def _has_saved(run: Task) -> bool:
-    """In this attempt."""
+    """True if this attempt has saved a checkpoint."""
     return run.checkpoint_at is not None and run.started_at is not None and run.checkpoint_at > run.started_at
 
 

@@ -1,14 +1,16 @@
 """Possible victims, what stopping them costs, and the cheapest set that makes room."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 
+from msgspec import Struct
+
+from gpubroker_server.core.domain.holders import Gang, Model
 from gpubroker_server.core.domain.models import expected_seconds
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import gpus_of, rank_task, ranks_of, removable_ranks
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import may_be_stopped
@@ -23,14 +25,14 @@ NO_COST: Cost = (0.0, 0, 0)
 WITHOUT_LIMIT: Cost = (inf, 0, 0)
 
 Suffices = Callable[[Sequence["Candidate"]], bool]
-"""Whether there is room once these have left. Monotone: more victims never mean less room."""
+"""Returns True if there is room once these have left. Monotone: more victims never mean less room."""
 
 Together = Callable[[Sequence["Candidate"]], Sequence["Candidate"]]
-"""Those of these candidates, in order, that may leave together. A subset of what may leave may leave."""
+"""Returns those of these candidates, in order, that may leave together. A subset of candidates that may leave
+may leave too."""
 
 
-@dataclass(frozen=True, slots=True)
-class PossibleVictim:
+class PossibleVictim(Struct, frozen=True):
     """A possible victim and what it frees: a run, or one rank of a gang that goes on without it. Of a gang
     with such ranks, the run is the rest of the gang."""
 
@@ -47,12 +49,11 @@ class PossibleVictim:
         return self.task.id, -1 if self.rank is None else self.rank
 
     def parts(self, node: NodeName) -> Iterator[Task]:
-        """Its part on one node."""
+        """Yield its parts on one node."""
         return (part for there, part in self.runs if there == node)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate(PossibleVictim):
+class Candidate(PossibleVictim, frozen=True):
     lost: float = 0.0
     """GPU-seconds of work since its start or newest checkpoint; 0 for a single rank, since its gang goes on.
     """
@@ -75,10 +76,11 @@ def possible_victims(
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):
             before = known.get(run.id)
             if not before or before[0].task is not run:
-                if run.members:
-                    before = [one for one in _of_gang(draft, run) if any(one.parts(node))]
-                else:
-                    before = (PossibleVictim(run, _frees(draft, run, (0,)), ((node, run),)),)
+                match run.holder:
+                    case Gang():
+                        before = [one for one in _of_gang(draft, run) if any(one.parts(node))]
+                    case _:
+                        before = (PossibleVictim(run, _frees(draft, run, (0,)), ((node, run),)),)
             if before:
                 found[run.id] = before
     return found
@@ -88,12 +90,11 @@ def _of_gang(draft: Draft, run: Task) -> Iterator[PossibleVictim]:
     """Every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free nothing
     more."""
     surplus = removable_ranks(run)
+    members = members_of(run)
     for rank in surplus:
-        alone = ((run.members[rank].node, rank_task(run, rank)),)
+        alone = ((members[rank].node, rank_task(run, rank)),)
         yield PossibleVictim(run, _frees(draft, run, (rank,)), alone, rank)
-    rest = [
-        (rank, node) for rank, node in ranks_of(run) if rank not in surplus and run.members[rank].takes_part
-    ]
+    rest = [(rank, node) for rank, node in ranks_of(run) if rank not in surplus and members[rank].takes_part]
     parts = tuple((node, rank_task(run, rank)) for rank, node in rest)
     yield PossibleVictim(run, _frees(draft, run, [rank for rank, _ in rest]), parts)
 
@@ -115,7 +116,7 @@ def cheapest_first(runs: Iterable[PossibleVictim], now: Instant) -> list[Candida
 
 
 def is_old_enough(run: Task, began_at: Instant) -> bool:
-    """Whether it was admitted before the cycle that began then."""
+    """True if it was admitted before the cycle that began then."""
     return (run.admitted_at or 0.0) < began_at
 
 
@@ -131,10 +132,13 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
     run without a GPU counts as if it had one."""
     if run.started_at is None:
         return 0.0
-    if run.model is not None:
-        return expected_seconds(run.model.load_seconds, run.model.usage, now) * max(1, gpus_of(run))
-    saved_at = max(run.started_at, run.checkpoint_at or run.started_at)
-    return max(0.0, now - saved_at) * max(1, gpus_of(run))
+    match run.holder:
+        case Model(load_seconds=load_seconds, usage=usage):
+            lost_seconds: float = expected_seconds(load_seconds, usage, now)
+        case _:
+            saved_at = max(run.started_at, run.checkpoint_at or run.started_at)
+            lost_seconds = max(0.0, now - saved_at)
+    return lost_seconds * max(1, gpus_of(run))
 
 
 def after(room: NodeHeadroom, node: NodeName, leavers: Iterable[PossibleVictim]) -> NodeHeadroom:
@@ -163,7 +167,7 @@ def any_may_leave(_gone: Sequence[Candidate]) -> bool:
 
 
 def all_of(together: Together) -> Suffices:
-    """Whether all of them may leave together."""
+    """True if all of them may leave together."""
     return lambda gone: len(together(gone)) == len(gone)
 
 
@@ -227,12 +231,13 @@ def _exact(
         candidate = found[at]  # there is one: with all that are left it suffices
         if suffices([*taken, *found[at + 1 :]]):
             branches.append((taken, at + 1))
+        # On top, and so next: of sets that cost the same, the one with the earlier candidates is kept.
         branches.append(([*taken, candidate], at + 1))
     return best
 
 
 def _frees(draft: Draft, run: Task, ranks: Collection[int]) -> dict[DeviceKey, int]:
-    """What is being released anyway does not count."""
+    """Return what the run frees. What is being released anyway does not count."""
     freed: dict[DeviceKey, int] = {}
     for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
         holding = draft.ledger(lease.device).holdings.get(key)  # none if it has left in this draft

@@ -1,17 +1,18 @@
 """Which runs to stop so that a single task can start: node, devices and victims."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from msgspec import Struct, field
+
 from gpubroker_server.core.domain.demand import need_mb
 from gpubroker_server.core.domain.ranks import stop_deadline_of
-from gpubroker_server.core.domain.task import Placement, Task
+from gpubroker_server.core.domain.task import Placement, Task, members_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, node_key
-from gpubroker_server.core.planning.budget import ProbeBudget, Steps
+from gpubroker_server.core.planning.budget import PROBES_AT_A_TIME, Steps
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offer, Offers, Site
 from gpubroker_server.core.planning.nodes.shields import preempts, stops_below
@@ -34,8 +35,7 @@ CLOSE_LOOK = 10
 """Cost of looking at all possible victims of a node, in units of one quick capacity check."""
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
+class Eviction(Struct, frozen=True):
     """Runs to stop, and the room that they free for the preemptor."""
 
     node: NodeName
@@ -48,23 +48,21 @@ class Eviction:
     ranks: Mapping[DeviceKey, tuple[int, ...]] = field(default_factory=dict)
     """Device -> the ranks of a gang that get it."""
     surplus: Mapping[TaskId, tuple[int, ...]] = field(default_factory=dict)
-    """Of gangs that go on, the ranks that leave."""
+    """Gang that goes on -> the ranks that leave."""
 
 
 Target = tuple[Site, Mib]
 """A device that the preemptor might get, and its need there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(Struct, frozen=True):
     offer: Offer
     targets: tuple[Target, ...]
     victims: tuple[Candidate, ...]
     cost: Cost
 
 
-@dataclass(frozen=True, slots=True)
-class RoomBeingFreed:
+class RoomBeingFreed(Struct, frozen=True):
     """Enough room is being given back: no run need be stopped."""
 
     nodes: tuple[NodeName, ...]
@@ -81,7 +79,7 @@ class _NodeBound(NamedTuple):
     """Lower bound of what `_newest` says of the victims."""
     node: NodeName
     is_close: bool
-    """Whether the bound comes from looking at all possible victims."""
+    """True if the bound was found by looking at all possible victims."""
 
 
 def may_preempt(offers: Offers, task: Task) -> bool:
@@ -90,17 +88,23 @@ def may_preempt(offers: Offers, task: Task) -> bool:
 
 
 def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
-    """Whether the task fits once all releases under way are done."""
+    """True if the task fits once all releases under way are done."""
     return node in offers.nodes and offers.rooms.soon(node, task.priority).fits(task)
 
 
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
-    """Whether it fits once all possible victims have left too."""
+    """True if it fits once all possible victims have left too."""
     return node in offers.nodes and offers.rooms.most(node, task.priority, stops_below(task)).fits(task)
 
 
+def offer_above(offers: Offers, task: Task, node: NodeName, floor: int) -> Offer:
+    """Return what the node offers if only runs from this priority on may be preempted for the task."""
+    runs = offers.rooms.leavers(node, stops_below(task))
+    return offers.among(node, task.priority, [run for run in runs if run.task.priority >= floor])
+
+
 def search_eviction(
-    offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant, budget: ProbeBudget
+    offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant
 ) -> Steps[Eviction | RoomBeingFreed | None]:
     """The eviction that costs least: lost GPU-seconds, number of victims, then the rank that joined its gang
     last, node and devices. Only runs of strictly lower priority are victims, and only if the task fits once
@@ -108,31 +112,28 @@ def search_eviction(
     stopped. Nodes are tried in the order of what a victim there costs at least, until no other can be
     better."""
     ways: list[_NodeBound] = []
-    for node in sorted(nodes):
-        budget.spent += 1
+    for number, node in enumerate(sorted(nodes), start=1):
         if could_make_room(offers, task, node):
             if is_coming(offers, task, node):
                 return RoomBeingFreed((node,))
             ways.append(_NodeBound(NO_LESS, -inf, node, False))
-        if budget.calls_for_a_pause:
-            yield
+        if number % PROBES_AT_A_TIME == 0:
+            yield PROBES_AT_A_TIME
     best: Option | None = None
     while ways and not _is_settled(best, ways[0]):
         way = heappop(ways)
         offer = offers.of(way.node, task)
-        budget.spent += CLOSE_LOOK
         if not way.is_close:
             bound = _NodeBound(_least_cost(offer, task), _newest(offer.found), way.node, True)
             heappush(ways, bound)
         else:
             best = _cheaper(offer, task, best)
-        if budget.calls_for_a_pause:
-            yield
+        yield CLOSE_LOOK
     return None if best is None else eviction_of(best, offers.draft, now)
 
 
 def _is_settled(best: Option | None, way: _NodeBound) -> bool:
-    """Whether neither this way nor a costlier one beats the best so far."""
+    """True if neither this way nor a costlier one beats the best so far."""
     return best is not None and way[:3] >= _order(best)
 
 
@@ -142,13 +143,14 @@ def _order(option: Option) -> tuple[Cost, float, NodeName]:
 
 def _newest(victims: Iterable[Candidate]) -> float:
     """The smaller, the later the last of them joined its running gang; 0 if none did."""
-    late = (one.rank for one in victims if one.rank is not None and one.task.members[one.rank].is_late)
+    late = (one.rank for one in victims if one.rank is not None and members_of(one.task)[one.rank].is_late)
     return -max(late, default=0)
 
 
 def _cheaper(offer: Offer, task: Task, best: Option | None) -> Option | None:
     """The better of the best so far and the best on this node: of two that cost the same, the one with the
     newer rank, then the one whose node comes first by name."""
+    # One more than the best cost, so that ways of the same cost are found as well, and `_order` decides.
     below = WITHOUT_LIMIT if best is None else (*best.cost[:2], best.cost[2] + 1)
     find = _on_one if task.demand.gpus == 1 else _on_several  # none or more
     found = [option for option in (find(offer, task, below), best) if option is not None]
@@ -159,6 +161,8 @@ def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
     victims, surplus = named(best.victims)
     deadlines = [now + victim.grace_seconds for victim in victims]
     for site, need in best.targets:
+        # The pledge must last until runs that are leaving anyway are gone, if without them the memory that is
+        # free and what the victims give back are too little.
         if site.after_mb(best.victims) - site.free_after_releases_mb + site.free_mb < need:
             deadlines += deadlines_of_leavers(draft, site.device.key)
     node = best.offer.node
@@ -208,6 +212,7 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
     """The best way to one device of this node for less than `below`."""
     best: Option | None = None
     has_room = offer.room.fits(task)
+    # A later way has to cost less, so of devices that cost the same the one with the newer rank comes first.
     for target in sorted(_targets(offer, task), key=lambda target: _newest(target[0].holders)):
         site, need = target
         victims: Sequence[Candidate] | None = None
@@ -235,7 +240,7 @@ def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
 
 
 def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
-    """Whether the task fits on enough of these devices once the victims have left."""
+    """True if the task fits on enough of these devices once the victims have left."""
 
     def suffices(gone: Sequence[Candidate]) -> bool:
         roomy = sum(site.after_mb(gone) >= need for site, need in targets)
@@ -245,7 +250,7 @@ def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
 
 
 def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequence[Candidate]) -> Option:
-    """Of the devices that are then free, the fullest are taken."""
+    """Return the option. Of the devices that are then free, the fullest are taken."""
     left = [(site.after_mb(victims) - need, site.device.key, (site, need)) for site, need in targets]
     roomy = sorted(option for option in left if option[0] >= 0)
     chosen = tuple(target for _, _, target in roomy[: task.demand.gpus])

@@ -1,6 +1,8 @@
 """Which runs to stop, on several nodes, so that a gang can start or a quota has room."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from gpubroker_server.core.domain.ranks import needs_gpus, rank_task
 from gpubroker_server.core.domain.task import Task
@@ -24,22 +26,34 @@ from gpubroker_server.core.planning.preemption.eviction import (
     RoomBeingFreed,
     deadlines_of_leavers,
     may_preempt,
+    offer_above,
 )
+
+NO_FLOORS: Mapping[NodeName, int] = MappingProxyType({})
 
 EXACT_NODES = 4_096
 """Every subset of the candidates is tried if that probes at most this many nodes."""
 
 
 def choose_for_gang(
-    offers: Offers, task: Task, now: Instant, nodes: Collection[NodeName], together: Together = tuple
+    offers: Offers,
+    task: Task,
+    now: Instant,
+    nodes: Collection[NodeName],
+    together: Together = tuple,
+    floors: Mapping[NodeName, int] = NO_FLOORS,
 ) -> Eviction | RoomBeingFreed | None:
-    """Runs of strictly lower priority that make room, on these nodes, for all ranks that the gang needs.
+    """Find runs of strictly lower priority that make room, on these nodes, for all ranks that the gang needs.
 
-    None if it would still not fit. A gang gives way as a whole, on all its nodes.
+    None if it would still not fit. A gang gives way as a whole, on all its nodes. `floors`: more nodes, see
+    `Reservations.victim_floors`.
     """
     if not may_preempt(offers, task):
         return None
-    there = [offers.of(node, task) for node in sorted(nodes)]
+    there = [
+        offer_above(offers, task, node, floors[node]) if node in floors else offers.of(node, task)
+        for node in sorted({*nodes, *floors})
+    ]
     return choose_among(there, offers.draft, task, now, together=together)
 
 
@@ -90,6 +104,7 @@ class _Site:
             return None if gang is None else (found, gang)
         leavers = together(found)
         gang = self.places(leavers)
+        # More victims never leave less room, so halving finds the shortest list.
         few, many = 0, len(leavers)
         while gang is not None and many - few > 1:
             some = (few + many) // 2
@@ -119,8 +134,24 @@ class _Site:
                 there = free.get(self._draft.ledger(key).device.node, {})
                 if key in there:
                     there[key] += mb
-        nodes_of = self._draft.world.nodes
-        return [GangNode(nodes_of[node], room[node], free[node], self._devices[node]) for node in room]
+        nodes_of, holders = self._draft.world.nodes, self._holders(free, gone)
+        return [
+            GangNode(nodes_of[node], room[node], free[node], self._devices[node], holders=holders[node])
+            for node in room
+        ]
+
+    def _holders(
+        self, free: Mapping[NodeName, Mapping[DeviceKey, int]], gone: Iterable[Candidate]
+    ) -> dict[NodeName, dict[DeviceKey, int]]:
+        """Count what holds memory of these devices once such victims, and all leaving runs, have left."""
+        left = Counter(key for candidate in gone for key in candidate.frees)
+        return {
+            node: {
+                key: sum(not one.is_leaving for one in self._draft.ledger(key).holdings.values()) - left[key]
+                for key in devices
+            }
+            for node, devices in free.items()
+        }
 
     def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
         """The victims without which the gang has no place: first those that these places need; then, if they
@@ -164,7 +195,7 @@ class _Site:
         return list(taken.values())
 
     def _has_room(self, gang: Gang, node: NodeName, ranks: Iterable[int], gone: Iterable[Candidate]) -> bool:
-        """Whether these places on a node are free once such victims have left."""
+        """True if these places on a node are free once such victims have left."""
         [gang_node] = self._gang_nodes((node,), gone)
         for rank in ranks:
             place, part = gang[rank], rank_task(self._task, rank)

@@ -1,14 +1,15 @@
 """Preemption where quotas and guarantees have a say."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 
 from gpubroker_server.core.domain.policy import band_of
+from gpubroker_server.core.domain.ranks import counted_by, demand_of
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.nodes.offers import Offer, Offers
-from gpubroker_server.core.planning.nodes.shields import is_critical, is_protected, preempts
+from gpubroker_server.core.planning.nodes.shields import NOTHING, is_critical, is_protected, preempts
 from gpubroker_server.core.planning.nodes.victims import Candidate, PossibleVictim, Together, all_of
 from gpubroker_server.core.planning.preemption.eviction import (
     Eviction,
@@ -16,18 +17,24 @@ from gpubroker_server.core.planning.preemption.eviction import (
     best_of,
     eviction_of,
     may_preempt,
+    offer_above,
 )
 from gpubroker_server.core.planning.preemption.gang_eviction import choose_among
 from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Surplus, leased_mb, within_surplus
 
 
 def reclaim(
-    offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
+    offers: Offers,
+    task: Task,
+    surplus: Surplus,
+    now: Instant,
+    nodes: Iterable[NodeName],
+    floors: Mapping[NodeName, int],
 ) -> Eviction | None:
-    """The cheapest way to take room back from borrowers on these nodes; None if there is none. Borrowers of
-    the same band or a lower one may be preempted, whatever their priority, unless protected; no tenant is
-    left with less than its guarantee."""
-    there = (offer for offer in _borrowers_on(offers, task, surplus, nodes) if offer.found)
+    """Return the cheapest way to take room back from borrowers on these nodes; None if there is none.
+    Borrowers of the same band or a lower one may be preempted, whatever their priority, unless protected; no
+    tenant is left with less than its guarantee. `floors`: see `Reservations.victim_floors`."""
+    there = (offer for offer in _borrowers_on(offers, task, surplus, nodes, floors) if offer.found)
     return _cheapest_of(
         there, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
     )
@@ -42,6 +49,15 @@ def evict_within_borrower_rule(
     return _cheapest_of(there, offers, task, now, rule.together)
 
 
+def evict_above_floors(
+    offers: Offers, task: Task, floors: Mapping[NodeName, int], now: Instant, together: Together
+) -> Eviction | None:
+    """Return the cheapest way to make room on these nodes by preempting runs of lower priority than the
+    task's, and of at least the node's floor. No node has room being released."""
+    there = (offer_above(offers, task, node, floor) for node, floor in sorted(floors.items()))
+    return _cheapest_of(there, offers, task, now, together)
+
+
 def _cheapest_of(
     there: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
 ) -> Eviction | None:
@@ -52,32 +68,47 @@ def _cheapest_of(
 
 
 def reclaim_for_gang(
-    offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
+    offers: Offers,
+    task: Task,
+    surplus: Surplus,
+    now: Instant,
+    nodes: Iterable[NodeName],
+    floors: Mapping[NodeName, int],
 ) -> Eviction | RoomBeingFreed | None:
-    """`reclaim` for a gang, on all these nodes together."""
+    """Take room back for a gang as `reclaim` does for one task, on all these nodes together."""
     if not may_preempt(offers, task):
         return None
-    there = list(_borrowers_on(offers, task, surplus, nodes))
+    there = list(_borrowers_on(offers, task, surplus, nodes, floors))
     together = partial(within_surplus, surplus=surplus, draft=offers.draft)
     return choose_among(there, offers.draft, task, now, together=together)
 
 
 def make_room_in_quota(
-    offers: Offers, task: Task, missing_mb: int, now: Instant, nodes: Iterable[NodeName]
+    offers: Offers,
+    task: Task,
+    missing_mb: int,
+    now: Instant,
+    nodes: Iterable[NodeName],
+    floors: Mapping[NodeName, int],
 ) -> Eviction | None:
-    """The cheapest way for a task or gang over its tenant's quota: runs of that tenant, of strictly lower
-    priority, are stopped until the quota has room too. None if there is none, or if runs that are leaving
-    will do."""
+    """Return the cheapest way for a task or gang over its tenant's quota: runs of that tenant, of strictly
+    lower priority, are stopped until the quota has room too. None if there is none, or if runs that are
+    leaving will do. `floors`: see `Reservations.victim_floors`."""
     if not missing_mb or not may_preempt(offers, task):
         return None
     there = []
     for node in sorted(nodes):
-        mine = (run for run in offers.rooms.leavers(node, task.priority) if run.task.tenant == task.tenant)
+        floor = floors.get(node, NOTHING)
+        mine = (
+            run
+            for run in offers.rooms.leavers(node, task.priority)
+            if run.task.tenant == task.tenant and run.task.priority >= floor
+        )
         there.append(offers.among(node, task.priority, mine))
     found = choose_among(
         there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= missing_mb
     )
-    assert not isinstance(found, RoomBeingFreed), "a run that no task may stop frees nothing"
+    assert not isinstance(found, RoomBeingFreed), "with no victim the quota is still short"
     return found
 
 
@@ -101,21 +132,22 @@ def make_room_in_limit(
 
 
 def may_make_room_in_limit(offers: Offers, task: Task) -> bool:
-    """Whether runs of lower priority use enough of what the task lacks, whatever protects them."""
+    """True if runs of lower priority use enough of what the task lacks, whatever protects them."""
     missing = _missing_of(offers, task)
     if missing is None:
         return False
     for run in offers.draft.active():
         if run.priority < task.priority:
-            for name, amount in run.demand.amounts:
+            for name, amount in _given_back(run):
                 if name in missing:
+                    # Amounts are binary fractions: unrounded, three times 0.1 would be more than 0.3.
                     missing[name] = round(missing[name] - amount, 6)
     return all(amount <= 0 for amount in missing.values())
 
 
 def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
-    """What it is short of -> how much too little is left of it once the runs that are leaving have left; None
-    if no run may be stopped for it."""
+    """Return what it is short of -> how much too little is left once the runs that are leaving have left;
+    None if no run may be stopped for it."""
     draft, limits = offers.draft, offers.policy.custom_limits
     if not (preempts(task, offers.policy) and is_critical(task.priority)):
         return None
@@ -124,23 +156,52 @@ def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
     if any(name not in asked or left[name] == -inf for name in short):
         return None
     leaving = [run for run in draft.active() if run.state is TaskState.STOPPING]
-    coming = [dict(run.demand.amounts) for run in leaving]
+    coming = [_sums(_given_back(run)) for run in leaving]
     return {
         name: round(asked[name] - left[name] - sum(one.get(name, 0.0) for one in coming), 6) for name in short
     }
 
 
 def _used_of(name: str, gone: Iterable[Candidate]) -> float:
-    """A gang that goes on without some ranks gives nothing back."""
-    whole = {one.task.id: dict(one.task.demand.amounts).get(name, 0.0) for one in gone if one.rank is None}
-    return round(sum(whole.values()), 6)
+    """Return how much of it these give back; a gang that goes on gives back what its leaving ranks hold."""
+    victims = list(gone)
+    whole = {one.task.id: _sums(_given_back(one.task)).get(name, 0.0) for one in victims if one.rank is None}
+    ranks = (
+        dict(demand_of(one.task, one.rank).counted).get(name, 0.0)
+        for one in victims
+        if one.rank is not None and one.task.id not in whole
+    )
+    return round(sum(whole.values()) + sum(ranks), 6)
 
 
-def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
-    """What these nodes offer if only borrowers that must give back may be preempted."""
+def _given_back(run: Task) -> Iterator[tuple[str, float]]:
+    """Yield what a run gives back to others: custom resources, and what it has of its pool. A place under a
+    limit of running tasks is none."""
+    return ((name, amount) for name, amount in counted_by(run) if ":" not in name or name.startswith("pool:"))
+
+
+def _sums(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, amount in amounts:
+        found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def _borrowers_on(
+    offers: Offers,
+    task: Task,
+    surplus: Surplus,
+    nodes: Iterable[NodeName],
+    floors: Mapping[NodeName, int],
+) -> Iterator[Offer]:
+    """Yield what these nodes offer if only borrowers that must give back may be preempted."""
     for node in sorted(nodes):
-        runs = offers.rooms.possible_victims(node)
-        asked = [run for run in runs if run.task.tenant in surplus and _may_be_asked(run, task, offers)]
+        runs, floor = offers.rooms.possible_victims(node), floors.get(node, NOTHING)
+        asked = [
+            run
+            for run in runs
+            if run.task.tenant in surplus and run.task.priority >= floor and _may_be_asked(run, task, offers)
+        ]
         yield offers.among(node, task.priority, asked)
 
 

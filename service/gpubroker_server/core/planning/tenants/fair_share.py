@@ -17,7 +17,7 @@ class TenantPosition(NamedTuple):
     claimed_mb: int = 0
     """Held, and being freed for it."""
     used: float = 0.0
-    """Its decayed usage, as a share of the most that all devices could have been used."""
+    """The decayed usage of the tenant, as a share of the most that all devices could have been used."""
 
 
 class FairShareLevels:
@@ -29,10 +29,12 @@ class FairShareLevels:
         self.tenants = {*world.accounts, *world.queue.tenants}
         """Tenants that ever held memory, or wait."""
         self._whole_mb = max(1, world.accounts.whole_mb(world.ledgers.values(), world.inventory_version))
+        # Usage fades as it is added: all devices, held for ever, come to this much.
         most = self._whole_mb * mean_life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
         for preemptor, mine in world.pledges.items():
             task = world.tasks.get(preemptor)
+            # A run that is being moved still holds its memory, which counts once.
             for pledge in () if task is not None and task.is_moving else mine.values():
                 pledged[pledge.tenant] = pledged.get(pledge.tenant, 0) + pledge.mb
         self._standings = {
@@ -42,6 +44,7 @@ class FairShareLevels:
             )
             for tenant in self.tenants
         }
+        # Sorted, because a sum of floats depends on its order, and that of a set differs between processes.
         self._weights = sum(policy.tenant(tenant).weight for tenant in sorted(self.tenants))
 
     def claimed_mb(self, tenant: str) -> int:
@@ -80,7 +83,7 @@ class FairShares:
         return twin
 
     def is_same_moment_as(self, other: "FairShares") -> bool:
-        """Whether both are of the same moment of the same cycle."""
+        """Return True if both are of the same moment of the same cycle."""
         return self._levels is other._levels and self.passed == other.passed
 
     def rank(self, tenant: str) -> Rank:

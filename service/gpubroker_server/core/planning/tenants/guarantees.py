@@ -1,7 +1,8 @@
 """Guarantees in preemption: what can be reclaimed from borrowers, and which runs are protected."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy, band_of
@@ -16,8 +17,7 @@ Surplus = Mapping[str, int]
 """Borrower -> MiB beyond its guarantee, without runs that are leaving already."""
 
 
-@dataclass(frozen=True, slots=True)
-class BorrowerRule:
+class BorrowerRule(Struct, frozen=True):
     """A borrower cannot preempt a tenant of its cohort that is within its guarantee: the two would preempt
     each other in turn, one by its guarantee, the other by its priority."""
 
@@ -27,7 +27,7 @@ class BorrowerRule:
     policy: Policy
 
     def protects(self, tenant: str) -> bool:
-        """Whether runs of that tenant are only preempted while it is above its guarantee."""
+        """True if runs of that tenant are only preempted while it is above its guarantee."""
         mine, other = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
         return tenant != self.tenant and other.cohort == mine.cohort and other.guaranteed_mb is not None
 
@@ -38,11 +38,12 @@ class BorrowerRule:
         return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
     def allows(self, tasks: Collection[Task], ranks: Mapping[TaskId, tuple[int, ...]]) -> bool:
-        """Whether all of these may leave; of gangs in `ranks`, only those ranks."""
+        """True if all of these may leave; of gangs in `ranks`, only those ranks."""
         taken = _LeavingByTenant(self.draft, self._may_lose)
         return all(taken.takes(task, rank) for task in tasks for rank in ranks.get(task.id, (None,)))
 
     def _may_lose(self, tenant: str, total_mb: int, largest_mb: int) -> bool:
+        # The best order has the largest leave last: the tenant must still be above its guarantee by then.
         return not self.protects(tenant) or total_mb - largest_mb < self.surplus.get(tenant, 0)
 
 
@@ -54,14 +55,14 @@ class Guarantees:
         self._policy = policy
         self._quotas = quotas
         self._revision = -1
-        self._surplus: dict[str, dict[str, int]] = {}
-        self._within: dict[str, set[str]] = {}
+        self._surplus: dict[str | None, dict[str, int]] = {}
+        self._within: dict[str | None, set[str]] = {}
         """Cohort -> tenants that hold memory and are within their guarantee."""
         self._lowest: dict[str, int] | None = None
         """Tenant -> the lowest priority of its runs."""
 
     def surplus(self, tenant: str) -> Surplus:
-        """What this tenant could reclaim if it were below its guarantee."""
+        """Return what this tenant could reclaim if it were below its guarantee."""
         cohort = self._policy.tenant(tenant).cohort
         if not cohort:
             return {}
@@ -72,7 +73,7 @@ class Guarantees:
         return {name: mb for name, mb in found.items() if name != tenant}
 
     def reclaimable(self, task: Task) -> Surplus:
-        """What the task may reclaim, by borrower; empty if its tenant would exceed its guarantee."""
+        """Return what the task may reclaim, by borrower; empty if its tenant would exceed its guarantee."""
         return self.reclaimable_by(task.tenant, task.demand, task.priority, task.id)
 
     def reclaimable_by(self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK) -> Surplus:
@@ -99,14 +100,14 @@ class Guarantees:
         return frozenset(self._within.get(self._policy.tenant(task.tenant).cohort, ())) - {task.tenant}
 
     def would_be_protected(self, waiting: Task, task: Task) -> bool:
-        """Whether a waiting task, once it ran, could not be preempted for the other."""
+        """True if a waiting task, once it ran, could not be preempted for the other."""
         rule = self.borrower_rule_for(task)
         if rule is None or not rule.protects(waiting.tenant):
             return False
         return self._is_within_guarantee(waiting.tenant, waiting.demand, waiting.priority, waiting.id) is True
 
     def has_lower_priority_runs(self, tenant: str, priority: int) -> bool:
-        """Whether the tenant could preempt a run of its own."""
+        """True if the tenant could preempt a run of its own."""
         if self._lowest is None:
             self._lowest = {}
             for run in map(self._draft.world.tasks.__getitem__, self._draft.world.active):
@@ -128,7 +129,7 @@ class Guarantees:
         return bool(is_owner and self._policy.tenant(task.tenant).cohort)
 
     def _is_within_guarantee(self, tenant: str, demand: Demand, priority: int, task: TaskId) -> bool | None:
-        """Whether the tenant stays within its guarantee with such a task; None without a quota."""
+        """True if the tenant stays within its guarantee with such a task; None without a quota."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return None
         allowance = self._quotas.of(tenant, priority, task)

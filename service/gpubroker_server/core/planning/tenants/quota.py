@@ -1,14 +1,15 @@
 """Quotas: what a tenant may still take, of its guarantee and of what its cohort does not use."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
+
+from gpubroker.wire.policy import Cohort
+from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import Demand, need_mb
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId, in_gib
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -55,8 +56,7 @@ class QuotaNeeds:
         return demand.gpus * max(needs, default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(Struct, frozen=True):
     """The quota of one tenant, as one of its tasks finds it."""
 
     claimed_mb: int
@@ -71,46 +71,30 @@ class Allowance:
 
     @property
     def lent_mb(self) -> int:
-        """What its cohort would lend it now, on top of what it has."""
+        """Return what its cohort would lend it now, on top of what it has."""
         return max(0, self.left_mb - max(0, self.guaranteed_mb - self.claimed_mb))
 
 
-@dataclass(frozen=True, slots=True)
-class CohortHolding:
-    """What the members of a cohort hold, and what they are guaranteed together."""
-
-    name: str
-    guaranteed_mb: int
-    held_mb: int
-    borrowed: tuple[tuple[str, int], ...]
-    """(tenant, MiB beyond its guarantee), in name order."""
-
-    @property
-    def message(self) -> str | None:
-        """Why it holds more than it is guaranteed; None if it does not."""
-        over_mb = self.held_mb - self.guaranteed_mb
-        if over_mb <= 0:
-            return None
-        names = ", ".join(f"{tenant} {in_gib(mb)}" for tenant, mb in self.borrowed)
-        return (
-            f"cohort {self.name} holds {in_gib(over_mb)} more than the {in_gib(self.guaranteed_mb)} that its "
-            f"members are guaranteed together: {names} borrowed, and the lenders have taken their own "
-            "guarantee since. A task within its tenant's guarantee that finds no other room has them stopped"
-        )
-
-
-def cohort_holdings(held: Mapping[str, int], policy: Policy) -> list[CohortHolding]:
-    """By name, of cohorts that hold something or are guaranteed something. `held`: tenant -> MiB."""
+def cohort_holdings(held: Mapping[str, int], policy: Policy) -> list[Cohort]:
+    """Return the cohorts that hold something or are guaranteed something, by name. `held`: tenant -> MiB."""
     members: dict[str, list[str]] = {rule.cohort: [] for rule in policy.tenants if rule.cohort}
     for tenant in sorted(held):
         if cohort := policy.tenant(tenant).cohort:
             members[cohort].append(tenant)
     found = []
     for cohort in sorted(members):
-        over = [(name, held[name] - (policy.tenant(name).guaranteed_mb or 0)) for name in members[cohort]]
-        borrowed = tuple((name, mb) for name, mb in over if mb > 0)
-        held_mb = sum(held[name] for name in members[cohort])
-        found.append(CohortHolding(cohort, policy.guaranteed_mb(cohort), held_mb, borrowed))
+        guaranteed_mb, held_mb = policy.guaranteed_mb(cohort), sum(held[name] for name in members[cohort])
+        message = None
+        if held_mb > guaranteed_mb:
+            over = {name: held[name] - (policy.tenant(name).guaranteed_mb or 0) for name in members[cohort]}
+            borrowed = ", ".join(f"{name} {in_gib(mb)}" for name, mb in over.items() if mb > 0)
+            message = (
+                f"cohort {cohort} holds {in_gib(held_mb - guaranteed_mb)} more than the "
+                f"{in_gib(guaranteed_mb)} that its members are guaranteed together: {borrowed} borrowed, and "
+                "the lenders have taken their own guarantee since. A task within its tenant's guarantee that "
+                "finds no other room has them stopped"
+            )
+        found.append(Cohort(cohort, guaranteed_mb, held_mb, message))
     return found
 
 
@@ -120,7 +104,7 @@ class _Sums:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.by_tenant: dict[str, int] = {}
-        self.by_cohort: dict[str, int] = {}
+        self.by_cohort: dict[str | None, int] = {}
 
     def add(self, amounts: Iterable[tuple[str, int]]) -> None:
         for tenant, mb in amounts:
@@ -160,7 +144,7 @@ class Quotas:
         return max(demand.least_ranks, sum(need <= allowance.left_mb for need in needs))
 
     def is_short(self, task: Task, given: Mapping[str, int] = NO_CHANGE) -> bool:
-        """Whether the quota forbids the task now. `given`: tenant -> MiB to add to what it holds (negative:
+        """True if the quota forbids the task now. `given`: tenant -> MiB to add to what it holds (negative:
         given back)."""
         return self.is_short_for(task.tenant, task.demand, task.priority, task.id, given)
 
@@ -179,7 +163,7 @@ class Quotas:
         return left_mb is not None and self.need_mb(demand) > left_mb
 
     def missing_mb(self, task: Task) -> int:
-        """What its tenant must free for the task, beyond the leases that are leaving already."""
+        """Return what its tenant must free for the task, beyond the leases that are leaving already."""
         given: dict[str, int] = {}
         for lease in self._draft.leaving():
             given[lease.tenant] = given.get(lease.tenant, 0) - lease.mb
@@ -198,7 +182,8 @@ class Quotas:
         return Allowance(claimed_mb, guaranteed_mb, left_mb)
 
     def _left_mb(self, name: str, priority: int, task: TaskId, given: Mapping[str, int]) -> int | None:
-        """What the tenant may still take; None without a quota. A cycle asks for thousands of tenants."""
+        """Return what the tenant may still take; None without a quota. A cycle asks for thousands of
+        tenants."""
         mine = self._policy.tenant(name)
         if mine.guaranteed_mb is None:
             return None
@@ -212,6 +197,7 @@ class Quotas:
             left -= sum(mb for other, mb in given.items() if self._policy.tenant(other).cohort == mine.cohort)
         if mine.borrow_mb is not None:
             left = min(left, own_left + mine.borrow_mb)
+        # Up to its guarantee a tenant takes what is free, even where its cohort has borrowed that (ADR 38).
         return max(own_left, left)
 
     def _claims_on(self, task: TaskId, priority: int) -> _Sums:
@@ -242,25 +228,3 @@ class Quotas:
 
 def _claimed_mb(name: str, held: _Sums, claims: _Sums, given: Mapping[str, int]) -> int:
     return held.by_tenant.get(name, 0) + claims.by_tenant.get(name, 0) + given.get(name, 0)
-
-
-def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Refusal | None:
-    """Why the quota could never allow the demand, or None."""
-    most = max_mb(policy, tenant)
-    if most is None or need_mb <= most:
-        return None
-    message = (
-        f"the task counts {in_gib(need_mb)} of GPU memory (on the largest GPUs that it may use), and tenant "
-        f"{tenant} may have {in_gib(most)} at most, guaranteed and borrowed; "
-        "ask for less, or for smaller kinds"
-    )
-    return Refusal("exceeds-quota", message, "gpu_mb" if demand.gpu_mb is not None else "gpus")
-
-
-def max_mb(policy: Policy, tenant: str) -> int | None:
-    """The most that the tenant could ever hold; None without a quota."""
-    mine = policy.tenant(tenant)
-    if mine.guaranteed_mb is None or not mine.cohort:
-        return mine.guaranteed_mb
-    others = policy.guaranteed_mb(mine.cohort) - mine.guaranteed_mb
-    return mine.guaranteed_mb + (others if mine.borrow_mb is None else min(others, mine.borrow_mb))

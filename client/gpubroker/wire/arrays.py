@@ -1,0 +1,82 @@
+"""Arrays: one function or command for many items, and what became of each item."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from gpubroker.wire.answered import Answered, SettledState, Time
+from gpubroker.wire.tasks import Failure, RetryCause
+
+
+class ArrayState(SettledState):
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """Items failed, or are left although no worker is."""
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (ArrayState.SUCCEEDED, ArrayState.FAILED, ArrayState.CANCELLED)
+
+
+class ArrayWorker(Answered, frozen=True):
+    """A task that works on items of an array."""
+
+    id: Annotated[str, Meta(description="An ordinary task, with its own log, explanation and events.")]
+    state: str
+
+
+class Array(Answered, frozen=True):
+    """An array, its workers, and how far it is."""
+
+    id: str
+    name: str
+    tenant: str
+    state: Annotated[
+        ArrayState, Meta(description="`failed`: items failed, or are left although no worker is.")
+    ]
+    total: int
+    done: Annotated[int, Meta(description="Of them, those that have a result or an error.")]
+    failed: Annotated[int, Meta(description="Of those, the ones with an error.")]
+    fraction: float
+    items_per_second: Annotated[float | None, Meta(description="On average since the first result.")]
+    eta_at: Annotated[Time | None, Meta(description="When all are done, at this rate.")]
+    chunk: int | None
+    item_timeout_seconds: float | None
+    item_retries: int
+    retry_on: Annotated[tuple[RetryCause, ...], Meta(description="What uses a retry of an item.")]
+    result_format: Literal["json", "cloudpickle"]
+    workers: tuple[ArrayWorker, ...]
+    submitted_at: Time
+    last_item_at: Time | None
+    retry_of: Annotated[str | None, Meta(description="The array of which it does the failed items again.")]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state.is_terminal
+
+
+class ArrayItem(Answered, frozen=True):
+    """The end of one item."""
+
+    number: Annotated[int, Meta(description="The item's place in the list, from 0.")]
+    state: Literal["succeeded", "failed"]
+    seconds: Annotated[float, Meta(description="How long it took, all tries together.")]
+    tries: int
+    result: Any = UNSET
+    data_base64: Annotated[
+        str | UnsetType,
+        Meta(description="A result that is pickled, or is no JSON, instead of `result`."),
+    ] = UNSET
+    error: Failure | UnsetType = UNSET
+
+
+class ArrayItemPage(Answered, frozen=True):
+    """Items that are done, and where the next ones begin."""
+
+    items: tuple[ArrayItem, ...]
+    next_after: Annotated[int, Meta(description="`after` for the next page, now or later.")]
+    has_more: bool

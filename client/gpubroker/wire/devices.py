@@ -1,0 +1,106 @@
+"""GPUs: what is leased, used and free, by which holders, and what was measured lately."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from gpubroker.wire.answered import Answered, Time
+from gpubroker.wire.quarantine import Awaited
+from gpubroker.wire.tasks import Overused
+
+
+class History(Answered, frozen=True):
+    """Means of `step_seconds` each, the oldest first; null: nothing was measured then."""
+
+    since: Time
+    step_seconds: float
+    values: Annotated[
+        Mapping[str, Sequence[float | None]],
+        Meta(
+            description="Of a GPU `utilization` (0 to 1), `used_mb`, `power_watts`, `temperature_celsius`; "
+            "of a node `cpu` and `disk` (0 to 1) and `memory_used_mb`. What was never measured is left out."
+        ),
+    ]
+
+
+class Holder(Answered, frozen=True):
+    """A holder of memory. `id` and `name` are null for other tenants' holders, unless the token is an
+    admin's."""
+
+    kind: str
+    id: str | None
+    name: str | None
+    tenant: str
+    priority: int
+    band: str
+    gpu_mb: int
+    context_mb: Annotated[int, Meta(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
+    measured_mb: int
+    overused_mb: Overused
+    state: str
+    since: Time
+    stopping: bool
+    quarantine: Annotated[Awaited | None, Meta(description="While its state is quarantined.")]
+
+
+class Pledge(Answered, frozen=True):
+    """Memory that is being freed for one waiting task; `task` is null if it is another tenant's."""
+
+    task: str | None
+    gpu_mb: int
+    arrived_mb: Annotated[int, Meta(description="How much of it is already free, and kept for the task.")]
+    priority: int
+    deadline_at: Time
+
+
+class GpuHealth(Struct, frozen=True):
+    """The driver's values of a whole GPU besides its use; null where it has none."""
+
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    ecc_errors: Annotated[int | None, Meta(description="Uncorrected, since the driver was loaded.")] = None
+    xid: Annotated[
+        int | None, Meta(description="The last critical error that the driver told the agent.")
+    ] = None
+
+
+class Gpu(Answered, frozen=True, kw_only=True):
+    """A device, its holders, and what is free of it."""
+
+    key: str
+    uuid: str
+    node: str
+    kind: str
+    index: int
+    simulated: bool
+    parent: Annotated[str, Meta(description="UUID of the GPU of which it is an instance; empty for GPUs.")]
+    split: Annotated[bool, Meta(description="It has instances, which are leased instead of it.")]
+    power: Annotated[int, Meta(description="Rank of its kind; more is stronger, 0 is not ranked.")]
+    context_mb: Annotated[int, Meta(description="What each process takes beyond what it asked for.")]
+    present: Annotated[bool, Meta(description="False if its node no longer has it; kept while leased.")] = (
+        True
+    )
+    physical_mb: int
+    reserve_mb: Annotated[int, Meta(description="Never leased.")]
+    leased_mb: int
+    used_mb: Annotated[int | None, Meta(description="As measured; null before the first sample.")]
+    foreign_mb: Annotated[int, Meta(description="Used by processes without a lease.")]
+    unaccounted_mb: Annotated[int, Meta(description="Used beyond what holders and processes explain.")]
+    pledged_mb: int
+    free_mb: Annotated[int, Meta(description="What a task without a pledge could take now.")]
+    stranded_mb: Annotated[int, Meta(description="Of that, what the usual demands cannot use.")]
+    utilization: Annotated[float | None, Meta(description="0 to 1, as last measured.")]
+    health: Annotated[
+        GpuHealth | None,
+        Meta(description="Null of a simulated device, of an instance, and while its driver does not answer."),
+    ]
+    idle_seconds: Annotated[float | None, Meta(description="How long it has been idle; null: it is not.")]
+    sampled_at: Time | None
+    stale: Annotated[bool, Meta(description="Not measured recently: takes nothing new.")]
+    fault: Annotated[str | None, Meta(description="Why its node's agent cannot measure it.")]
+    holders: tuple[Holder, ...]
+    pledges: tuple[Pledge, ...]
+    history: History

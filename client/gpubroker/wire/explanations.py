@@ -1,0 +1,225 @@
+"""Why a task waits, what would help, and what would become of a task if it were submitted."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from gpubroker.wire.answered import Answered, Time
+from gpubroker.wire.forecasts import Expected, ForecastsKept, Sizing
+from gpubroker.wire.problems import Fault
+from gpubroker.wire.quarantine import Awaited
+from gpubroker.wire.tasks import Demand, Inherited, TaskState
+
+
+class Blocker(Answered, frozen=True):
+    """A reason that keeps a task waiting."""
+
+    reason: Annotated[str, Meta(description="A stable token.")]
+    tier: Annotated[int, Meta(description="Lower is more structural.")]
+    message: str
+
+
+class PlacedDevice(Answered, frozen=True):
+    key: str
+    index: int
+    gpu_mb: int
+
+
+class Place(Answered, frozen=True):
+    """Where a task, or a rank of one, would run."""
+
+    node: str
+    devices: tuple[PlacedDevice, ...]
+
+
+class MemoryHolder(Answered, frozen=True):
+    """A holder of memory, as the submitter of a task sees it. `id` and `name` are null for another tenant's
+    holder, unless the token is an admin's."""
+
+    id: str | None
+    name: str | None
+    priority: int
+    band: str
+    gpu_mb: int
+
+
+class DeviceHolder(MemoryHolder, frozen=True):
+    """A holder of memory on one device. `id` and `name` are null for another tenant's holder, unless the
+    token is an admin's."""
+
+    stopping: bool
+    quarantine: Annotated[Awaited | None, Meta(description="What ends its quarantine; else null.")]
+    ends: Annotated[Expected | None, Meta(description="Expected; null if unknown.")]
+
+
+class OtherRun(MemoryHolder, frozen=True):
+    """A run that would be stopped, or that would not be. `id` and `name` are null for another tenant's."""
+
+    node: str | None
+    lost_gpu_seconds: Annotated[float, Meta(description="Work that is lost if it is stopped.")]
+
+
+class ProtectedRun(OtherRun, frozen=True):
+    """A run, and what protects it from a preemption for one task."""
+
+    shield: Annotated[
+        str,
+        Meta(
+            description="Stable: none, would_not_help, young, budget, turn, guaranteed, priority or leaving."
+        ),
+    ]
+
+
+class PreemptionCounts(Answered, frozen=True):
+    """Why no run is stopped for a task, or that some would be."""
+
+    why: Annotated[str, Meta(description="A stable token, such as all_shielded or not_enough.")]
+    message: str
+    counts: Annotated[Mapping[str, int], Meta(description="Runs on nodes that it may use, by their shield.")]
+
+
+class Preemption(PreemptionCounts, frozen=True):
+    """Why no run is stopped for a task, or which runs would be."""
+
+    runs: Annotated[tuple[ProtectedRun, ...], Meta(description="The most relevant of them, at most 20.")]
+
+
+class Remedy(Answered, frozen=True):
+    """A change that would help, found by planning the task again with it."""
+
+    change: Annotated[
+        Mapping[str, Any],
+        Meta(
+            description="What to ask for instead, under `bundles` in each rank (of `gpu_mb`: that asks for "
+            "more); empty: waiting is enough."
+        ),
+    ]
+    effect: Annotated[str, Meta(description="starts, preempts or starts_later.")]
+    message: str
+    places: Annotated[tuple[Place, ...], Meta(description="One per rank; none if runs must leave first.")]
+    victims: tuple[OtherRun, ...]
+    after: Annotated[OtherRun | None, Meta(description="It starts when this run has ended.")]
+    within: Annotated[Expected | None, Meta(description="When that end is expected.")]
+
+
+class Quota(Answered, frozen=True):
+    """The quota of the task's tenant, in MiB."""
+
+    tenant: str
+    cohort: Annotated[str | None, Meta(description="Its members lend each other what they do not use.")]
+    guaranteed_mb: int
+    used_mb: Annotated[int, Meta(description="What it holds, and what is being freed for its tasks.")]
+    borrowed_mb: Annotated[int, Meta(description="Of that, what is beyond its guarantee.")]
+    lent_mb: Annotated[int, Meta(description="What its cohort would lend it now, beyond what it holds.")]
+    left_mb: Annotated[int, Meta(description="What it may still take, borrowed or not.")]
+    counts_mb: Annotated[
+        int,
+        Meta(
+            description="What the task would count: on the largest GPUs that it may use; of a gang, the "
+            "ranks that it needs at least."
+        ),
+    ]
+
+
+class RankVerdict(Answered, frozen=True):
+    """One rank of a gang. Ranks are judged together as long as they have room together; after the first that
+    has none, each one by itself."""
+
+    rank: int
+    place: Annotated[Place | None, Meta(description="Where there is room for it.")]
+    reason: Annotated[str | None, Meta(description="Null as well for a rank that can be missing.")]
+    message: str
+
+
+class DeviceVerdict(Answered, frozen=True):
+    """The verdict on a device for a task."""
+
+    key: str
+    node: str
+    index: int
+    kind: str
+    verdict: Annotated[str, Meta(description="A stable token, such as fits, no_room, too_small.")]
+    message: str
+    need_mb: int | None
+    free_mb: Annotated[int, Meta(description="For this task: memory kept for it counts as free.")]
+    allocatable_mb: int
+    free_in: Annotated[
+        Expected | None,
+        Meta(description="When it has enough, unless another task takes it first; null if unknown."),
+    ]
+    holders: tuple[DeviceHolder, ...]
+
+
+class Outlook(Answered, frozen=True, kw_only=True):
+    """The part that explanations and simulations share."""
+
+    reason: Annotated[str | None, Meta(description="Of the most structural blocker, if it waits.")]
+    message: str
+    position: Annotated[int | None, Meta(description="Place in the queue; 1 is next.")]
+    start: Annotated[
+        Expected | None,
+        Meta(description="When it has room, unless another waiting task takes it first. Null if unknown."),
+    ]
+    start_record: Annotated[
+        ForecastsKept | None,
+        Meta(description="How accurate forecasts on the same basis have been; null if there were none."),
+    ]
+    preemption: Preemption | None
+    remedies: Annotated[tuple[Remedy, ...], Meta(description="What would help; the smallest change first.")]
+    blockers: tuple[Blocker, ...]
+    quota: Annotated[Quota | None, Meta(description="Null without GPUs, or without a quota.")]
+    ranks: Annotated[tuple[RankVerdict, ...] | None, Meta(description="Of a gang that waits.")]
+    devices: Annotated[
+        tuple[DeviceVerdict, ...], Meta(description="Of a gang: for its first rank without room.")
+    ]
+    evaluated_at: Time
+    queue_length: int
+    as_of: Time
+    age_seconds: float
+    log_position: Annotated[int, Meta(description="Position of the newest event behind this answer.")]
+
+
+class Explanation(Outlook, frozen=True, kw_only=True):
+    """Why a task waits, or what it is doing. `blockers` has everything that it waits for, `remedies` what
+    would help, each found by planning the task again with that change."""
+
+    id: str
+    name: str
+    state: TaskState
+    worker: Annotated[
+        str | None,
+        Meta(
+            description="Of an array or a worker set of several workers: the first that waits, which all but "
+            "the id, the state and the message is about; else null."
+        ),
+    ] = None
+    inherits: Annotated[Inherited | None, Meta(description="Null if it has its own priority.")]
+
+
+class Refusal(Answered, frozen=True):
+    """The problem with which a submit would be refused."""
+
+    code: str
+    detail: str
+    errors: tuple[Fault, ...]
+
+
+class Simulation(Outlook, frozen=True, kw_only=True):
+    """The outcome of planning a task as if it were submitted now."""
+
+    verdict: Annotated[
+        str,
+        Meta(description="refused; starts: there is room; preempts: `victims` are stopped first; or waits."),
+    ]
+    refusal: Refusal | None
+    priority: int | None
+    resources: Annotated[Demand | None, Meta(description="With all defaults; null if refused early.")]
+    sizing: Annotated[Sizing | None, Meta(description="How its size would be settled, if it states none.")]
+    places: Annotated[tuple[Place, ...], Meta(description="Where it would start now.")]
+    victims: Annotated[tuple[OtherRun, ...], Meta(description="Runs that would be asked to leave.")]
+
+    @property
+    def starts(self) -> bool:
+        """True if it would start at once, or as soon as its victims have left."""
+        return self.verdict in ("starts", "preempts")

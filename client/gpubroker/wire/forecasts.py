@@ -1,0 +1,65 @@
+"""What is expected, from earlier runs and stated times."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from gpubroker.wire.answered import Answered, Time
+
+
+class Expected(Answered, frozen=True):
+    """When something is likely to happen; the same for every forecast of the API."""
+
+    p50_at: Time
+    p90_at: Time
+    p50_seconds: Annotated[float, Meta(description="From now; one in two takes no longer.")]
+    p90_seconds: Annotated[float, Meta(description="From now; nine in ten take no longer.")]
+    n: Annotated[int, Meta(description="The number of runs behind it; 0: none.")]
+    basis: Annotated[
+        str,
+        Meta(
+            description="What it rests on: `stated` run times, limits and grace periods; `learned` run "
+            "times; or a `guess` at runs of unknown length."
+        ),
+    ]
+
+
+class ForecastsKept(Answered, frozen=True):
+    """How accurate the first forecasts of starts were, by what they rested on."""
+
+    basis: Annotated[str, Meta(description="stated, learned or guess.")]
+    n: Annotated[int, Meta(description="Starts with a forecast, at most 1000; recent ones count more.")]
+    median_error_seconds: Annotated[float, Meta(description="From the forecast start, either way.")]
+    within_p90: Annotated[float, Meta(description="The share that started by the p90; 0.9 is right.")]
+
+
+class Quantiles(Answered, frozen=True):
+    """The values that 50, 90 and 95 % of `n` runs did not exceed, each within 2 % of the true one."""
+
+    n: Annotated[int, Meta(description="The number of runs, at most 1000; recent ones count more.")]
+    p50: float
+    p90: float
+    p95: float
+
+
+class Estimate(Answered, frozen=True):
+    """The memory and the time that the runs of one subject took on one kind of device."""
+
+    subject: Annotated[str, Meta(description="A model type, else a name, else an entrypoint.")]
+    kind: Annotated[str, Meta(description="Of device; empty for runs without one.")]
+    gpu_mb: Annotated[Quantiles | None, Meta(description="The most used of one device, in MiB.")]
+    seconds: Annotated[Quantiles | None, Meta(description="How long runs took that did all the work.")]
+    needed_runs: Annotated[int, Meta(description="So many must be measured before a size is learned.")]
+
+
+class Sizing(Struct, frozen=True):
+    """How the size of a task, or of the ranks of a gang, was learned from earlier runs when it was submitted.
+
+    Of ranks that may use different devices: the largest, and the message has each.
+    """
+
+    gpu_mb: Annotated[int | None, Meta(description="Per device; null: whole devices.")]
+    p95_mb: Annotated[int | None, Meta(description="95 of 100 runs used less.")]
+    n: Annotated[int, Meta(description="Runs, or ranks, that had been measured.")]
+    kind: Annotated[str | None, Meta(description="Of their devices.")]
+    message: str

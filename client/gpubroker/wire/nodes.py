@@ -1,0 +1,178 @@
+"""Nodes: what they have, what is held and measured of it, and how full their disks are."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import UNSET, Meta, UnsetType
+
+from gpubroker.wire.answered import Answered, Time
+from gpubroker.wire.devices import Gpu, History
+
+
+class Amount(Answered, frozen=True):
+    """`used`: held by what runs there, whatever it really uses."""
+
+    total: float
+    used: float
+    free: float
+
+
+class MebibyteAmount(Answered, frozen=True):
+    total: int
+    used: int
+    free: int
+
+
+class RunAmount(Answered, frozen=True):
+    limit: int
+    used: int
+
+
+class NodeAgent(Answered, frozen=True, kw_only=True):
+    release: Annotated[str | None, Meta(description="Of gpubroker; null if it does not say.")]
+    protocol: Annotated[int, Meta(description="The version of its protocol with the leader.")]
+    outdated: Annotated[bool, Meta(description="It is of an earlier release than the leader.")]
+    message: Annotated[str | None, Meta(description="What happens to it, and what to do.")]
+    gpu_faults: Annotated[
+        Mapping[str, str] | UnsetType,
+        Meta(description="GPUs that it cannot use, by UUID or else by number, and why."),
+    ] = UNSET
+    python: Annotated[str | UnsetType, Meta(description="Its version there; as `ray`.")] = UNSET
+    ray: str | UnsetType = UNSET
+    clock_ahead_seconds: Annotated[
+        int | UnsetType, Meta(description="How far the node's clock is ahead of the leader's.")
+    ] = UNSET
+
+
+class Drain(Answered, frozen=True):
+    """The drain of a node, whose runs are asked to leave."""
+
+    since: Time
+    deadline_at: Annotated[
+        Time | None, Meta(description="By when all that is left is ended, whatever its priority.")
+    ]
+    left: Annotated[
+        int, Meta(description="Runs, models and leases that are there, or not proven to be gone.")
+    ]
+    done: Annotated[bool, Meta(description="Nothing is left: the machine can be taken away.")]
+
+
+class Disk(Answered, frozen=True):
+    path: str
+    total_mb: int
+    free_mb: int
+
+
+class ObjectStore(Answered, frozen=True):
+    """Ray's, which does not say how much of it is in use."""
+
+    total_mb: int
+    spilled_mb: Annotated[int | None, Meta(description="On disk for lack of memory; null if unknown.")]
+
+
+class MeasuredNode(Answered, frozen=True):
+    """The machine as last measured, whatever uses it."""
+
+    sampled_at: Time
+    stale: Annotated[bool, Meta(description="Not measured recently.")]
+    cpu: Annotated[float, Meta(description="Share of its CPUs that was busy: 0 to 1.")]
+    memory_total_mb: int
+    memory_available_mb: int
+    memory_pressure: Annotated[
+        float | None,
+        Meta(description="Share of the last 10 s in which processes waited for memory (PSI); null: unknown."),
+    ]
+    disks: Annotated[
+        tuple[Disk, ...],
+        Meta(description="Of Ray's session and of `fleet.watched_directories`, if they answer."),
+    ]
+    received_bytes: Annotated[int, Meta(description="By all interfaces but loopback, since it booted.")]
+    sent_bytes: int
+    object_store: ObjectStore | None
+
+
+class NodeHolder(Answered, frozen=True):
+    """`id` and `name` are null for other tenants' holders, unless the token is an admin's."""
+
+    kind: str
+    id: str | None
+    name: str | None
+    tenant: str
+    gpus: Annotated[int, Meta(description="Devices on which it has a lease; 0: it has CPU and memory only.")]
+    gpu_mb: int
+
+
+class Node(Answered, frozen=True, kw_only=True):
+    name: str
+    ready: Annotated[bool, Meta(description="Its agent has answered the leader.")] = True
+    silent_since: Annotated[
+        Time | None,
+        Meta(description="The last heartbeat of its agent, if more than two are overdue; null otherwise."),
+    ]
+    cordoned: Annotated[bool, Meta(description="An operator says that nothing new starts on it.")]
+    cordon_reason: Annotated[str, Meta(description="In the operator's words; often empty.")]
+    drain: Annotated[Drain | None, Meta(description="Null if it is not being drained.")]
+    disk_full: Annotated[str | None, Meta(description="Nothing starts on it: which disk is too full.")]
+    incarnation: Annotated[str, Meta(description="Changes with each start of the node's agent.")]
+    cpu: Amount
+    memory_mb: MebibyteAmount
+    runs: RunAmount
+    gpus: int
+    gpu_mb: Annotated[MebibyteAmount, Meta(description="Of its GPUs that take tasks; `used`: leased.")]
+    measured: Annotated[MeasuredNode | None, Meta(description="Null before the first sample.")]
+    holders: tuple[NodeHolder, ...]
+    history: History
+    idle_seconds: Annotated[
+        float | None, Meta(description="How long its CPUs have been idle; null: they are not.")
+    ]
+    labels: Mapping[str, str]
+    agent: Annotated[NodeAgent | None, Meta(description="Null while it does not answer.")]
+
+
+class NodeDetail(Node, frozen=True, kw_only=True):
+    """A node with its devices."""
+
+    devices: tuple[Gpu, ...]
+
+
+class DiskUse(Answered, frozen=True):
+    path: str
+    total_bytes: int
+    free_bytes: int
+    level: Annotated[str, Meta(description="`roomy`, `warn`, `clean` or `block`.")]
+
+
+class DiskRoot(Answered, frozen=True, rename={"file_class": "class"}):
+    """A directory below which the guard may delete files."""
+
+    path: str
+    file_class: str
+
+
+class CleanedFile(Answered, frozen=True, rename={"file_class": "class"}):
+    path: str
+    file_class: Annotated[str, Meta(description="`log`, `empty_database`, `checkpoint` or `redundant`.")]
+    size_bytes: int
+    modified_at: Time
+
+
+class NodeDisk(Answered, frozen=True):
+    """The disks of a node, and the files below the operator's roots that may go."""
+
+    node: str
+    taken_at: Time
+    disks: Annotated[tuple[DiskUse, ...], Meta(description="Those that are watched, as last measured.")]
+    roots: Annotated[tuple[DiskRoot, ...], Meta(description="Empty: the guard only reports.")]
+    deleted: Annotated[bool, Meta(description="Whether `files` are gone, or would go.")]
+    first_pass: Annotated[
+        bool,
+        Meta(description="The first pass after a change of configuration, which deletes nothing."),
+    ]
+    files: Annotated[
+        tuple[CleanedFile, ...], Meta(description="In the order in which they go; at most 1000.")
+    ]
+    freed_bytes: int
+    kept: Annotated[
+        Mapping[str, int], Meta(description="Why other files stay, and how many for each reason.")
+    ]
+    message: Annotated[str, Meta(description="What went wrong; empty if nothing did.")]

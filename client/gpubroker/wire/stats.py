@@ -1,0 +1,123 @@
+"""Totals: GPU memory and its fragmentation, tasks by state, executor, leader and model servers."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from gpubroker.wire.answered import Answered, AsOf
+from gpubroker.wire.forecasts import ForecastsKept
+from gpubroker.wire.quarantine import Detection
+from gpubroker.wire.queues import Paused
+
+
+class KindPieces(Answered, frozen=True):
+    """The free memory on the GPUs of one kind."""
+
+    kind: str
+    free_mb: int
+    stranded_mb: int
+    share: float | None
+
+
+class Scattered(Struct, frozen=True):
+    """What most waiting GPU tasks ask for is free in total, but on no GPU in one piece."""
+
+    gpus: int
+    gpu_mb: Annotated[int, Meta(description="Needed on each, with the cost of a process.")]
+    waiting: Annotated[int, Meta(description="How many tasks ask for exactly this.")]
+    free_mb: Annotated[int, Meta(description="On all GPUs that could host it.")]
+    largest_mb: Annotated[int, Meta(description="The largest piece of that.")]
+
+
+class Fragmentation(Answered, frozen=True):
+    """Of the GPUs that take tasks now: what is free, and what of that the usual demands cannot use."""
+
+    free_mb: int
+    stranded_mb: Annotated[int, Meta(description="Each usual demand counts by its share of recent submits.")]
+    share: Annotated[float | None, Meta(description="Of what is free, 0 to 1; null if nothing is.")]
+    kinds: tuple[KindPieces, ...]
+    scattered: Scattered | None
+
+
+class GpuTotals(Answered, frozen=True):
+    total_mb: int
+    leased_mb: int
+    used_mb: int
+    free_mb: int
+    utilization: Annotated[float | None, Meta(description="Mean over the measured devices, 0 to 1.")]
+
+
+class TaskCounts(Answered, frozen=True):
+    """The last four count all tasks that ever ended so, also those that are no longer kept."""
+
+    pending: int
+    admitted: int
+    running: int
+    stopping: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    expired: int
+
+
+class NodeCounts(Answered, frozen=True):
+    total: int
+    ready: int
+    cordoned: Annotated[int, Meta(description="With those that are drained.")]
+    draining: Annotated[int, Meta(description="Of which something is left.")]
+
+
+class WorkerSetCounts(Answered, frozen=True):
+    """The numbers of the worker sets that are not over."""
+
+    sets: int
+    wanted: Annotated[int, Meta(description="Workers, in all sets together.")]
+    running: int
+
+
+class ExecutorState(Answered, frozen=True):
+    state: str
+    address: str
+    message: str
+
+
+class Leader(Answered, frozen=True):
+    """The leader, in this process or in another one."""
+
+    term: Annotated[int | None, Meta(description="Null if no leader is known.")]
+    holder: Annotated[str | None, Meta(description="host:process; null if no leader is known.")]
+
+
+class ProtocolState(Answered, frozen=True):
+    """The state of a model server by one protocol."""
+
+    up: Annotated[bool, Meta(description="Requests are sent to it; false after several failures in a row.")]
+    fault: Annotated[str, Meta(description="How the last request or check failed; empty if it did not.")]
+
+
+class ModelServer(Answered, frozen=True):
+    """A model server, as the gateway sees it that answers."""
+
+    name: str
+    node: Annotated[str | None, Meta(description="Null if its models are not in the ledger.")]
+    node_fault: Annotated[str, Meta(description="Why its node or GPUs are not there; empty if they are.")]
+    http: ProtocolState
+    grpc: Annotated[ProtocolState | None, Meta(description="Null where gRPC is not used.")]
+    requests_in_flight: Annotated[int, Meta(description="Sent to it, and not yet answered.")]
+
+
+class Stats(AsOf, frozen=True):
+    """Totals of the whole cluster."""
+
+    forecasts: tuple[ForecastsKept, ...]
+    gpu: GpuTotals
+    fragmentation: Fragmentation
+    tasks: TaskCounts
+    nodes: NodeCounts
+    worker_sets: WorkerSetCounts
+    executor: ExecutorState
+    leader: Leader
+    detection: Detection
+    paused: Annotated[tuple[Paused, ...], Meta(description="Queues that start nothing.")]
+    disk_full: Annotated[str, Meta(description="Of the process that answers: which disk, and why; or empty.")]
+    model_servers: tuple[ModelServer, ...]

@@ -1,0 +1,38 @@
+"""Targets of the fleet, and what keeps new work out."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from gpubroker.wire.answered import Answered, Overview, Time
+
+
+class Target(Answered, frozen=True):
+    """Where a measure of a part of the fleet shall be."""
+
+    scope: Annotated[str, Meta(description="`all`, `pool:NAME`, `label:KEY=VALUE` or `node:NAME`.")]
+    measure: Annotated[str, Meta(description="`gpu_utilization`, `gpu_memory`, `host_memory` or `disk`.")]
+    least: Annotated[float, Meta(description="0 to 1, as all shares here.")]
+    most: float
+    value: Annotated[float | None, Meta(description="As last measured; null if nothing of it is measured.")]
+    state: Annotated[str, Meta(description="`in` or `out`.")]
+    changed_at: Annotated[Time, Meta(description="Since when it is in, or out.")]
+    background_share: Annotated[
+        float | None,
+        Meta(description="What background and idle work may take of it; null if nothing holds it back."),
+    ]
+    background_left_mb: Annotated[int | None, Meta(description="What of that may still be started.")]
+
+
+class Pressure(Answered, frozen=True):
+    """A reason to take no more of the work that can wait."""
+
+    measure: str
+    value: float | None
+    high: float
+    activated_at: Time
+    refused_below: Annotated[int, Meta(description="Tasks with a lower priority are refused (429).")]
+
+
+class Targets(Overview[Target], frozen=True):
+    backpressure: tuple[Pressure, ...]

@@ -1,0 +1,311 @@
+"""Tasks: what they ask for, what they hold, how far they are, and what they left."""
+
+from base64 import b64decode
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gpubroker.wire.answered import Answered, KnownState, Time
+from gpubroker.wire.forecasts import Expected, Sizing
+from gpubroker.wire.problems import ProblemDocument
+from gpubroker.wire.quarantine import Quarantined
+
+Overused = Annotated[
+    int | None, Meta(description="What the run used when it was first found to use more than its lease.")
+]
+
+
+RetryCause = Literal["failure", "timeout"]
+
+
+class TaskState(KnownState):
+    PENDING = "pending"
+    ADMITTED = "admitted"
+    """Memory is leased; the run is being started."""
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """Asked to stop, by a cancel, a preemption, its time limit or its deadline; still holds its memory."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED)
+
+
+class Amounts(Answered, frozen=True):
+    gpus: int
+    gpu_mb: int | None
+    gpu_fraction: float | None
+    exclusive: bool
+    cpu: float
+    memory_mb: int
+    custom: Mapping[str, float]
+    kinds: tuple[str, ...]
+    nodes: Mapping[str, tuple[str, ...]]
+
+
+class RankDemand(Amounts, frozen=True):
+    """What each of `count` ranks of a gang asks for."""
+
+    count: int
+
+
+class Demand(Amounts, frozen=True):
+    min_power: int
+    min_device_mb: int
+    prefer_kinds: tuple[str, ...]
+    prefer_nodes: Mapping[str, tuple[str, ...]]
+    pool: str
+    bundles: Annotated[tuple[RankDemand, ...] | None, Meta(description="Of a gang; null for other tasks.")]
+    strategy: str | None
+    min_ranks: int | None
+
+
+class TaskResources(Demand, frozen=True):
+    roles: Annotated[tuple[str, ...], Meta(description="The names of the roles that share the sizes.")]
+
+
+class TaskDevice(Answered, frozen=True):
+    """The memory that a task holds on one device."""
+
+    uuid: str
+    gpu_mb: int
+    context_mb: Annotated[int, Meta(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
+    state: Annotated[str, Meta(description="reserved, held, releasing or quarantined.")]
+    overused_mb: Overused
+
+
+class TaskRank(Answered, frozen=True):
+    """One rank of a gang."""
+
+    rank: int
+    node: str
+    state: Annotated[str, Meta(description="placed, ready, running, leaving, left, succeeded or ended.")]
+    devices: tuple[TaskDevice, ...]
+
+
+class Run(Answered, frozen=True):
+    kind: Annotated[str, Meta(description="entrypoint, command, function, inference, model or external.")]
+    entrypoint: str | None
+    command: tuple[str, ...] | None
+    model: Annotated[str | None, Meta(description="Of an inference: the model that answers it.")]
+
+
+class Progress(Answered, frozen=True):
+    fraction: float | None
+    message: str
+    at: Time
+    rate_per_second: Annotated[
+        float | None,
+        Meta(description="Of the fraction, on average since the run first reported one; null before that."),
+    ]
+    eta_at: Annotated[Time | None, Meta(description="When the fraction reaches 1 at this rate.")]
+
+
+class Phases(Answered, frozen=True):
+    """How long the task has been in each phase, over all its attempts; the present one counts until now."""
+
+    queued_seconds: Annotated[float, Meta(description="In the queue; for whatever reason it waited.")]
+    admitted_seconds: Annotated[
+        float,
+        Meta(
+            description="From its admission until its node's agent had the order to start it. The agent says "
+            "so when it has started; until then all of the time counts here."
+        ),
+    ]
+    starting_seconds: Annotated[
+        float, Meta(description="From then until its code began; of a model, all of its load.")
+    ]
+    running_seconds: float
+    stopping_seconds: Annotated[float, Meta(description="From a notice to stop until it was gone.")]
+
+
+class Inherited(Answered, frozen=True):
+    """A task of higher priority that waits for this one, directly or through others. This one has its place
+    in the queue by that priority."""
+
+    priority: int
+    task: str
+
+
+class Pending(Answered, frozen=True):
+    """Why a task waits."""
+
+    reason: Annotated[str, Meta(description="A stable token.")]
+    message: str
+    position: Annotated[int | None, Meta(description="1 is next.")]
+    inherits: Annotated[Inherited | None, Meta(description="Null if it has its own priority.")]
+    start: Annotated[Expected | None, Meta(description="Only for the first tasks of the queue.")]
+
+
+class Failure(Answered, frozen=True):
+    kind: Annotated[str, Meta(description="A stable token, such as exception, out_of_memory, timeout.")]
+    message: str
+    traceback: str
+
+
+class Dependency(Answered, frozen=True):
+    task: str
+    on_failure: Annotated[str, Meta(description="fail or ignore.")]
+
+
+class TaskUrls(Answered, frozen=True):
+    self: str
+    result: str
+    events: str
+    explain: str
+    cancel: str
+
+
+class Task(Answered, frozen=True, kw_only=True):
+    """The present state of a task. `pending` is only in answers about a single task, not in lists.
+
+    `result` or `data_base64` are only in answers that waited for the end.
+    """
+
+    id: str
+    name: str
+    tenant: str
+    state: TaskState
+    priority: int
+    band: str
+    run: Run
+    resources: TaskResources
+    sizing: Annotated[Sizing | None, Meta(description="How its size was learned at submit, if it was.")]
+    placement: str
+    max_retries: int
+    retry_on: Annotated[tuple[RetryCause, ...], Meta(description="What uses a retry.")]
+    timeout_seconds: float | None
+    grace_seconds: float
+    expected_seconds: Annotated[float | None, Meta(description="Of one run, as stated at submit.")]
+    queue_ttl_seconds: float | None
+    after: Annotated[tuple[Dependency, ...], Meta(description="The tasks that must end before it.")]
+    failed_by: Annotated[str | None, Meta(description="The first task in its chain that failed.")]
+    retry_of: Annotated[str | None, Meta(description="The ended task that this one runs again.")]
+    labels: Mapping[str, str]
+    model_type: str
+    profile: str
+    max_concurrency: Annotated[
+        int | None, Meta(description="Its process finds it in GPUBROKER_MAX_CONCURRENCY; no other effect.")
+    ]
+    stream: str
+    result_format: str
+    held: bool
+    attempt: Annotated[int, Meta(description="How often the task has been given devices.")]
+    failures: Annotated[int, Meta(description="Attempts that used up a retry.")]
+    preemptions: int
+    node: str | None
+    devices: tuple[TaskDevice, ...]
+    ranks: Annotated[tuple[TaskRank, ...] | None, Meta(description="Of a gang that is placed.")]
+    submitted_at: Time
+    admitted_at: Time | None
+    started_at: Time | None
+    checkpoint_at: Time | None
+    not_before: Time | None
+    expires_at: Annotated[
+        Time | None,
+        Meta(description="The end of its wait for a first start; null while it waits for other tasks."),
+    ]
+    deadline_at: Annotated[Time | None, Meta(description="When it must have ended, or is stopped.")]
+    finished_at: Time | None
+    stop_reason: str | None
+    stop_deadline_at: Annotated[Time | None, Meta(description="When what is left of it is killed.")]
+    phases: Annotated[
+        Phases | None, Meta(description="Null if the event log no longer goes back to its submit.")
+    ]
+    progress: Progress | None
+    pending: Pending | None
+    eta: Annotated[Expected | None, Meta(description="When it is likely to end, while it runs.")]
+    error: Failure | None
+    quarantine: Annotated[
+        tuple[Quarantined, ...],
+        Meta(description="Its runs, also of earlier attempts, that are not confirmed to be gone."),
+    ]
+    notice: Annotated[
+        str,
+        Meta(
+            description="`paused: n2, n3 silent`, if these nodes are not given up and concern it; or empty."
+        ),
+    ]
+    urls: TaskUrls
+    result: Annotated[Any, Meta(description="The value, if it is JSON; null if the task left none.")] = UNSET
+    data_base64: Annotated[str | UnsetType, Meta(description="The bytes, if they are not JSON.")] = UNSET
+
+
+class Outcome(Answered, frozen=True, kw_only=True):
+    """The end of a task, and what the task left."""
+
+    id: str
+    state: TaskState
+    format: str
+    error: Failure | None
+    log_tail: Annotated[str, Meta(description="The end of what the run wrote to stdout and stderr.")]
+    result: Annotated[Any, Meta(description="The value, if it is JSON; null if the task left none.")] = UNSET
+    data_base64: Annotated[str | UnsetType, Meta(description="The bytes, if they are not JSON.")] = UNSET
+
+    @property
+    def value(self) -> Any:
+        """The result if it is JSON, else None. With the format `object`, `value["object"]` is the id of what
+        a large result has become."""
+        return None if self.result is UNSET else self.result
+
+    @property
+    def data(self) -> bytes | None:
+        """The bytes of a result that is not JSON, such as a pickled one."""
+        return None if self.data_base64 is UNSET else b64decode(self.data_base64)
+
+
+class Stack(Answered, frozen=True):
+    """Where the process of a running task was."""
+
+    id: str
+    attempt: int
+    rank: int
+    node: str
+    taken_at: Time
+    stack: Annotated[
+        str | None, Meta(description="All Python threads, each with its most recent call last; null: none.")
+    ]
+    message: Annotated[str, Meta(description="Why there is no stack, as of a command that is not Python.")]
+
+
+class Cancelled(Answered, frozen=True):
+    """The numbers of tasks that matched, by what became of them."""
+
+    matched: int
+    waiting: Annotated[int, Meta(description="Of them, those that had not started.")]
+    started: Annotated[int, Meta(description="Of them, those that had started and not ended.")]
+    cancelled: int
+    stopping: Annotated[int, Meta(description="They have their notice, and end within their grace periods.")]
+    already_ended: Annotated[int, Meta(description="By themselves, before the cancel.")]
+    stored: Annotated[int, Meta(description="The leader will carry out the cancel of these.")]
+    has_more: Annotated[bool, Meta(description="More than 10,000 match: send the same again.")]
+
+    def plus(self, more: "Cancelled") -> "Cancelled":
+        """Return the sums of both; of the later one, whether there are more."""
+        *names, _has_more = self.__struct_fields__
+        sums = {name: getattr(self, name) + getattr(more, name) for name in names}
+        return Cancelled(**sums, has_more=more.has_more)
+
+
+class SubmittedTask(Struct, frozen=True, kw_only=True):
+    """What became of one task of a batch: it is on disk and has an `id`, or its `problem` kept it from being
+    stored."""
+
+    status: Annotated[int, Meta(description="What it would have got if it were alone.", examples=[202, 422])]
+    id: str | UnsetType = UNSET
+    url: str | UnsetType = UNSET
+    problem: ProblemDocument | UnsetType = UNSET
+
+
+class SubmittedBatch(Struct, frozen=True):
+    """The outcomes of the tasks of a batch, in the order in which they were sent."""
+
+    accepted: int
+    refused: int
+    items: tuple[SubmittedTask, ...]

@@ -1,0 +1,101 @@
+"""How values become rows and rows become values, by the types of their fields.
+
+A column holds JSON if the field is a Struct, a sequence or a mapping, and otherwise the field itself. A field
+that is added to a type and to its table needs no other line.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, lru_cache
+from typing import Any, TypeVar
+
+from msgspec import Struct, inspect, json
+from msgspec.structs import fields
+
+from gpubroker_server.adapters.sql.session import Row, json_text
+from gpubroker_server.core.domain.demand import Demand, interned
+
+S = TypeVar("S", bound=Struct)
+Change = Callable[[Any], Any]
+_JSON = inspect.StructType, inspect.VarTupleType, inspect.TupleType, inspect.DictType
+_EMPTY = {inspect.VarTupleType: "[]", inspect.TupleType: "[]", inspect.DictType: "{}"}
+
+
+@lru_cache(4096)
+def demand_of_text(text: str) -> Demand:
+    """Return one object for all equal demands: many tasks have few, which `bench restart` shows."""
+    return interned(json.decode(text, type=Demand))
+
+
+@lru_cache(4096)
+def demand_text(demand: Demand) -> str:
+    """Return the JSON: many tasks have few demands, which `bench accept` notices."""
+    return json_text(demand)
+
+
+@cache
+def columns_of(kind: type[Struct]) -> Mapping[str, tuple[Change | None, Change | None]]:
+    """Return how the column of each field is read and how it is written; None for the field itself."""
+    return {field.name: _changes(field.type) for field in fields(kind)}
+
+
+def _changes(kind: Any) -> tuple[Change | None, Change | None]:
+    if kind is Demand:
+        return demand_of_text, demand_text
+    node = inspect.type_info(kind)
+    for part in node.types if isinstance(node, inspect.UnionType) else (node,):
+        if isinstance(part, _JSON):
+            return json.Decoder(kind).decode, json_text
+        if isinstance(part, inspect.EnumType):
+            return part.cls, str  # drivers look at the exact type
+        if isinstance(part, inspect.BytesType):
+            return bytes, None  # PostgreSQL's driver gives a memoryview
+    return None, None
+
+
+def _type_of(kind: type[Struct], name: str) -> Any:
+    return next(field.type for field in fields(kind) if field.name == name)
+
+
+def _empty_text(kind: Any) -> str | None:
+    """Return the literal of the JSON of the only value that is false, as text of Python; None if that may be
+    another value than an empty one."""
+    text = _EMPTY.get(type(inspect.type_info(kind)))
+    return None if text is None else repr(text)
+
+
+def value_of_row(kind: type[S], row: Mapping[str, Any]) -> S:
+    """Return the value that a row has among its columns. Fields without a column have their defaults."""
+    values = {
+        name: row[name] if read is None or row[name] is None else read(row[name])
+        for name, (read, _write) in columns_of(kind).items()
+        if name in row
+    }
+    return kind(**values)
+
+
+def row_writer(
+    kind: type[S], names: Iterable[str], rest: Callable[[S], Row] | None = None
+) -> Callable[[S], Row]:
+    """Return a function that makes rows of values of one type.
+
+    `names` are columns that are fields; `rest` makes those behind them of the whole value. The function is
+    compiled, as those of a dataclass are: a loop over the columns takes twice the time, for each row.
+    """
+    known: dict[str, Any] = {"rest": rest}
+    parts = []
+    for name in names:
+        write = columns_of(kind)[name][1]
+        if write is None:
+            parts.append(f"value.{name}")
+            continue
+        known[f"write_{name}"] = write
+        empty = _empty_text(_type_of(kind, name)) if write is json_text else None
+        if empty is None:
+            parts.append(f"None if value.{name} is None else write_{name}(value.{name})")
+        else:
+            # Most tasks have no labels, objects and so on.
+            parts.append(f"write_{name}(value.{name}) if value.{name} else {empty}")
+    if rest is not None:
+        parts.append("*rest(value)")
+    made: Callable[[S], Row] = eval(f"lambda value: ({', '.join(parts)},)", known)  # noqa: S307  # our names
+    return made

@@ -1,0 +1,340 @@
+"""Admission: from a submission to a task or its refusals, in one pass, for every kind of submitter."""
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+from typing import Final, assert_never
+
+from gpubroker.wire.forecasts import Sizing
+from gpubroker.wire.policy import TaskLimits
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
+from gpubroker_server.core.admission.demands import settled_demand
+from gpubroker_server.core.admission.facts import INVALID, Facts, Refused, refused_at
+from gpubroker_server.core.admission.feasibility import (
+    check_priority,
+    check_quota,
+    check_times,
+    new_nodes_could_take,
+)
+from gpubroker_server.core.admission.permissions import SECRETS_SCOPE, Permissions, lacks
+from gpubroker_server.core.admission.submission import Submission
+from gpubroker_server.core.admission.times import UNTIMED, Timing, timing_of
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.holders import (
+    External,
+    Gang,
+    Holder,
+    Inference,
+    Model,
+    Run,
+    WorkerSeat,
+    holder_of,
+)
+from gpubroker_server.core.domain.reasons import Refusal
+from gpubroker_server.core.domain.submission import (
+    EXTERNAL_KIND,
+    INFERENCE_KIND,
+    MODEL_KIND,
+    AdmittedTask,
+    RunSpec,
+    bytes_of,
+    secrets_named,
+)
+from gpubroker_server.core.domain.suggestions import did_you_mean
+from gpubroker_server.core.domain.task import RetryOn, Task
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+
+SHARED_BELOW_CPU: Final = 1.0
+"""An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
+WORKER_RETRIES: Final = 10
+"""How often in a row a worker of an array is started again that ended before its first report."""
+_MOST_NAMED = 10
+_AGENTLESS: Final = frozenset({EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND})
+
+
+class AdmissionPolicy(Struct, frozen=True):
+    """What the operator allows, and what holds for what a submission leaves out."""
+
+    permissions: Permissions
+    defaults: Defaults
+
+
+def admit(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> AdmittedTask | Refused:
+    """Return the new task, or why it is refused.
+
+    Everything that is invalid is reported together; then comes what the token or the operator does not allow,
+    then what could never be satisfied here.
+    """
+    faults: list[Refusal] = []
+    timing = UNTIMED
+    if submission.times is not None:
+        has_dependencies = bool(submission.after)
+        timing = timing_of(submission.times, facts.now, has_dependencies=has_dependencies, faults=faults)
+    if submission.stream or submission.spec.profile or submission.after:
+        faults = [*_unknown_names(submission, facts, policy), *faults]
+    if faults:
+        return Refused(INVALID, faults=tuple(faults))
+    new = _new_task(submission, timing, facts, policy)
+    if isinstance(new, Refused):
+        return new
+    refused = _not_allowed(submission, new, facts, policy) or _impossible(submission, new, facts, policy)
+    return new if refused is None else replace(refused, would_be=new)
+
+
+def with_run(new: AdmittedTask, spec: RunSpec) -> AdmittedTask:
+    """Return an admitted task that runs something else: the same with its arguments, for example."""
+    return replace(new, task=replace(new.task, queued_bytes=bytes_of(spec)), spec=spec)
+
+
+def like(first: AdmittedTask, id: TaskId, spec: RunSpec) -> AdmittedTask:
+    """Return a task that differs from an admitted one in its id and in what it runs only: all other work is
+    shared. Whether the run is allowed must be known; see `Permissions.check_run`."""
+    return AdmittedTask(replace(first.task, id=id, queued_bytes=bytes_of(spec)), spec, like=first)
+
+
+def like_with(first: AdmittedTask, id: TaskId, arguments: bytes) -> AdmittedTask:
+    """Return a task that differs from an admitted one in its id and its arguments only. Thousands of a batch
+    do, so what else they keep is not counted again. The first one must have its arguments in its
+    specification, and neither may name objects."""
+    queued_bytes = first.task.queued_bytes + len(arguments) - len(first.spec.arguments)
+    task = replace(first.task, id=id, queued_bytes=queued_bytes)
+    return AdmittedTask(task, replace(first.spec, arguments=arguments), like=first)
+
+
+def no_such(what: str, name: str, known: Collection[str]) -> str:
+    """Return the text that there is no `what` of this name, with the name that may be meant."""
+    meant = did_you_mean(name, known, otherwise=f"there are: {', '.join(sorted(known)) or 'none'}")
+    return f'there is no {what} "{name[:100]}"; {meant}'
+
+
+def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> Iterator[Refusal]:
+    """Yield a refusal for each name of a stream, a profile or a task that its tenant does not have.
+
+    Whether a dependency has ended is not checked: the leader does that when the new task is committed.
+    """
+    stream, profile, profiles = submission.stream, submission.spec.profile, policy.defaults.profiles
+    if stream and stream not in facts.streams:
+        yield Refusal("unknown", no_such("work stream", stream, facts.streams), "/stream")
+    if profile and profile not in profiles:
+        yield Refusal("unknown", no_such("profile", profile, profiles), "/profile")
+    named: list[TaskId] = []
+    for at, dependency in enumerate(submission.after):
+        id, found = dependency.task, facts.dependencies.get(dependency.task)
+        if found is None or found.tenant != submission.tenant:
+            detail = f'there is no task "{id}"; GET /tasks lists yours'
+            yield Refusal("unknown-task", detail, f"/after/{at}/task")
+        elif id in named:
+            detail = f"task {id} is already at /after/{named.index(id)}; name it once"
+            yield Refusal("named-twice", detail, f"/after/{at}/task")
+        named.append(id)
+
+
+def _new_task(
+    submission: Submission, timing: Timing, facts: Facts, policy: AdmissionPolicy
+) -> AdmittedTask | Refused:
+    spec, subject = submission.spec, _subject_of(submission)
+    usual = policy.defaults.named(spec.model_type, spec.profile)
+    size: Sizing | None = None
+    if isinstance(submission.demand, Demand):
+        demand = submission.demand
+    else:
+        found = settled_demand(
+            submission.demand,
+            usual,
+            policy.defaults.cpu,
+            facts.fleet,
+            subject,
+            submission.tenant,
+            spec.labels,
+            policy.permissions.policy,
+        )
+        if isinstance(found, Refusal):
+            return refused_at(_demand_at(spec), found)
+        demand, size = found
+    if size is not None:
+        spec = replace(spec, sizing=size)
+    if usual.max_concurrency is not None and spec.max_concurrency is None:
+        spec = replace(spec, max_concurrency=usual.max_concurrency)
+    limits = _limits_of(submission, usual, policy.defaults)
+    return AdmittedTask(_task_of(submission, spec, demand, limits, timing, subject, facts), spec)
+
+
+def _task_of(
+    submission: Submission,
+    spec: RunSpec,
+    demand: Demand,
+    limits: TaskLimits,
+    timing: Timing,
+    subject: str,
+    facts: Facts,
+) -> Task:
+    """Return the task. This is the only place where a new one is made."""
+    retries, timeout, held = limits.max_retries, limits.timeout_seconds, submission.held
+    expires_at, retry_on = timing.expires_at, submission.retry_on
+    holder: Holder = holder_of(demand) if submission.holder is None else submission.holder
+    if spec.items is not None:
+        retries, retry_on, holder = WORKER_RETRIES, tuple(RetryOn), WorkerSeat(spec.items.id)
+    elif spec.seat is not None:
+        # It stays until its set is ended, and is held until the leader has the row of the set.
+        timeout, held = None, True
+    elif isinstance(holder, Model) and holder.model:
+        # A server's base cost, which has no model, is wanted for as long as the server is there.
+        expires_at = Instant(facts.now + holder.wanted_seconds)
+    return Task(
+        id=facts.id,
+        tenant=submission.tenant,
+        name=submission.name,
+        priority=limits.priority,
+        demand=demand,
+        submitted_at=facts.now,
+        max_retries=retries,
+        retry_on=retry_on,
+        timeout_seconds=None if timeout is None else Seconds(timeout),
+        grace_seconds=Seconds(limits.grace_seconds),
+        shareable=demand.cpu < SHARED_BELOW_CPU and _is_shareable(spec, demand),
+        after=submission.after,
+        queue_ttl_seconds=timing.queue_ttl_seconds,
+        deadline_at=timing.deadline_at,
+        expected_seconds=None if (it := submission.expected_seconds) is None else Seconds(it),
+        stream=submission.stream,
+        subject=subject,
+        queued_bytes=bytes_of(spec),
+        held=held,
+        awaits=bool(submission.after),
+        expires_at=expires_at,
+        not_before=timing.not_before,
+        holder=holder,
+    )
+
+
+def _is_shareable(spec: RunSpec, demand: Demand) -> bool:
+    """True if a small task may run in a process that it shares. A limit on host memory, and variables, need a
+    process of its own."""
+    if spec.kind != "entrypoint" or spec.env or spec.is_told_more:
+        return False
+    return demand.gpus == 0 and demand.memory_mb == 0 and not demand.bundles
+
+
+def _subject_of(submission: Submission) -> str:
+    """Return what runs like this one are known by."""
+    spec = submission.spec
+    return "" if spec.kind in _AGENTLESS else spec.model_type or submission.name or spec.entrypoint
+
+
+def _limits_of(submission: Submission, usual: NamedDefaults, defaults: Defaults) -> TaskLimits:
+    priority, retries = submission.priority, submission.max_retries
+    timeout, grace = submission.timeout_seconds, submission.grace_seconds
+    kind = submission.spec.kind
+    if priority is None:
+        priority = defaults.priority if usual.priority is None else usual.priority
+    if grace is None:
+        grace = 0.0 if kind == INFERENCE_KIND else defaults.grace_seconds
+    if kind not in (EXTERNAL_KIND, MODEL_KIND) and not isinstance(submission.demand, Demand):
+        if retries is None:
+            retries = defaults.max_retries if usual.max_retries is None else usual.max_retries
+        if timeout is None:
+            timeout = defaults.timeout_seconds if usual.timeout_seconds is None else usual.timeout_seconds
+    return TaskLimits(priority, retries or 0, grace, timeout)
+
+
+def _not_allowed(
+    submission: Submission, new: AdmittedTask, facts: Facts, policy: AdmissionPolicy
+) -> Refused | None:
+    """Return the refusal of what the token or the operator does not allow, and of what the tenant does not
+    have."""
+    sender, spec, permissions = facts.sender, new.spec, policy.permissions
+    if sender is None:
+        return None
+    refused = (
+        permissions.check_run(sender, spec, submission.cloudpickle)
+        or permissions.check_env(sender, spec.env)
+        or permissions.check_priority(sender, new.task.priority, submission.tenant)
+    )
+    if refused is not None:
+        return refused
+    faults: list[Refusal] = []
+    if facts.missing_objects:
+        faults += unknown_objects(facts.missing_objects, facts.object_seconds)
+    named = secrets_named(spec.env) if spec.env else None
+    if named:
+        refused = lacks(sender, SECRETS_SCOPE, "naming a secret in env")
+        if refused is not None:
+            return refused
+        faults += (
+            Refusal("unknown-secret", _no_secret(name, submission.tenant, facts.secrets), f"/env/{variable}")
+            for variable, name in named.items()
+            if name not in facts.secrets
+        )
+    return Refused(INVALID, faults=tuple(faults)) if faults else None
+
+
+def _impossible(
+    submission: Submission, new: AdmittedTask, facts: Facts, policy: AdmissionPolicy
+) -> Refused | None:
+    """Return the refusal of a task that could never run here, or that may run for too long."""
+    task, spec, limits = new.task, new.spec, policy.permissions.policy
+    demand = task.demand
+    if not _is_there(task, held=submission.held):
+        refusal = facts.fleet.refusal(demand)
+        # A model is loaded where its server is, and no autoscaler adds to that.
+        if (
+            refusal is not None
+            and not isinstance(task.holder, Model)
+            and new_nodes_could_take(demand, limits)
+        ):
+            refusal = None
+        if refusal is None and demand.custom:
+            refusal = check_priority(demand, task.priority, limits)
+        if refusal is None and limits.has_quotas and (demand.gpus or demand.bundles):
+            refusal = check_quota(demand, facts.fleet.counted_mb(demand), task.tenant, limits)
+        if refusal is not None:
+            return refused_at(_demand_at(spec), refusal)
+    if facts.sender is None:
+        return None  # the operator's settings give a model its limits
+    # The service itself restarts workers of arrays and of sets.
+    retries = task.max_retries if spec.items is None and spec.seat is None else 0
+    refusal = check_times(task.timeout_seconds, retries, task.grace_seconds, limits)
+    return None if refusal is None else refused_at("", refusal)
+
+
+def _is_there(task: Task, *, held: bool) -> bool:
+    """True if the task needs no room: a model holds what an inference needs, and one that is in memory when
+    its server is adopted is where it is."""
+    match task.holder:
+        case Run() | Gang() | WorkerSeat() | External():
+            return False
+        case Model():
+            return held
+        case Inference():
+            return True
+        case _:
+            assert_never(task.holder)
+
+
+def _demand_at(spec: RunSpec) -> str:
+    """Return where a body has its resources: a lease and an inference have no field for them."""
+    return "" if spec.kind in _AGENTLESS else "/resources"
+
+
+def unknown_objects(missing: Mapping[str, str], object_seconds: float) -> Iterator[Refusal]:
+    """Yield a refusal for each of the first objects that the tenant does not have. `missing`: id by place."""
+    for at, id in islice(missing.items(), _MOST_NAMED):
+        yield Refusal("unknown-object", unknown_object(id, object_seconds), at)
+
+
+def unknown_object(id: str, object_seconds: float) -> str:
+    """Return the text that the tenant has no object of this id."""
+    return (
+        f'you have no object "{id[:100]}"; objects are kept for {object_seconds:g} seconds after their last '
+        "use: upload it with POST /objects"
+    )
+
+
+def _no_secret(name: str, tenant: str, known: Collection[str]) -> str:
+    others = ", ".join(list(known)[:_MOST_NAMED]) or "none yet"
+    return (
+        f'tenant "{tenant}" has no secret "{name[:100]}"; set it with `gpubroker secrets set NAME` (PUT '
+        f"/secrets/NAME), or name one that it has: {others}"
+    )

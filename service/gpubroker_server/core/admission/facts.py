@@ -1,0 +1,77 @@
+"""What admission must know beside the submission, and what it answers: plain values, so that it waits for
+nothing."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from gpubroker.wire.forecasts import Sizing
+from msgspec import Struct
+
+from gpubroker_server.core.admission.submission import Sender
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.reasons import Refusal
+from gpubroker_server.core.domain.submission import AdmittedTask, StoredState
+from gpubroker_server.core.domain.units import Instant, TaskId
+
+NO_STATES: Mapping[TaskId, StoredState] = {}
+NO_OBJECTS: Mapping[str, str] = {}
+
+
+class FleetLookup(Protocol):
+    """Answers about the inventory and past runs. They are kept from one submission to the next."""
+
+    def refusal(self, demand: Demand) -> Refusal | None:
+        """Return why no node could ever satisfy this demand, or None."""
+
+    def counted_mb(self, demand: Demand) -> int:
+        """Return how many MiB the demand counts against a quota."""
+
+    def gpu_share(self, demand: Demand) -> float:
+        """Return the largest share of a GPU that each GPU of this demand may take."""
+
+    def learned_size(self, demand: Demand, tenant: str, subject: str) -> Sizing:
+        """Return what earlier runs used of the devices that this demand may use."""
+
+
+class Facts(Struct, frozen=True):
+    """What is known when a submission is judged."""
+
+    id: TaskId
+    """The id of the new task; of an array or a worker set, the one of its first worker."""
+    now: Instant
+    fleet: FleetLookup
+    sender: Sender | None
+    """None: the service itself submits, and needs no permission."""
+    dependencies: Mapping[TaskId, StoredState] = NO_STATES
+    """The states of the tasks that it runs after, as far as they exist."""
+    streams: Collection[str] = ()
+    """The work streams that there are. Needed only if the submission names one."""
+    secrets: Sequence[str] = ()
+    """The tenant's secrets. Needed only if `env` names some."""
+    missing_objects: Mapping[str, str] = NO_OBJECTS
+    """Pointer -> id of each object that the run names and the tenant does not have."""
+    object_seconds: float = 0.0
+    """How long an object is kept after its last use, for the text of a refusal."""
+
+
+class Refused(Struct, frozen=True):
+    """Why a submission is not admitted."""
+
+    code: str
+    """The code of its problem, as in docs/errors.md."""
+    detail: str = ""
+    """Empty for `validation-failed`: its faults say what is wrong."""
+    faults: tuple[Refusal, ...] = ()
+    """The fields that are invalid, all of them, or the one that could never be satisfied. `field` is a
+    pointer into the body, as RFC 6901 has it."""
+    would_be: AdmittedTask | None = None
+    """The task that it would have been, if its body is valid."""
+
+
+INVALID = "validation-failed"
+
+
+def refused_at(pointer: str, refusal: Refusal, would_be: AdmittedTask | None = None) -> Refused:
+    """Return the refusal of a demand, whose field is below `pointer` in the body."""
+    fault = Refusal(refusal.code, refusal.message, f"{pointer}/{refusal.field}")
+    return Refused(refusal.code, refusal.message, (fault,), would_be)

@@ -1,0 +1,139 @@
+"""What a token and the operator allow: kinds of run, entrypoints, variables, priorities, secrets."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from msgspec import Struct
+
+from gpubroker_server.core.admission.facts import Refused
+from gpubroker_server.core.admission.submission import Sender
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.reasons import Refusal
+from gpubroker_server.core.domain.submission import (
+    EntrypointPatterns,
+    RunSpec,
+    is_entrypoint_allowed,
+    named_patterns,
+)
+
+CODE_SCOPE, COMMAND_SCOPE, SECRETS_SCOPE = "tasks:code", "tasks:command", "secrets:use"
+
+
+class Permissions(Struct, frozen=True):
+    policy: Policy
+    entrypoints: EntrypointPatterns
+    """Patterns of `module:function` that tasks may name, such as `myteam.*:*`."""
+    python: str
+    """The Python minor that runs pickled functions."""
+    cloudpickle: str
+    """The version that unpickles them."""
+    env_allowed: tuple[str, ...] = ()
+    """Patterns of the environment variables that a token without a scope for code may set."""
+
+    def check_run(self, sender: Sender, spec: RunSpec, cloudpickle: str | None = None) -> Refused | None:
+        """Return the refusal of a run that the token or the operator does not allow. `cloudpickle`: the
+        version that pickled a function, if its submitter says so."""
+        match spec.kind:
+            case "entrypoint":
+                return self._check_entrypoint(spec.entrypoint)
+            case "command":
+                return lacks(sender, COMMAND_SCOPE, "submitting a command")
+            case "function":
+                refused = lacks(sender, CODE_SCOPE, "submitting a function")
+                return refused or self._check_pickle(spec.python, cloudpickle)
+        return None
+
+    def check_env(self, sender: Sender, env: Mapping[str, str]) -> Refused | None:
+        """Return the refusal of variables that the token may not set: many make an allowed entrypoint run
+        other code (BASH_ENV, PATH, GIT_SSH_COMMAND)."""
+        if not env or sender.may(CODE_SCOPE) or sender.may(COMMAND_SCOPE):
+            return None
+        names = [name for name in env if not any(fnmatchcase(name, known) for known in self.env_allowed)]
+        if not names:
+            return None
+        allowed = ", ".join(self.env_allowed) or "none"
+        detail = (
+            f'token "{sender.name}" may not set the variables {", ".join(names)}; without the scope '
+            f"{CODE_SCOPE} or {COMMAND_SCOPE} it may set: {allowed}; leave them out, or have the operator "
+            "add them to env_allowed"
+        )
+        faults = (Refusal("env-not-allowed", "is not in env_allowed", f"/env/{name}") for name in names)
+        return Refused("forbidden", detail, tuple(faults))
+
+    def highest_priority(self, sender: Sender, tenant: str | None = None) -> int:
+        """Return the highest priority that this token may give a task of its tenant, or of `tenant`: both the
+        token and the tenant may have a cap."""
+        return min(sender.max_priority, self.policy.tenant(tenant or sender.tenant).max_priority)
+
+    def check_priority(
+        self,
+        sender: Sender,
+        priority: int,
+        tenant: str | None = None,
+        *,
+        at: str = "/priority",
+        subject: str = "",
+    ) -> Refused | None:
+        """Return the refusal of a priority above `highest_priority`.
+
+        `at` points to the priority in the body. `subject` says what has it, if the body does not name it.
+        """
+        if priority <= self.highest_priority(sender, tenant):
+            return None
+        name = tenant or sender.tenant
+        cap = self.policy.tenant(name).max_priority
+        if cap < min(priority, sender.max_priority):
+            owner, remedy = f'tenant "{name}"', "have the operator raise its max_priority (policy.tenants)"
+        else:
+            cap, owner = sender.max_priority, f'token "{sender.name}"'
+            remedy = "have an admin make a token with a higher max_priority"
+        detail = (
+            f"{subject or f'priority {priority} is'} above {cap}, the cap of {owner}; "
+            f"ask for less, or {remedy}"
+        )
+        return Refused("priority-not-allowed", detail, (Refusal("above-cap", f"at most {cap}", at),))
+
+    def _check_entrypoint(self, entrypoint: str) -> Refused | None:
+        if is_entrypoint_allowed(self.entrypoints, entrypoint):
+            return None
+        allowed = named_patterns(self.entrypoints)
+        detail = f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)'
+        code = "entrypoint-not-allowed"
+        return Refused(code, detail, (Refusal(code, detail, "/run/entrypoint"),))
+
+    def _check_pickle(self, python: str, cloudpickle: str | None) -> Refused | None:
+        """Another Python minor cannot open pickled code, nor can an older major version of cloudpickle."""
+        if python != self.python:
+            return _mismatch(
+                "python",
+                f"the function was pickled by Python {python} and would be opened by {self.python}; "
+                f"submit it from Python {self.python}, or name an entrypoint instead",
+            )
+        if cloudpickle is not None and _major(cloudpickle) > _major(self.cloudpickle):
+            return _mismatch(
+                "cloudpickle",
+                f"the function was pickled by cloudpickle {cloudpickle} and would be opened by the older "
+                f"{self.cloudpickle}; install cloudpickle {_major(self.cloudpickle)} where you submit, or "
+                "name an entrypoint instead",
+            )
+        return None
+
+
+def lacks(sender: Sender, scope: str, purpose: str, *others: str) -> Refused | None:
+    """Return the refusal if the token lacks the scope, and all `others` that would do as well. `purpose` is
+    what needs it."""
+    if sender.may(scope) or any(map(sender.may, others)):
+        return None
+    return Refused(
+        "forbidden",
+        f'token "{sender.name}" lacks the scope {" or ".join((scope, *others))}, which {purpose} '
+        "needs; ask an admin for a token that has it",
+    )
+
+
+def _mismatch(field: str, detail: str) -> Refused:
+    return Refused("python-mismatch", detail, (Refusal(f"{field}-mismatch", detail, f"/run/{field}"),))
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])

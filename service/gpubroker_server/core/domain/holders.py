@@ -1,0 +1,190 @@
+"""Holders of GPU memory: what a task is besides its common part, and what only tasks of that kind have.
+
+`Task.holder` is one of them, and its class is the tag. Code that treats the kinds differently matches on it.
+"""
+
+from enum import StrEnum
+from typing import assert_never
+
+from msgspec import Struct
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.models import NEVER_USED, ModelKey, ModelUsage
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
+
+
+class MemberState(StrEnum):
+    PLACED = "placed"
+    """The order is on its way, or the process is starting. Its agent's Ready moves it on; the gang's start
+    limit stops it. One that joins a running gang stays so until all that join are ready."""
+    READY = "ready"
+    """It waits at the barrier; once its task is RUNNING it has been sent the GoOrder. Its end moves it on."""
+    SUCCEEDED = "succeeded"
+    ENDED = "ended"
+    """It failed, was stopped or lost, or never started."""
+    LEAVING = "leaving"
+    """It was asked to leave and the gang goes on without it: its outcome does not count. Its end, or its stop
+    deadline, moves it on."""
+    LEFT = "left"
+    """It has left, or was given up."""
+
+
+class Member(Struct, frozen=True, array_like=True):
+    """A rank of a claim. A rank that is `gone` (confirmed or given up) uses nothing of its node."""
+
+    rank: int
+    node: NodeName
+    state: MemberState = MemberState.PLACED
+    gone: bool = False
+    address: str = ""
+    freeing_for: TaskId | None = None
+    """The preemptor that its memory is freed for while it leaves."""
+    stop_deadline_at: Instant | None = None
+    """The instant by which the rank has to have left, or, while it is joining, to be ready. None for one that
+    failed by itself."""
+    bundle: int | None = None
+    """The bundle of the demand that a rank has which was added to a running gang. None: the bundle of its
+    number."""
+
+    @property
+    def is_late(self) -> bool:
+        """True if the member was added while its gang ran."""
+        return self.bundle is not None
+
+    @property
+    def is_joining(self) -> bool:
+        """True if the member is not at work yet in a gang that runs."""
+        return self.is_late and self.state is MemberState.PLACED
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (MemberState.SUCCEEDED, MemberState.ENDED, MemberState.LEFT)
+
+    @property
+    def has_finished(self) -> bool:
+        """True if the member came to its own end, which counts for its gang."""
+        return self.state in (MemberState.SUCCEEDED, MemberState.ENDED)
+
+    @property
+    def changes_of_world(self) -> int:
+        """The number of times that the member joined a running gang or left it.
+
+        A member that joins and is never at work has no address.
+        """
+        joined = self.is_late and self.state is not MemberState.PLACED and bool(self.address)
+        left = not self.takes_part and (joined or not self.is_late)
+        return joined + left
+
+    @property
+    def takes_part(self) -> bool:
+        """True if the gang goes on with the member."""
+        return self.state not in (MemberState.LEAVING, MemberState.LEFT)
+
+
+class Run(Struct, frozen=True):
+    """A process on a node, which the node's agent starts and stops."""
+
+
+class Gang(Struct, frozen=True):
+    """A process for each bundle of the demand, started together. Node agents start and stop them."""
+
+    members: tuple[Member, ...] = ()
+    """The ranks of the newest claim, by rank; empty before the first claim. The node of the task is that of
+    rank 0."""
+
+
+class WorkerSeat(Struct, frozen=True):
+    """A run that works on the items of an array, one after another."""
+
+    array: TaskId
+    """The id of the array. Its items have retries of their own."""
+
+
+class External(Struct, frozen=True):
+    """A holder that acquires, renews and releases its devices by itself; no agent starts or stops it. It has
+    its devices from its admission on."""
+
+    ttl_seconds: Seconds
+    """It is asked to leave this long after its admission or its last renewal."""
+    pid: int | None = None
+    """A process on its node: its use and its children's are the holder's. Once it is gone, the holder
+    is."""
+
+
+class Model(Struct, frozen=True):
+    """A model that is wanted or loaded. Its server loads and unloads it; node agents do not know it.
+
+    Without a model it is the server itself, with its base cost.
+    """
+
+    server: str
+    model: str
+    wanted_seconds: Seconds = Seconds(300.0)
+    """The time for which the model stays wanted after each request. While wanted it waits for
+    memory, and then stays with the priority of its requests."""
+    asked_priority: int = 50
+    asked_at: Instant = Instant(0.0)
+    queued: bool = False
+    """Queued inferences want it at that priority: the leader knows when they no longer do."""
+    pinned: bool = False
+    yields: bool = False
+    """An equal that waits may have its memory: no request is under way or queued, or its turn is over."""
+    left_at: Instant | None = None
+    """The instant at which the model last left for another holder: its place in the queue is behind those
+    that waited then."""
+    load_seconds: Seconds = Seconds(0.0)
+    usage: ModelUsage = NEVER_USED
+    steps: tuple[str, ...] = ()
+    """The models that are loaded with an ensemble, whose size includes theirs."""
+    versions: tuple[str, ...] = ()
+    """The versions loaded when it was last ready, sorted; empty if unknown."""
+    measured: bool = False
+    """It is loaded to be measured: what it takes until it leaves is its size, however late."""
+    address: str = ""
+    """Where its server is asked; empty if unknown. A server is known by this, or by its process: its name may
+    change."""
+    process: str = ""
+    """The server's process, as its machine knows it; empty where that cannot be seen."""
+    sized: bool = False
+    """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
+    device, so that its size can be measured."""
+
+    @property
+    def home(self) -> ModelKey:
+        return ModelKey(self.server, self.model)
+
+    def is_at(self, server: str, address: str, process: str) -> bool:
+        """Return True if the model is on that server: the same process, or else the same address; by name if
+        it has no address."""
+        if self.process and self.process == process:
+            return True
+        return self.address == address if self.address and address else self.server == server
+
+
+class Inference(Struct, frozen=True):
+    """A request that waits for its model and is then sent to the model's server.
+
+    Which model that is, its demand says: requests to one model are equal in the queue.
+    """
+
+
+Holder = Run | Gang | WorkerSeat | External | Model | Inference
+RUN, INFERENCE = Run(), Inference()
+
+
+def holder_of(demand: Demand) -> Run | Gang | Inference:
+    """Return the holder of a new task that is neither a model, nor a worker, nor holds memory by itself."""
+    if demand.answered_by:
+        return INFERENCE
+    return Gang() if demand.bundles else RUN
+
+
+def is_started_by_agent(holder: Holder) -> bool:
+    """Return True if node agents start and stop it: not external holders, models and inferences."""
+    match holder:
+        case Run() | Gang() | WorkerSeat():
+            return True
+        case External() | Model() | Inference():
+            return False
+        case _:
+            assert_never(holder)

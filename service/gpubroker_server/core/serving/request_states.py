@@ -1,0 +1,117 @@
+"""The states of a request to a model server, and the one table of what moves it from one to the next.
+
+The table is the same over every protocol. A move that it lacks cannot happen: it raises IllegalMove.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+
+class RequestState(StrEnum):
+    RECEIVING = "receiving"
+    """Nothing was sent. Its turn on the client's connection has not come, or its body must be complete first:
+    a load that is searched for files, a request to several servers. A stream is here between two messages."""
+    AWAITING_MODEL = "awaiting_model"
+    """It waits until its model is in memory, or gone if the request unloads it, or until the audit log has
+    the request. Its body counts as waiting bytes."""
+    QUEUED = "queued"
+    """Its model is in memory, and the request waits in the model's lane for a slot. Its body counts as
+    waiting bytes."""
+    SENT = "sent"
+    """A server has it and has not answered. It may go to another server while its whole body is kept."""
+    ANSWERING = "answering"
+    """The answer goes to the client. Nothing is sent again."""
+    ANSWERED = "answered"
+    """The end: the client has the server's answer."""
+    FAILED = "failed"
+    """The end: the client gets an error instead of an answer, or half an answer and a closed connection."""
+    ABANDONED = "abandoned"
+    """The end: the client has gone before its answer was complete."""
+
+
+class RequestMove(StrEnum):
+    AWAIT_MODEL = "await_model"
+    """The ledger does not have the model in memory, or a server denies the model that the ledger has."""
+    QUEUE = "queue"
+    """The model is there, and its slots are taken."""
+    SEND = "send"
+    """A server is asked, the first or another one."""
+    ANSWER = "answer"
+    """The head of the answer has come."""
+    REST = "rest"
+    """The stream to a server has ended, and the client's goes on."""
+    FINISH = "finish"
+    """The answer is complete."""
+    FAIL = "fail"
+    """It is refused, or its server failed."""
+    ABANDON = "abandon"
+    """The client closes its connection, or cancels."""
+
+
+class IllegalMove(Exception):
+    def __init__(self, state: RequestState, move: RequestMove) -> None:
+        super().__init__(
+            f"a request that is {state} cannot {move}; it can {', '.join(NEXT[state]) or 'do nothing'}"
+        )
+
+
+class _Moves(dict[RequestMove, RequestState]):
+    """The moves out of one state. A plain lookup costs no call of Python; a missing move raises."""
+
+    def __init__(self, state: RequestState, moves: Mapping[RequestMove, RequestState]) -> None:
+        super().__init__(moves)
+        self._state = state
+
+    def __missing__(self, move: RequestMove) -> RequestState:
+        raise IllegalMove(self._state, move)
+
+
+_S, _M = RequestState, RequestMove
+
+_TABLE: Final[Mapping[RequestState, Mapping[RequestMove, RequestState]]] = {
+    _S.RECEIVING: {
+        _M.AWAIT_MODEL: _S.AWAITING_MODEL,
+        _M.QUEUE: _S.QUEUED,
+        _M.SEND: _S.SENT,
+        _M.FINISH: _S.ANSWERED,  # a stream whose messages all have their answers
+        _M.FAIL: _S.FAILED,
+        _M.ABANDON: _S.ABANDONED,
+    },
+    _S.AWAITING_MODEL: {
+        _M.QUEUE: _S.QUEUED,
+        _M.SEND: _S.SENT,
+        _M.FAIL: _S.FAILED,
+        _M.ABANDON: _S.ABANDONED,
+    },
+    _S.QUEUED: {
+        _M.AWAIT_MODEL: _S.AWAITING_MODEL,  # the model has left meanwhile
+        _M.SEND: _S.SENT,
+        _M.FAIL: _S.FAILED,
+        _M.ABANDON: _S.ABANDONED,
+    },
+    _S.SENT: {
+        _M.AWAIT_MODEL: _S.AWAITING_MODEL,  # the server says that it does not have the model
+        _M.SEND: _S.SENT,
+        _M.ANSWER: _S.ANSWERING,
+        _M.REST: _S.RECEIVING,
+        _M.FAIL: _S.FAILED,
+        _M.ABANDON: _S.ABANDONED,
+    },
+    _S.ANSWERING: {
+        _M.REST: _S.RECEIVING,
+        _M.FINISH: _S.ANSWERED,
+        _M.FAIL: _S.FAILED,
+        _M.ABANDON: _S.ABANDONED,
+    },
+    _S.ANSWERED: {},
+    _S.FAILED: {},
+    _S.ABANDONED: {},
+}
+
+NEXT: Final[Mapping[RequestState, Mapping[RequestMove, RequestState]]] = {
+    state: _Moves(state, moves) for state, moves in _TABLE.items()
+}
+"""State -> move -> next state. Looking up a move raises IllegalMove if the state does not allow it."""
+
+ENDS: Final = frozenset(state for state, moves in _TABLE.items() if not moves)

@@ -1,0 +1,255 @@
+"""Thousands of tasks in one request. Tasks that differ in nothing but their run share all other work."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from time import monotonic
+from typing import Annotated, ClassVar
+
+import structlog
+from fastapi import Response
+from gpubroker.wire.answered import encode
+from gpubroker.wire.tasks import SubmittedBatch, SubmittedTask
+from msgspec.structs import replace
+from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
+
+from gpubroker_server.core.admission.admit import like, like_with
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.gateway.hot.batch_references import BatchReferences
+from gpubroker_server.gateway.hot.direct_route import DirectRoute
+from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.gateway.submission.named_objects import (
+    may_name_objects,
+    objects_in_arguments,
+    objects_in_run,
+)
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
+from gpubroker_server.gateway.submission.task_body import Function, SubmitTask
+from gpubroker_server.gateway.submission.translation import submission_of, with_run_of
+from gpubroker_server.gateway.tasks.run_text import (
+    EntrypointCall,
+    Surroundings,
+    arguments_within,
+    is_split_at_run,
+    split_at_run,
+)
+from gpubroker_server.gateway.tasks.selection import MAX_STANDS
+from gpubroker_server.http.bodies import ListBody
+from gpubroker_server.http.faults import body_faults, duplicate_key, invalid, refuse
+from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.problems import QUEUE_PROBLEMS, Fault, Problem, problem_document
+from gpubroker_server.http.routing import Call, Resource, json_answer
+from gpubroker_server.ports.store import AdmittedTask, BatchSubmission, StoredState
+
+log = structlog.get_logger("gpubroker.gateway")
+
+resource = Resource("tasks", DirectRoute)
+
+MAX_TASKS = 10_000
+SLICE_SECONDS = 0.003
+"""After this long the batch lets other requests use the event loop."""
+IDS_PER_LINE = 100
+
+_read_task = TypeAdapter(SubmitTask).validator.validate_json
+_TASK_IDS = re.compile(rb"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
+
+
+class SubmitBatch(ListBody):
+    """Many tasks. Each is as if it were sent alone, `key` and `after` included."""
+
+    list_name: ClassVar = "tasks"
+    tasks: Annotated[
+        list[bytes],
+        Field(min_length=1, max_length=MAX_TASKS),
+        WithJsonSchema(
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_TASKS,
+                "items": {"$ref": "#/components/schemas/SubmitTask"},
+            }
+        ),
+    ]
+    all_or_nothing: Annotated[bool, Field(description="Store all, or none if one is refused.")] = False
+
+
+@resource.route(
+    "POST /tasks/batch",
+    "tasks_submit_batch",
+    Scope.TASKS_WRITE,
+    SubmittedBatch,
+    "malformed-json payload-too-large unsupported-media-type batch-refused too-many-requests leader-outdated "
+    f"{QUEUE_PROBLEMS}",
+    accepted="`all_or_nothing`: all of them are on disk.",
+    status_code=207,
+    response_description="Tasks with status 202 are on disk, all in one commit; the others have a problem.",
+)
+async def submit_batch(
+    call: Call, parts: Parts, body: SubmitBatch, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Submit up to 10,000 tasks.
+
+    Each is checked as if it were sent alone. Those that are refused have a problem each, and the others are
+    stored in one commit. With `all_or_nothing` one refused task keeps all out. A key is for the whole batch.
+    """
+    status, text, made = 202 if body.all_or_nothing else 207, b"", BatchSubmission(())
+
+    async def new() -> BatchSubmission:
+        nonlocal text, made
+        async with parts.batches.slot():
+            batch = BatchTasks(parts.submissions, call.identity)
+            judged = await batch.make(body.tasks, has_dependencies=b"after" in await call.body())
+            if body.all_or_nothing:
+                _check_all(judged)
+            text = encode(_submitted(call, judged))
+        admitted = [one for one in judged if isinstance(one, AdmittedTask)]
+        made = BatchSubmission(admitted, answer="" if idempotency_key is None else text.decode())
+        return made
+
+    first, is_new = await parts.submissions.batch_once(call, idempotency_key, "batch", new)
+    if not is_new:
+        kept = await parts.submissions.store.batch_answer(first)
+        return json_answer(kept.encode(), status, {"Idempotency-Replayed": "true"})
+    _log_accepted(made.submissions, call.identity.tenant)
+    return json_answer(text, status)
+
+
+def _log_accepted(submissions: Sequence[AdmittedTask], tenant: str) -> None:
+    """Some in each line: a line for each would keep other requests waiting."""
+    for start in range(0, len(submissions), IDS_PER_LINE):
+        ids = [one.task.id for one in submissions[start : start + IDS_PER_LINE]]
+        log.info("tasks accepted", tasks=" ".join(ids), tenant=tenant)
+
+
+def _check_all(made: Sequence[AdmittedTask | Problem]) -> None:
+    """Check all tasks. Raises Problem batch-refused with the faults of all of them."""
+    bad = [(number, one) for number, one in enumerate(made) if isinstance(one, Problem)]
+    if bad:
+        faults = [fault for number, problem in bad for fault in _faults_at(number, problem)]
+        first = f"{faults[0].pointer}: {faults[0].detail}"
+        raise Problem("batch-refused", errors=faults, refused=len(bad), sent=len(made), first=first)
+
+
+def _submitted(call: Call, made: Sequence[AdmittedTask | Problem]) -> SubmittedBatch:
+    items: list[SubmittedTask] = []
+    refused = 0
+    for number, one in enumerate(made):
+        if isinstance(one, AdmittedTask):
+            items.append(SubmittedTask(status=202, id=one.task.id, url=f"/tasks/{one.task.id}"))
+        else:
+            one.errors = _faults_at(number, one)
+            problem = problem_document(one, call.scope)
+            items.append(SubmittedTask(status=problem.status, problem=problem))
+            refused += 1
+    return SubmittedBatch(len(made) - refused, refused, tuple(items))
+
+
+def _faults_at(number: int, problem: Problem) -> list[Fault]:
+    """Return the faults of one task, with pointers into the batch."""
+    place = f"/tasks/{number}"
+    if not problem.errors:
+        return [Fault(pointer=place, detail=problem.detail, code=problem.code)]
+    return [replace(fault, pointer=f"{place}{fault.pointer}") for fault in problem.errors]
+
+
+def _check_keys(text: bytes) -> None:
+    """Check that no object has a key twice. Raises Problem."""
+    if fault := duplicate_key(text):
+        raise invalid(fault)
+
+
+class BatchTasks:
+    """Makes the tasks of one request, each as if it were sent alone."""
+
+    def __init__(self, submissions: Submissions, identity: Identity) -> None:
+        self._submissions = submissions
+        self._identity = identity
+        self._now = submissions.clock.now()
+        self._firsts: dict[Surroundings, AdmittedTask] = {}
+        """The first of several tasks that differ in nothing but their run: all other work is shared."""
+        self._last: tuple[Surroundings, AdmittedTask] | None = None
+        """The surroundings of the last task's run, and the first task that has them."""
+        self._stands: dict[TaskId, StoredState] = {}
+        self._unborn = StoredState(identity.tenant, TaskState.PENDING)
+
+    async def make(self, texts: Sequence[bytes], *, has_dependencies: bool) -> list[AdmittedTask | Problem]:
+        """Return what to store of each task, or why it is refused. Large arguments are objects by then."""
+        if has_dependencies:
+            await self._read_stands(texts)
+        made: list[AdmittedTask | Problem] = []
+        until = monotonic() + SLICE_SECONDS
+        ids = self._submissions.ids.tasks(self._now, len(texts))
+        references = BatchReferences(texts, ids) if has_dependencies else None
+        for number, (id, text) in enumerate(zip(ids, texts, strict=True)):
+            try:
+                if references is not None:
+                    _check_keys(text)  # before it is written anew
+                    text = references.resolved(number, made)
+                    self._stands |= dict.fromkeys(references.named, self._unborn)
+                made.append(self._as_the_last(text, id) or await self._new_task(text, id))
+            except Problem as problem:
+                made.append(problem)
+            if monotonic() > until:
+                await asyncio.sleep(0)
+                until = monotonic() + SLICE_SECONDS
+        return made
+
+    async def _read_stands(self, texts: Sequence[bytes]) -> None:
+        """Read the state of everything that may be the id of a dependency."""
+        named = sorted({id for text in texts if b"after" in text for id in _TASK_IDS.findall(text)})
+        ids = [TaskId(id.decode()) for id in named]
+        for start in range(0, len(ids), MAX_STANDS):
+            self._stands |= await self._submissions.store.states(ids[start : start + MAX_STANDS])
+
+    def _as_the_last(self, text: bytes, id: TaskId) -> AdmittedTask | None:
+        """Return the task if it calls the same entrypoint as the one before it, and differs in nothing
+        else."""
+        if self._last is None or may_name_objects(text):
+            return None
+        surroundings, first = self._last
+        arguments = arguments_within(text, surroundings)
+        if arguments is None or len(arguments) > self._submissions.limits.inline_bytes:
+            return None
+        return like_with(first, id, arguments)
+
+    async def _new_task(self, text: bytes, id: TaskId) -> AdmittedTask:
+        """Return the task that the text describes. Raises Problem."""
+        _check_keys(text)
+        split = split_at_run(text)
+        if split is None:
+            return await self._first(text, id)
+        first = self._firsts.get(split.surroundings)
+        if first is None:
+            first = await self._first(text, id)
+            if is_split_at_run(split):
+                self._firsts[split.surroundings] = first
+                self._remember(split.surroundings, first)
+            return first
+        self._remember(split.surroundings, first)
+        if isinstance(split.run, EntrypointCall):
+            objects = tuple(objects_in_arguments(split.run.arguments).values())
+            arguments = split.run.arguments
+            spec = replace(first.spec, arguments=arguments, arguments_digest=None, objects=objects)
+        else:
+            spec = with_run_of(split.run, first.spec)
+            pickled_by = split.run.cloudpickle if isinstance(split.run, Function) else None
+            refuse(self._submissions.permissions.check_run(self._identity, spec, pickled_by))
+        await self._submissions.use_objects(self._identity.tenant, objects_in_run(spec))
+        return await self._submissions.with_object(like(first, id, spec))
+
+    def _remember(self, surroundings: Surroundings, first: AdmittedTask) -> None:
+        if first.spec.arguments_digest is None and not first.spec.objects:  # see `like_with`
+            self._last = surroundings, first
+
+    async def _first(self, text: bytes, id: TaskId) -> AdmittedTask:
+        """Admit a task that is like none before it. Raises Problem."""
+        try:
+            body = _read_task(text)
+        except ValidationError as error:
+            raise invalid(*body_faults(error, SubmitTask)) from None
+        submission = submission_of(body, self._identity.tenant)
+        new = await self._submissions.admitted(
+            self._identity, submission, id=id, now=self._now, states=self._stands
+        )
+        return await self._submissions.with_object(new)

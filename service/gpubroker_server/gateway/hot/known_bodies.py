@@ -1,0 +1,70 @@
+"""Bodies of tasks that are like one before: a program that submits in a loop changes its arguments alone."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from msgspec.structs import replace
+
+from gpubroker_server.core.admission.submission import Submission
+from gpubroker_server.gateway.submission.named_objects import may_name_objects
+from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.gateway.submission.translation import submission_of
+from gpubroker_server.gateway.tasks.run_text import (
+    EntrypointCall,
+    Surroundings,
+    arguments_within,
+    is_split_at_run,
+    split_at_run,
+)
+from gpubroker_server.http.routing import Call, check_content_type
+
+MOST_KNOWN: Final = 64
+MOST_BYTES: Final = 16 * 1024
+"""Surroundings with more are not kept."""
+
+
+class KnownBodies:
+    """Reads bodies of tasks, and of those that call the same entrypoint and differ in its arguments alone
+    only the arguments: validating the rest takes as long as admitting the task.
+
+    A submission is a pure function of its body and its tenant, so nothing that is kept can be out of date.
+    """
+
+    def __init__(self, read_body: Callable[[Call, bytes], SubmitTask]) -> None:
+        self._read_body = read_body
+        self._last: tuple[Surroundings, Submission] | None = None
+        self._known: OrderedDict[Surroundings, Submission] = OrderedDict()
+
+    def read(self, call: Call, text: bytes) -> Submission:
+        """Return what a body asks for. Raises InvalidPart and Problem."""
+        tenant = call.identity.tenant
+        if may_name_objects(text):
+            return submission_of(self._read_body(call, text), tenant)
+        check_content_type(call.header(b"content-type"))
+        if self._last is not None:
+            surroundings, first = self._last
+            arguments = arguments_within(text, surroundings)
+            if arguments is not None:
+                return _like(first, tenant, arguments)
+        split = split_at_run(text)
+        if split is None or not isinstance(split.run, EntrypointCall):
+            return submission_of(self._read_body(call, text), tenant)
+        surroundings = split.surroundings
+        known = self._known.get(surroundings)
+        if known is not None:
+            arguments = arguments_within(text, surroundings)
+            if arguments is not None:
+                self._last = surroundings, known
+                return _like(known, tenant, arguments)
+        submission = submission_of(self._read_body(call, text), tenant)
+        if len(surroundings.before) + len(surroundings.after) <= MOST_BYTES and is_split_at_run(split):
+            self._last = surroundings, submission
+            self._known[surroundings] = submission
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        return submission
+
+
+def _like(first: Submission, tenant: str, arguments: bytes) -> Submission:
+    return replace(first, tenant=tenant, spec=replace(first.spec, arguments=arguments))

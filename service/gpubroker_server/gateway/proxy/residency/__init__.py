@@ -1,1 +1,0 @@
-"""Which models are in memory, and asking the leader to load one."""

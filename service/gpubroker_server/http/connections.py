@@ -1,0 +1,308 @@
+"""Limits on clients' connections, most of all on those that have not sent a valid token. ADR 125 says why.
+
+A head is parsed in pieces of at most `head_bytes`: less than twice that is kept of one that never ends.
+Without a token a connection has `head_seconds` for each whole request, and is closed for newer ones of its
+address when there are too many.
+"""
+
+import asyncio
+from collections import OrderedDict
+from ipaddress import IPv6Address, ip_address
+from typing import Any, ClassVar, Final
+
+from gpubroker.wire.answered import encode
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.http.identity import Callers
+from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.problems import MEDIA_TYPE, Problem, headers_of, problem_document
+
+MOST_HEADERS: Final = 128
+"""Each costs far more memory than its bytes."""
+
+LINGER_SECONDS: Final = 1.0
+"""A connection that is closed while the client sends takes the answer with it. So it stays open for so long,
+and nothing more is read of it: a client that sends without end has to wait."""
+
+_LINE_BYTES: Final = len(b": \r\n")
+_REQUEST_LINE_BYTES: Final = len(b"  HTTP/1.1\r\n\r\n")
+
+
+class Connections:
+    """The open connections of a port."""
+
+    def __init__(self, limits: ServiceLimits, callers: Callers, ids: Ids) -> None:
+        self.limits = limits
+        self.ids = ids
+        self._callers = callers
+        self._open: set[LimitedConnection] = set()
+        self._unauthenticated: OrderedDict[LimitedConnection, str] = OrderedDict()
+        """With its address, the oldest first."""
+        self._by_address: dict[str, OrderedDict[LimitedConnection, None]] = {}
+        """The same, the oldest of each address first."""
+
+    def enter(self, connection: "LimitedConnection", address: str) -> "LimitedConnection | None":
+        """The connection that must be closed for this one; itself, if there is no room for it."""
+        limits = self.limits
+        of_address = self._by_address.get(address, ())
+        victim: LimitedConnection | None = None
+        if len(of_address) >= limits.unauthenticated_connections:
+            victim = next(iter(of_address))
+        elif len(self._open) >= limits.connections:
+            victim = next(iter(self._unauthenticated), connection)
+        if victim is not None:
+            self.leave(victim)
+        if victim is not connection:
+            self._open.add(connection)
+            self._unauthenticated[connection] = address
+            self._by_address.setdefault(address, OrderedDict())[connection] = None
+        return victim
+
+    def authenticate(self, connection: "LimitedConnection", authorization: bytes) -> bool:
+        """Return True if the header has a valid token; the connection need not show one again."""
+        try:
+            self._callers.identify(authorization)
+        except Problem:
+            return False
+        self._forget(connection)
+        return True
+
+    def leave(self, connection: "LimitedConnection") -> None:
+        """May be called again."""
+        self._open.discard(connection)
+        self._forget(connection)
+
+    def _forget(self, connection: "LimitedConnection") -> None:
+        address = self._unauthenticated.pop(connection, None)
+        if address is None:
+            return
+        of_address = self._by_address[address]
+        del of_address[connection]
+        if not of_address:
+            del self._by_address[address]
+
+
+class LimitedConnection(HttpToolsProtocol):
+    port: ClassVar[Connections]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_authenticated = False
+        """It has sent a valid token at least once."""
+        self._is_between = True
+        """All that has come was whole requests."""
+        self._is_in_body = False
+        """The head of the incoming request is complete."""
+        self._advanced = False
+        """In the present piece a head began or ended, or some of a body came."""
+        self._stalled_bytes = 0
+        """Bytes of whole pieces that brought no byte of the body."""
+        self._refusal: Problem | None = None
+        """The refusal of the incoming request, which goes no further."""
+        self._is_turned_away = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        victim = self.port.enter(self, "" if self.client is None else network_of(self.client[0]))
+        if victim is self:
+            self._turn_away(Problem("too-many-connections", most=self.port.limits.connections))
+            return
+        if victim is not None:
+            victim.transport.abort()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.port.leave(self)
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while data:
+            data = self.take_parsed(data)
+
+    def take_parsed(self, data: bytes) -> bytes:
+        """Parse the next piece; the rest of the data, if it may go on."""
+        if self._is_turned_away:
+            return b""
+        most, rest = self.port.limits.head_bytes, b""
+        if len(data) > most and not (self._is_in_body and self.is_authenticated):
+            data, rest = data[:most], data[most:]
+        self._advanced = False
+        rest = self.parse(data) + rest
+        self._check_progress(len(data))
+        return b"" if self.transport.is_closing() else rest
+
+    def parse(self, data: bytes) -> bytes:
+        """The rest that the parser does not take."""
+        super().data_received(data)
+        return b""
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self._is_between = self._is_in_body = False
+        self._advanced = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_body:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.may_begin():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._advanced = True
+        if self._refusal is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.on_whole_request()
+        if self._refusal is None:
+            super().on_message_complete()
+
+    def may_begin(self) -> bool:
+        """The head of a request is complete. Whether the request may begin."""
+        self._is_in_body = True
+        self._advanced = True
+        if self._refusal is not None:
+            return False
+        headers = self.headers
+        if not self.is_authenticated:
+            for name, value in headers:
+                if name.lower() == b"authorization" and self.port.authenticate(self, value):
+                    self.is_authenticated = True
+                    break
+        is_cut = self._head_timer is not None
+        if is_cut and self.is_authenticated:
+            self._stop_timer()
+        if len(headers) > MOST_HEADERS or (is_cut and self._size_of_head() > self.port.limits.head_bytes):
+            self._refusal = self._too_large()
+        elif not self.is_authenticated and self._is_answering():
+            self._refusal = Problem("unauthenticated", found="no token was sent before requests in a row")
+        return self._refusal is None
+
+    def on_whole_request(self) -> None:
+        self._is_between = True
+        self._is_in_body = False
+        if self._head_timer is not None:
+            self._stop_timer()
+            if not self.is_authenticated:
+                self._expect_head()
+
+    # Limits.
+
+    def _check_progress(self, piece_bytes: int) -> None:
+        """After each piece that was parsed."""
+        if self._refusal is not None:
+            self._turn_away(self._refusal)
+            return
+        if self._is_between:
+            return
+        self._stalled_bytes = 0 if self._advanced else self._stalled_bytes + piece_bytes
+        is_too_long = self._stalled_bytes >= self.port.limits.head_bytes
+        if self._is_in_body:
+            if is_too_long:
+                self.transport.abort()  # trailers, or extensions of chunks: it would never be complete
+        elif is_too_long or len(self.headers) > MOST_HEADERS:
+            self._turn_away(self._too_large())
+        elif self._head_timer is None:
+            self._expect_head()
+
+    def _size_of_head(self) -> int:
+        fields = sum(len(name) + len(value) + _LINE_BYTES for name, value in self.headers)
+        return len(self.parser.get_method()) + len(self.url) + _REQUEST_LINE_BYTES + fields
+
+    def _too_large(self) -> Problem:
+        return Problem(
+            "headers-too-large",
+            f"the head of a request may have {self.port.limits.head_bytes} bytes and {MOST_HEADERS} headers; "
+            "send fewer or shorter ones, or have the operator raise limits.head_bytes",
+        )
+
+    def _expect_head(self) -> None:
+        """Wait for the head in two halves: the first ends late if the process was paused, and what the client
+        has sent meanwhile is read in the second."""
+        self._stop_timer()
+        half = self.port.limits.head_seconds / 2
+        self._head_timer = self.loop.call_later(half, self._expect_head_at_last, half)
+
+    def _expect_head_at_last(self, seconds: float) -> None:
+        self._head_timer = self.loop.call_later(seconds, self._on_late)
+
+    def _on_late(self) -> None:
+        self._head_timer = None
+        if self._is_in_body or self.transport.is_closing():
+            self.transport.abort()  # the client does not send its request, or does not take its answer
+        elif self._is_answering() or self.flow.read_paused:
+            self._expect_head()  # the client is not heard, or waits for an answer
+        elif self._is_between:
+            self.transport.close()
+        else:
+            self._turn_away(Problem("request-timeout", seconds=f"{self.port.limits.head_seconds:g}"))
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _is_answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    # Refusals.
+
+    def _turn_away(self, problem: Problem) -> None:
+        """Answer so, and close; in the middle of another answer, close after that."""
+        self._stop_timer()
+        self._is_turned_away = True
+        self.flow.pause_reading()
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            return
+        self.transport.write(self._rendered(problem))
+        if problem.code == "headers-too-large":
+            self.transport.write_eof()
+            self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        else:
+            self.transport.close()
+
+    def _rendered(self, problem: Problem) -> bytes:
+        request_id = self.port.ids.exchange()
+        state = {"request_id": request_id}
+        body = encode(problem_document(problem, {"path": "", "state": state}))  # it may not be complete
+        headers = {
+            "Content-Type": MEDIA_TYPE,
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            "Request-Id": request_id,
+            **headers_of(problem),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return STATUS_LINE[problem.kind.status] + lines.encode("latin-1") + b"\r\n" + body
+
+
+def limited_by(port: Connections) -> type[LimitedConnection]:
+    """Return the class of which uvicorn makes one protocol per connection."""
+
+    class Connection(LimitedConnection):
+        pass
+
+    Connection.port = port
+    return Connection
+
+
+def network_of(host: str) -> str:
+    """Return what counts as one address: of IPv6 the first 64 bits, which is what one client has at least."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address):
+        return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+    return host

@@ -1,0 +1,226 @@
+"""The sender of a request: names of the service, and bearer tokens, which are stored as hashes."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from functools import lru_cache
+
+import structlog
+from gpubroker.wire.administration import Grant
+
+from gpubroker_server.core.admission.permissions import CODE_SCOPE, COMMAND_SCOPE, SECRETS_SCOPE, lacks
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.ports.store import Clock, StoreUnavailable, TaskStore, TokenRow
+
+log = structlog.get_logger("gpubroker.identity")
+
+TOKEN_PREFIX = "gpb_"  # noqa: S105  # not a secret: it marks one, for people and for leak scanners
+EVERY_SCOPE = "*"
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
+
+
+class Scope(StrEnum):
+    """What a token may do. `*` stands for all of them."""
+
+    TASKS_READ = "tasks:read"
+    TASKS_WRITE = "tasks:write"
+    TASKS_CODE = CODE_SCOPE
+    """Submit pickled functions: any code, as the user that runs tasks."""
+    TASKS_COMMAND = COMMAND_SCOPE
+    """Submit commands: any program, as the user that runs tasks."""
+    CLUSTER_READ = "cluster:read"
+    CLUSTER_WRITE = "cluster:write"
+    """Cordon, drain and uncordon nodes, keep idle templates, state that the holder of quarantined memory is
+    gone, and resume what the leader has paused."""
+    METRICS_READ = "metrics:read"
+    MODELS_INFER = "models:infer"
+    """Send inferences, and read which models there are."""
+    MODELS_MANAGE = "models:manage"
+    """Load and unload models, and change how their servers log and trace. A model may bring code with it."""
+    SECRETS_USE = SECRETS_SCOPE
+    """Name secrets of the tenant in the `env` of tasks: their code then can read them."""
+    SECRETS_WRITE = "secrets:write"
+    """Set and delete secrets of the tenant."""
+    ADMIN = "admin"
+    """Tokens, shutdown, pauses of the queues of tenants and streams, and tasks and names of other tenants."""
+    EVERY = EVERY_SCOPE
+
+
+class Identity(Grant, frozen=True):
+    """The holder of a token, as far as the service knows."""
+
+    expires_at: Instant | None = None
+
+    def may(self, scope: str) -> bool:
+        return scope in self.scopes or EVERY_SCOPE in self.scopes
+
+    def require(self, scope: str, purpose: str, *others: str) -> None:
+        """Check that the token has the scope, or one of `others` that would do as well; `purpose` is what
+        needs it. Raises Problem forbidden."""
+        refused = lacks(self, scope, purpose, *others)
+        if refused is not None:
+            raise Problem(refused.code, refused.detail)
+
+    def may_see(self, tenant: str) -> bool:
+        """Return True if answers may name what belongs to this tenant."""
+        return self.tenant == tenant or self.may(Scope.ADMIN)
+
+
+RUN_SCOPES = (Scope.TASKS_READ, Scope.TASKS_WRITE)
+
+
+def identity_of_run(task: Task | None, fence: Fence) -> Identity | None:
+    """Return the identity of a run that is alive: it may read and submit for its tenant, up to its own
+    priority."""
+    if task is None or task.fence != fence or not task.is_active:
+        return None
+    return Identity(f"task {task.id}", task.tenant, RUN_SCOPES, task.priority)
+
+
+def new_secret() -> str:
+    """`gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in a shell or a URL."""
+    return TOKEN_PREFIX + base64.b32encode(secrets.token_bytes(32)).decode().rstrip("=").lower()
+
+
+def hash_of(secret: str) -> str:
+    """Return what is stored of a token. Plain SHA-256 is enough: 256 random bits cannot be guessed
+    offline."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def new_token(
+    name: str,
+    *,
+    tenant: str,
+    scopes: Sequence[str],
+    max_priority: int,
+    now: Instant,
+    expires_at: Instant | None = None,
+) -> tuple[str, TokenRow]:
+    """The secret, which is stored nowhere, and the row to store."""
+    secret = new_secret()
+    granted = name, tenant, tuple(sorted(scopes)), max_priority
+    return secret, TokenRow(*granted, sha256=hash_of(secret), created_at=now, expires_at=expires_at)
+
+
+class Tokens:
+    """All tokens of the store, by hash: how long a look-up takes says nothing about any secret."""
+
+    def __init__(
+        self,
+        store: TaskStore,
+        clock: Clock,
+        *,
+        refresh_seconds: Seconds = Seconds(5.0),
+        of_run: Callable[[str], Identity | None] = lambda _: None,
+    ) -> None:
+        """`of_run`: the identity of a run whose token is stored nowhere."""
+        self._store = store
+        self._of_run = of_run
+        self._clock = clock
+        self._refresh_seconds = refresh_seconds
+        self._by_hash: dict[str, Identity] = {}
+        self._begun = self._shown = 0
+        """Numbers of loads: of the one that began last, and of the one that `_by_hash` is from."""
+        self._drops = 0
+
+    def tenants(self) -> set[str]:
+        """Return the tenants of all tokens, expired ones too."""
+        return {identity.tenant for identity in self._by_hash.values()}
+
+    async def load(self) -> None:
+        """Read all rows; called at start and after a change. Loads may overlap: the one that began last
+        counts, and none brings back what was dropped while it read."""
+        while True:
+            drops = self._drops
+            self._begun += 1
+            number = self._begun
+            rows = await self._store.tokens()
+            if number < self._shown:
+                return
+            if drops == self._drops:
+                break
+        self._shown = number
+        self._by_hash = {
+            row.sha256: Identity(row.name, row.tenant, row.scopes, row.max_priority, row.expires_at)
+            for row in rows
+        }
+
+    def drop(self, name: str) -> None:
+        """The store has dropped it."""
+        self._drops += 1
+        self._by_hash = {key: identity for key, identity in self._by_hash.items() if identity.name != name}
+
+    async def keep_fresh(self, changed: asyncio.Event) -> None:
+        """Reload after a change of another process, and once in `refresh_seconds`, until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._refresh_seconds):
+                    await changed.wait()
+            changed.clear()
+            try:
+                await self.load()
+            except StoreUnavailable as fault:
+                log.warning("tokens not refreshed; the known ones stay valid", fault=str(fault))
+
+    def identify(self, secret: str) -> Identity | None:
+        """None if there is no such token or it has expired."""
+        return self.holder(hash_of(secret)) or self._of_run(secret)
+
+    def holder(self, sha256: str) -> Identity | None:
+        """Return the identity of the token with this hash; None if there is no such token or it has
+        expired."""
+        identity = self._by_hash.get(sha256)
+        if identity is None or identity.expires_at is None or identity.expires_at > self._clock.now():
+            return identity
+        return None
+
+    def hash_named(self, name: str) -> str:
+        """Empty if there is no such token."""
+        return next((sha256 for sha256, identity in self._by_hash.items() if identity.name == name), "")
+
+
+class Callers:
+    def __init__(self, tokens: Tokens, allowed_hosts: Iterable[str]) -> None:
+        self._tokens = tokens
+        self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in allowed_hosts}
+
+    def check_host(self, header: bytes) -> None:
+        """Against DNS rebinding: a page in a browser may reach our address, but cannot fake this name.
+        Raises Problem host-not-allowed."""
+        host = _without_port(header)
+        if host not in self._hosts:
+            raise Problem("host-not-allowed", host=host, known=", ".join(sorted(self._hosts)))
+
+    def identify(self, authorization: bytes | None) -> Identity:
+        """The holder of the token in this header. Raises Problem unauthenticated."""
+        if authorization is None:
+            raise _unauthenticated("no token was sent")
+        scheme, _, secret = authorization.decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer":
+            raise _unauthenticated(f'the Authorization scheme is "{scheme[:20]}"')
+        identity = self._tokens.identify(secret.strip())
+        if identity is None:
+            raise _unauthenticated("the token is unknown or has expired", ', error="invalid_token"')
+        return identity
+
+
+def _unauthenticated(found: str, challenge: str = "") -> Problem:
+    headers = {"WWW-Authenticate": f'Bearer realm="gpubroker"{challenge}'}
+    return Problem("unauthenticated", headers=headers, found=found)
+
+
+@lru_cache(256)
+def _without_port(header: bytes) -> str:
+    """`[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; anything else is returned as it is."""
+    host = header.decode("latin-1")
+    parts = _HOST.fullmatch(host)
+    return host if parts is None else (parts["six"] or parts["name"]).lower()

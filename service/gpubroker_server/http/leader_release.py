@@ -1,0 +1,61 @@
+"""What the leader knows: while a service is upgraded, it may be of an earlier release than this gateway."""
+
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from gpubroker_server.core.domain.units import release_numbers
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.ports.last_values import LeaderSeen
+
+
+class Since(NamedTuple):
+    release: str
+    """The first whose leaders know it."""
+    named: str
+
+
+_PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
+_DISK = Since("0.3.0", "looking at the disks of nodes")
+_WORKERS = Since("0.3.0", "a worker set")
+_STREAM = Since("0.3.0", "a changed work stream")
+
+KNOWN_SINCE: Final[Mapping[str, Since]] = {
+    "array": Since("0.3.0", "arrays"),
+    "object": Since("0.3.0", "an object as an argument"),
+    "retry_on": Since("0.3.0", "retry_on"),
+    "secret": Since("0.3.0", "secrets in env"),
+    "stack": Since("0.3.0", "reading stacks"),
+    "pause": _PAUSE,
+    "unpause": _PAUSE,
+    "cordon": _CORDON,
+    "drain": _CORDON,
+    "uncordon": _CORDON,
+    "disk": _DISK,
+    "clean": _DISK,
+    "form": _WORKERS,
+    "scale": _WORKERS,
+    "signal": _WORKERS,
+    "stream": _STREAM,
+    "stream_signal": _STREAM,
+}
+"""Feature -> the release since which a leader has it; an earlier leader ignores it or does it wrong. Keys are
+`Request.what`, or a word of our own."""
+
+
+class LeaderRelease(Struct, frozen=True):
+    leader: Callable[[], LeaderSeen | None]
+
+    def require(self, what: str) -> None:
+        """Check that the leader knows this. Raises Problem leader-outdated if it needs a later release than
+        the one that leads. Whatever is not in the table, each leader knows; where none leads, the next one is
+        not known."""
+        since, leader = KNOWN_SINCE.get(what), self.leader()
+        if since is None or leader is None:
+            return
+        if release_numbers(leader.release) < release_numbers(since.release):
+            found = leader.release or f"a release before {since.release}"
+            raise Problem(
+                "leader-outdated", what=since.named, since=since.release, holder=leader.holder, found=found
+            )

@@ -1,0 +1,219 @@
+"""What every request passes before its route (host, token, encoding, size), and answers to exceptions."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import structlog
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from gpubroker_server.core.domain.limits import ServiceLimits
+from gpubroker_server.http.answering import Answering
+from gpubroker_server.http.faults import invalid, request_faults
+from gpubroker_server.http.identity import Callers
+from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.problems import Problem, problem_response
+from gpubroker_server.ports.store import Outgrown, StoreExhausted, StoreUnavailable, Unstorable
+from gpubroker_server.telemetry.logs import current_request, log_answered
+from gpubroker_server.telemetry.metrics import Telemetry
+
+log = structlog.get_logger("gpubroker.gateway")
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+"""Answered without a token. Every other path, known or not, needs one."""
+
+_BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
+"""Paths with a limit of their own."""
+
+_NO_ROUTE = "unmatched"
+
+LINGER_SECONDS = 2.0
+
+
+class RequestMiddleware:
+    """Pure ASGI, outermost. Any exception is answered with a problem, and no traceback leaves the process."""
+
+    def __init__(
+        self,
+        router: APIRouter,
+        *,
+        parts: Mapping[type, object],
+        callers: Callers,
+        ids: Ids,
+        limits: ServiceLimits,
+        telemetry: Telemetry,
+        access_log: bool = False,
+        disk_full: Callable[[], str] = str,
+    ) -> None:
+        """`parts`: what the routes of each resource get, by type."""
+        self._router = router
+        self._fixed = {
+            (method, route.path): route
+            for route in reversed(router.routes)
+            if isinstance(route, APIRoute) and not route.param_convertors
+            for method in route.methods or ()
+        }
+        """Routes without path parameters: one look-up instead of one pattern after the other."""
+        self._parts = parts
+        self._callers = callers
+        self._ids = ids
+        self._limits = limits
+        self._telemetry = telemetry
+        self._access_log = access_log
+        self._disk_full = disk_full
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._router(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn sends the head alone
+        request_id = self._ids.exchange()
+        current_request.set(request_id)
+        scope["state"] = {"parts": self._parts, "request_id": request_id}
+        answering = Answering(send, request_id)
+        if scope["path"] != "/":
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        try:
+            await self._route(scope, receive, answering)
+        except ClientDisconnect:
+            pass
+        except Exception as fault:
+            problem = self._problem_of(fault, scope)
+            if answering.status:
+                raise  # the answer has begun: only closing the connection tells the client
+            refusal = problem_response(problem, scope)
+            if problem.code == "payload-too-large":
+                await _answer_while_it_sends(refusal, scope, receive, answering)
+            else:
+                await refusal(scope, receive, answering)
+        finally:
+            template = getattr(scope.get("route"), "path", _NO_ROUTE)
+            seconds = time.perf_counter() - began
+            self._telemetry.on_request(scope["method"], template, answering.status, seconds)
+            if self._access_log:
+                caller = scope["state"].get("identity")
+                named = (None, None) if caller is None else (caller.name, caller.tenant)
+                log_answered(scope["method"], scope["path"], answering.status, seconds, *named)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, headers = scope["state"], dict(scope["headers"])
+        state["headers"] = headers
+        self._callers.check_host(headers.get(b"host", b""))
+        is_open = scope["path"] in OPEN_PATHS
+        state["identity"] = None if is_open else self._callers.identify(headers.get(b"authorization"))
+        receive = self._limited(scope["path"], headers, receive)
+        route = self._fixed.get((scope["method"], scope["path"]))
+        if route is None:
+            await self._router(scope, receive, send)
+        else:
+            scope.update(route=route, endpoint=route.endpoint, path_params={})
+            await route.app(scope, receive, send)
+
+    def _limited(self, path: str, headers: Mapping[bytes, bytes], receive: Receive) -> Receive:
+        """Refuse an encoded body and one with too large a Content-Length; count one without it."""
+        encoding = headers.get(b"content-encoding")
+        if encoding is not None and (encoding := encoding.strip().lower()) != b"identity":
+            raise Problem(
+                "unsupported-media-type",
+                f'Content-Encoding "{encoding.decode("latin-1")}" is not supported; send the body as it is',
+            )
+        setting = _BODY_LIMITS.get(path, "body_bytes")
+        max_bytes: int = getattr(self._limits, setting)
+        length = headers.get(b"content-length")
+        if length is not None and length.isdigit():
+            if int(length) > max_bytes:
+                raise _too_large(setting, max_bytes, f"this one has {int(length)} bytes")
+            return receive
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > max_bytes:
+                raise _too_large(setting, max_bytes, "this one has more")
+            return message
+
+        return counted
+
+    def _problem_of(self, fault: Exception, scope: Scope) -> Problem:
+        request_id = scope["state"]["request_id"]
+        match fault:
+            case Problem():
+                return fault
+            case RequestValidationError():
+                return _refused(fault, scope["route"])
+            case HTTPException():
+                return self._no_route(scope)
+            case Outgrown():
+                return Problem("follower-stale", str(fault))
+            case StoreUnavailable():
+                log.debug("database not reached", request=request_id, fault=str(fault))
+                said = str(fault) if isinstance(fault, StoreExhausted) else self._disk_full()
+                more = "nothing was changed; send the request again later"
+                return Problem("store-unavailable", f"{said}; {more}" if said else "")
+            case Unstorable():
+                return Problem("validation-failed", str(fault))
+        log.error("request failed", request=request_id, path=scope["path"], exc_info=fault)
+        return Problem("internal-error", request_id=request_id)
+
+    def _no_route(self, scope: Scope) -> Problem:
+        """404 or 405. The router itself knows only the first of several routes of a path."""
+        method, path = scope["method"], scope["path"]
+        routes = [route for route in self._router.routes if isinstance(route, Route)]
+        here = [route for route in routes if route.path_regex.match(path)]
+        known = {method for route in here for method in route.methods or ()}
+        if not here:
+            return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
+        allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
+        return Problem(
+            "method-not-allowed", headers={"Allow": allowed}, path=path, method=method, allowed=allowed
+        )
+
+
+def _refused(fault: RequestValidationError, route: APIRoute) -> Problem:
+    """Turn all that FastAPI found wrong with a request into one problem."""
+    try:
+        return invalid(*request_faults(fault, route))
+    except Problem as problem:
+        return problem
+
+
+async def _answer_while_it_sends(refusal: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer at once, and drop for a moment what still comes: a connection that is closed with bytes unread
+    is reset, and a client or proxy in the middle of sending loses the answer."""
+
+    async def unfinished(message: Message) -> None:
+        is_body = message["type"] == "http.response.body"
+        await send({**message, "more_body": True} if is_body else message)
+
+    await refusal(scope, receive, unfinished)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _too_large(setting: str, max_bytes: int, found: str) -> Problem:
+    return Problem(
+        "payload-too-large",
+        f"a body may have {max_bytes} bytes, and {found}; "
+        f"put large data where tasks can read it and pass its address, or raise limits.{setting}",
+        headers={"Connection": "close"},
+    )

@@ -1,0 +1,316 @@
+"""Requests that wait: for their turn, for the end of a task, or for the leader to do something."""
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from time import monotonic
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.task import TERMINAL
+from gpubroker_server.core.domain.units import Position, Seconds, TaskId
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.payload import Payload, fields_of
+from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.leader_release import LeaderRelease
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.store import Clock, TaskStore
+
+log = structlog.get_logger("gpubroker.gateway")
+
+T = TypeVar("T")
+
+PER_COMMIT = 1_000
+"""Requests to the leader that are stored together."""
+
+
+class OneAtATime:
+    """A lock with a bounded queue, first come, first served."""
+
+    def __init__(self, what: str, max_waiting: int, *, on_the_loop: bool = False) -> None:
+        """`what` names the answers in a refusal: "plans". `on_the_loop`: the computation blocks the event
+        loop, so the lock stays taken for as long again, and other requests get that time."""
+        self._what = what
+        self._max_waiting = max_waiting
+        self._on_the_loop = on_the_loop
+        self._waiting = 0
+        self._busy = asyncio.Lock()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold the lock for one answer. Raises Problem too-many-requests if the queue is full."""
+        if (self._busy.locked() or self._waiting) and self._waiting >= self._max_waiting:
+            more = f" and {self._waiting} more are waiting" if self._waiting else ""
+            raise Problem("too-many-requests", what=self._what, more=more)
+        self._waiting += 1
+        try:
+            await self._busy.acquire()
+        finally:
+            self._waiting -= 1
+        began = monotonic()
+        try:
+            yield
+        finally:
+            if self._on_the_loop:
+                asyncio.get_running_loop().call_later(monotonic() - began, self._busy.release)
+            else:
+                self._busy.release()
+
+
+async def run_in_thread(steps: Generator[None, None, T], limit_seconds: Seconds) -> T:
+    """The return value of `steps`, which must share nothing mutable with the event loop.
+
+    Raises TimeoutError after `limit_seconds`. Cancelling ends the thread after its next step.
+    """
+    cancelled = threading.Event()
+    try:
+        return await asyncio.to_thread(_run_steps, steps, limit_seconds, cancelled)
+    finally:
+        cancelled.set()
+
+
+def _run_steps(steps: Generator[None, None, T], limit_seconds: Seconds, cancelled: threading.Event) -> T:
+    until = monotonic() + limit_seconds
+    with closing(steps):
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            if cancelled.is_set() or monotonic() > until:
+                raise TimeoutError
+
+
+_WAKING = frozenset({*(f"task.{state}" for state in TERMINAL), "request.done"})
+"""Kinds of events that a request may wait for. The key is the id of the task or of the request."""
+_MOVES = _WAKING - {"request.done"} | {"task.started", "task.stopping"}
+
+
+def moves_of(task: str) -> str:
+    """The key to wait for the task's next state, whether it is its last or not."""
+    return f"{task} moves"
+
+
+class Expectation:
+    """One wait for one key. Create it before reading the row, so that no event falls in between."""
+
+    def __init__(self) -> None:
+        self._happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.payload: Payload = {}
+        """The payload of the event that it waited for; empty if that was missed."""
+
+    def fulfil(self, payload: Payload = MappingProxyType({})) -> None:
+        if not self._happened.done():
+            self.payload = payload
+            self._happened.set_result(None)
+
+    async def within(self, seconds: Seconds) -> bool:
+        """True once it happened; False if the time ran out first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._happened
+        return self._happened.done() and not self._happened.cancelled()
+
+
+class Waiters:
+    """All expectations by key. Call `on_events` on the thread of the event loop."""
+
+    def __init__(self, most_of_a_tenant: int) -> None:
+        self._most_of_a_tenant = most_of_a_tenant
+        self._of_tenants: Counter[str] = Counter()
+        """Tenant -> how many of its requests wait."""
+        self._waiting: dict[str, set[Expectation]] = {}
+        self._behind: dict[Expectation, Position] = {}
+        """Expectations that end when the log is read up to a position."""
+        self.is_closed = False
+        """This process is about to end, and nothing waits any more."""
+
+    def __len__(self) -> int:
+        return sum(len(expectations) for expectations in self._waiting.values())
+
+    @contextlib.contextmanager
+    def expect(self, key: str) -> Iterator[Expectation]:
+        expectation = self._new()
+        self._waiting.setdefault(key, set()).add(expectation)
+        try:
+            yield expectation
+        finally:
+            others = self._waiting.get(key, set())
+            others.discard(expectation)
+            if not others:
+                self._waiting.pop(key, None)
+
+    @contextlib.contextmanager
+    def expect_for(self, tenant: str, key: str) -> Iterator[Expectation]:
+        """The same for a client's request, of which a tenant may have a bounded number. Raises Problem
+        tenant-waits."""
+        if not self.has_room_for(tenant):
+            waiting, most = self._of_tenants[tenant], self._most_of_a_tenant
+            raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=most)
+        self._of_tenants[tenant] += 1
+        try:
+            with self.expect(key) as expectation:
+                yield expectation
+        finally:
+            self._of_tenants[tenant] -= 1
+            if not self._of_tenants[tenant]:
+                del self._of_tenants[tenant]
+
+    def has_room_for(self, tenant: str) -> bool:
+        """Return True if one more request of the tenant may wait."""
+        return self._of_tenants[tenant] < self._most_of_a_tenant
+
+    @contextlib.contextmanager
+    def behind(self, position: Position) -> Iterator[Expectation]:
+        expectation = self._new()
+        self._behind[expectation] = position
+        try:
+            yield expectation
+        finally:
+            del self._behind[expectation]
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Wake what waits for these committed events. Apply them to the World first."""
+        for expectation, position in self._behind.items():
+            if events and events[-1].position >= position:
+                expectation.fulfil()
+        if not self._waiting:
+            return
+        for event in events:
+            if event.kind in _WAKING:
+                self._fulfil(event.key, event.payload)
+            if event.kind in _MOVES:
+                self._fulfil(moves_of(event.key))
+
+    def close(self) -> None:
+        """Answer all that wait, now and from now on, with what is known."""
+        self.is_closed = True
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        """Wake all requests that wait, because events were missed."""
+        for key in list(self._waiting):
+            self._fulfil(key)
+        for expectation in self._behind:
+            expectation.fulfil()
+
+    def _new(self) -> Expectation:
+        expectation = Expectation()
+        if self.is_closed:
+            expectation.fulfil()
+        return expectation
+
+    def _fulfil(self, key: str, payload: Payload = MappingProxyType({})) -> None:
+        for expectation in self._waiting.pop(key, ()):
+            expectation.fulfil(payload)
+
+
+class Leadership(Protocol):
+    """What this process knows of the leader, which may be in this process or in another one."""
+
+    def leader(self) -> LeaderSeen | None:
+        """None if no leader is known."""
+
+    def last_fleet(self) -> FleetSeen | None:
+        """Return what the leader makes of the fleet, or what the last one did."""
+
+    def executor_status(self) -> Mapping[str, Any]:
+        """Return the status of the leader's executor, in the form of `Executor.status`."""
+
+    def paused(self) -> PausedDetection | None:
+        """The silent nodes that the leader does not give up."""
+
+    def forecasts(self) -> Sequence[Forecast]: ...
+
+
+class LeaderRequests:
+    """Requests to the leader: they are committed rows, and the leader carries them out.
+
+    Raises Problem leader-outdated for one that an earlier release would drop.
+    """
+
+    def __init__(
+        self,
+        store: TaskStore,
+        ids: Ids,
+        clock: Clock,
+        waiters: Waiters,
+        settle_seconds: Seconds,
+        release: LeaderRelease,
+    ) -> None:
+        self._store = store
+        self._release = release
+        self._ids = ids
+        self._clock = clock
+        self._waiters = waiters
+        self._settle_seconds = settle_seconds
+
+    async def ask(self, subject: str, tenant: str, what: str, fields: dict[str, Any]) -> bool:
+        """Store the request. True if the leader has carried it out by the time this returns."""
+        return await self._settle(self._requests([subject], tenant, what, fields))
+
+    async def ask_many(self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]) -> None:
+        """Store a request for each of many tasks, a slice in one commit, and wait for the leader."""
+        made = self._requests(subjects, tenant, what, fields)
+        slices = [made[start : start + PER_COMMIT] for start in range(0, len(made), PER_COMMIT)]
+        await asyncio.gather(*(self._settle(some, times=len(slices)) for some in slices))
+
+    async def ask_for(
+        self, subject: str, tenant: str, what: str, fields: dict[str, Any], seconds: Seconds
+    ) -> str:
+        """Store a request that has an answer, and wait for that: the digest of its object; empty if there is
+        none in time. Raises Problem tenant-waits."""
+        [request] = self._requests([subject], tenant, what, fields)
+        with self._waiters.expect_for(tenant, request.id) as done:
+            await self._store.request(request)
+            log.info("asked", what=what, task=subject, tenant=tenant)
+            await done.within(seconds)
+        return str(fields_of(done.payload).get("answer", ""))
+
+    def _requests(
+        self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]
+    ) -> list[Request]:
+        self._release.require(what)
+        now = self._clock.now()
+        ids = [self._ids.request(now) for _ in subjects]
+        return [
+            Request(id, TaskId(subject), tenant, what, fields, now)
+            for id, subject in zip(ids, subjects, strict=True)
+        ]
+
+    @contextmanager
+    def expected(
+        self, requests: Sequence[Request], times: int = 1
+    ) -> Iterator[Callable[[], Awaitable[bool]]]:
+        """Enter it before they are stored. What it yields waits until the leader has carried them out: True
+        if it has."""
+
+        async def settle() -> bool:
+            for request in requests:
+                log.info("asked", what=request.what, task=request.task, tenant=request.tenant)
+            until = monotonic() + self._settle_seconds * times
+            for one in done:
+                if not await one.within(Seconds(max(0.0, until - monotonic()))):
+                    return False
+            return True
+
+        with contextlib.ExitStack() as stack:
+            done = [stack.enter_context(self._waiters.expect(request.id)) for request in requests]
+            yield settle
+
+    async def _settle(self, requests: Sequence[Request], times: int = 1) -> bool:
+        """Store them in one commit. True if the leader has carried them out."""
+        with self.expected(requests, times) as settle:
+            await self._store.request(*requests)
+            return await settle()

@@ -1,0 +1,88 @@
+"""A gateway reports which models its requests need, and drains those that are to leave: it says so when none
+of its requests to one is unanswered."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, Protocol
+
+from gpubroker_server.core.domain.task import TaskState, model_of
+from gpubroker_server.core.domain.units import Instant, Seconds, mark_of
+from gpubroker_server.core.lifecycle import model_turns
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.last_values import PRESENT_SECONDS, Presence, PresenceStore
+from gpubroker_server.ports.store import Clock, StoreUnavailable
+
+_REPORT_SECONDS: Final = Seconds(PRESENT_SECONDS / 5)
+"""How often the gateway reports that it is present."""
+
+_CHECK_SECONDS: Final = Seconds(0.05)
+"""How often it checks what has changed, while the leader waits for that."""
+
+_WAITS: Final = frozenset({"task.stopping", "task.submitted", "task.requeued"})
+
+
+class Requests(Protocol):
+    """The requests of this gateway."""
+
+    def now(self) -> float: ...
+
+    def has_older(self, model: str, at: float) -> bool:
+        """Return True if a request to the model that was sent by `at` (clock: `now`) is not answered yet."""
+        ...
+
+    def in_use(self) -> frozenset[str]:
+        """Models that have a request here, under way or waiting."""
+        ...
+
+
+class Draining:
+    def __init__(self, world: World, requests: Requests) -> None:
+        self._world = world
+        self._requests = requests
+        self._leaving_since: dict[str, float] = {}
+        """Claim -> when it became known here that it is to leave: later requests go elsewhere."""
+        self._woken = asyncio.Event()
+
+    def drained(self) -> frozenset[str]:
+        """The claims of models that are to leave and have no request of this gateway left."""
+        leaving = {
+            mark_of(task.id, task.fence, 0): model_of(task).model
+            for task in self._world.models.live()
+            if task.state is TaskState.STOPPING
+        }
+        since = {claim: self._leaving_since.get(claim, self._requests.now()) for claim in leaving}
+        self._leaving_since = since
+        return frozenset(
+            claim for claim, model in leaving.items() if not self._requests.has_older(model, since[claim])
+        )
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Report at once; the World must have applied the events before."""
+        if any(event.kind in _WAITS for event in events):
+            self._woken.set()
+
+    async def report(self, store: PresenceStore, name: str, at: Instant) -> Presence:
+        """Write what this gateway has drained and what it uses. Raises StoreUnavailable."""
+        presence = Presence(name, at, self.drained(), self._requests.in_use())
+        await store.present(presence)
+        return presence
+
+    async def keep_reporting(self, store: PresenceStore, name: str, clock: Clock) -> None:
+        """Report at each change, and regularly, until cancelled. A report that fails is made the next
+        time."""
+        last = Presence(name, Instant(0.0))
+        while True:
+            is_contended, at = model_turns.is_contended(self._world), clock.now()
+            is_news = self.drained() != last.let_go or (
+                is_contended and self._requests.in_use() != last.in_use
+            )
+            if is_news or at >= last.at + _REPORT_SECONDS:
+                with suppress(StoreUnavailable):
+                    last = await self.report(store, name, at)
+            self._woken.clear()
+            is_waiting = is_contended or len(self._leaving_since) > len(last.let_go)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_SECONDS if is_waiting else _REPORT_SECONDS):
+                    await self._woken.wait()

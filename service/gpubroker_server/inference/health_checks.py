@@ -1,0 +1,66 @@
+"""Checks each server all the time: whether it answers, over the connections that requests use, and what is
+in its repository."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.inference.servers import Endpoint, Server, contents_of
+from gpubroker_server.ports.backends import NotFetched
+
+
+class CheckRules(NamedTuple):
+    every_seconds: Seconds = Seconds(5.0)
+    """How often each server is checked."""
+    rest_seconds: Seconds = Seconds(0.2)
+    """The shortest time between two checks, when something went wrong or a model was asked for that no server
+    has."""
+    doubt_seconds: Seconds = Seconds(1.0)
+    """How often a server is checked that did not answer the last time."""
+    answer_seconds: Seconds = Seconds(3.0)
+    """How long the answer may take."""
+
+
+class HealthChecks:
+    def __init__(self, servers: Sequence[Server], rules: CheckRules | None = None) -> None:
+        self._servers = servers
+        self._rules = rules or CheckRules()
+
+    async def keep(self) -> None:
+        """Check every endpoint of every server until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for server in self._servers:
+                for endpoint in server.endpoints:
+                    group.create_task(self._keep(server, endpoint))
+
+    async def check_all(self) -> None:
+        """Once, all of them together."""
+        checks = [self._check(server, endpoint) for server in self._servers for endpoint in server.endpoints]
+        await asyncio.gather(*checks)
+
+    async def _keep(self, server: Server, endpoint: Endpoint) -> None:
+        rules = self._rules
+        while True:
+            await self._check(server, endpoint)
+            if endpoint.breaker.fault:
+                await asyncio.sleep(rules.doubt_seconds)
+                continue
+            await asyncio.sleep(rules.rest_seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rules.every_seconds):
+                    await endpoint.check_wanted.wait()
+
+    async def _check(self, server: Server, endpoint: Endpoint) -> None:
+        endpoint.check_wanted.clear()
+        within = self._rules.answer_seconds
+        try:
+            await server.check(endpoint, within)
+            if endpoint is server.http and not server.is_managed:
+                models = await server.index(within)
+                server.contents = None if models is None else contents_of(models)
+        except NotFetched as failed:
+            endpoint.failed(failed.trouble, str(failed))
+        else:
+            endpoint.answered()

@@ -1,0 +1,145 @@
+"""Holders that a gateway makes without a request of a client: for models that are in memory without one, and
+for models that queued inferences wait for."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from gpubroker_server.core.domain.task import model_of
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.planning.inferences import waiting
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.inference.residency import Residency
+from gpubroker_server.inference.server_choice import Residencies
+from gpubroker_server.ports.model_servers import UnknownModel
+from gpubroker_server.ports.models import ModelState
+from gpubroker_server.ports.store import StoreUnavailable
+
+log = structlog.get_logger("gpubroker.tasks.task")
+
+_ADOPT_SECONDS: Final = 10.0
+_QUEUE_SECONDS: Final = 1.0
+
+AGAIN_SECONDS: Final = Seconds(60.0)
+MOST_AGAIN_SECONDS: Final = Seconds(3600.0)
+"""A model that was brought for the queue and is gone again, because its load failed or it was unloaded, is
+brought again after the first; after twice as long each time that it was not in memory meanwhile, up to the
+second."""
+
+
+class Adoption:
+    """Gives holders to models that are in memory without one, and to the servers' base costs, so that what
+    they take is counted."""
+
+    def __init__(self, residencies: Residencies) -> None:
+        self._residencies = residencies
+        self._seen: dict[str, frozenset[str]] = {}
+        """Server -> the models that had no holder at the last check."""
+        self._followed: set[str] = set()
+        """Servers whose holders have been compared with the settings since this process started."""
+
+    async def keep(self) -> None:
+        """Check again and again, until cancelled."""
+        while True:
+            await self.check()
+            await asyncio.sleep(_ADOPT_SECONDS)
+
+    async def check(self) -> None:
+        for residency in self._residencies:
+            await self._check(residency)
+
+    async def _check(self, residency: Residency) -> None:
+        server = residency.rules.name
+        with _logged(server):
+            if server not in self._followed:
+                await residency.follow_settings()
+                self._followed.add(server)
+            await residency.hold_base()
+            found = await _without_holder(residency)
+            # A model that was just leaving when the index was read is not there at the next check.
+            stay = sorted(found & self._seen.get(server, frozenset()))
+            self._seen[server] = found
+            steps: set[str] = set()
+            for model in stay:
+                with _logged(server, model):
+                    steps.update(await residency.steps_of(model))
+            for model in stay:
+                if model not in steps and residency.of(model) is None:  # a request may have made one
+                    with _logged(server, model):
+                        await residency.adopt(model)
+
+
+@contextmanager
+def _logged(server: str, model: str = "") -> Iterator[None]:
+    """A failure concerns this model alone, and is tried again."""
+    try:
+        yield
+    except (Problem, UnknownModel, StoreUnavailable) as fault:
+        log.warning(
+            "what a model server has is not entered; trying again",
+            server=server,
+            model=model,
+            fault=str(fault),
+        )
+
+
+async def _without_holder(residency: Residency) -> frozenset[str]:
+    """Return the models that are in memory, have no holder and are no step of an ensemble that has one."""
+    models = [model_of(task) for task in residency.holders()]
+    held = {model.model for model in models} | {step for model in models for step in model.steps}
+    index = await residency.repository() or {}
+    return frozenset(
+        name for name, one in index.items() if one.stage is ModelState.READY and name not in held
+    )
+
+
+@dataclass(slots=True)
+class _Brought:
+    at: Instant
+    again_seconds: float = AGAIN_SECONDS
+
+
+class QueuedModels:
+    """Makes holders for models that queued inferences wait for. While a model has one, the leader keeps it
+    wanted; only gateways make tasks."""
+
+    def __init__(self, residencies: Residencies) -> None:
+        self._residencies = residencies
+        self._brought: dict[str, _Brought] = {}
+
+    async def keep(self) -> None:
+        """Check again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(_QUEUE_SECONDS)
+            with suppress(StoreUnavailable):
+                await self.check()
+
+    async def check(self) -> None:
+        """Ask for the models whose queued inferences wait. Raises StoreUnavailable."""
+        parts = self._residencies.parts
+        now, found = parts.clock.now(), waiting(parts.world)
+        self._brought = {model: brought for model, brought in self._brought.items() if model in found}
+        for model, groups in found.items():
+            brought = self._brought.get(model)
+            if self._residencies.holding(model):
+                if brought is not None and self._residencies.have(model):
+                    brought.again_seconds = AGAIN_SECONDS
+                continue
+            if brought is None:
+                self._brought[model] = _Brought(now)
+            elif now - brought.at < brought.again_seconds:
+                continue
+            else:
+                brought.at = now
+                brought.again_seconds = min(2 * brought.again_seconds, MOST_AGAIN_SECONDS)
+            try:
+                priority = max(group.standing for group in groups)
+                await self._residencies.want(model, priority, queued=True)
+            except (Problem, UnknownModel) as refused:
+                log.warning(
+                    "a model for which inferences wait cannot be had now", model=model, fault=str(refused)
+                )

@@ -1,0 +1,69 @@
+"""How a Triton server is asked whether it answers, and which models it has."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.inference.servers import Endpoint, Server
+from gpubroker_server.ports.backends import CallFailed, NotFetched, RequestHead, Trouble
+
+_LIVE_CALL: Final = "/inference.GRPCInferenceService/ServerLive"
+_LIVE: Final = RequestHead(b"GET", b"/v2/health/live", (), 0)
+_INDEX: Final = RequestHead(b"POST", b"/v2/repository/index", (), 0)
+
+_STAGES: Final = {"READY": ModelState.READY, "UNLOADING": ModelState.UNLOADING, "LOADING": ModelState.LOADING}
+_NEAREST: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
+"""A model is in the first of these that one of its versions is in."""
+
+
+class TritonChecks:
+    async def check(self, server: Server, endpoint: Endpoint, within_seconds: Seconds) -> None:
+        """Return if the server says that it is live. Raises NotFetched."""
+        if endpoint is server.grpc:
+            await _call(server, within_seconds)
+            return
+        found = await server.backend.fetch(_LIVE, within_seconds=within_seconds, is_check=True)
+        if found.status != 200:
+            raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
+
+    async def index(self, server: Server, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
+        """Return the models of its repository, or None if its answer is no index. Raises NotFetched."""
+        answer = await server.backend.fetch(_INDEX, within_seconds=within_seconds, is_check=True)
+        return models_in(answer.body) if answer.status == 200 else None
+
+
+async def _call(server: Server, within_seconds: Seconds) -> None:
+    """Raise NotFetched unless the server answers over gRPC."""
+    assert server.calls is not None
+    try:
+        await server.calls.ask(_LIVE_CALL, b"", (), within_seconds)
+    except CallFailed as failed:
+        raise NotFetched(failed.trouble or Trouble.BROKEN, failed.detail) from None
+
+
+def models_in(index: bytes) -> dict[str, IndexedModel] | None:
+    """Read the answer to `POST /v2/repository/index`: a row for each version of a model. Returns None if the
+    answer is something else."""
+    try:
+        rows = msgspec.json.decode(index, type=list[dict[str, str]])
+    except msgspec.DecodeError:
+        return None
+    return _by_model(rows)
+
+
+def _by_model(rows: Sequence[Mapping[str, str]]) -> dict[str, IndexedModel]:
+    models: dict[str, IndexedModel] = {}
+    for row in rows:
+        name, stage = row.get("name", ""), _STAGES.get(row.get("state", ""), ModelState.ABSENT)
+        known = models.get(name, IndexedModel(name, ModelState.ABSENT))
+        versions = (row.get("version", ""),) if stage is ModelState.READY else ()
+        nearest = min(known.stage, stage, key=_NEAREST.index)
+        reason = row.get("reason", "") if nearest is stage else known.reason
+        models[name] = IndexedModel(name, nearest, (*known.versions, *versions), reason)
+    return models
+
+
+TRITON: Final = TritonChecks()

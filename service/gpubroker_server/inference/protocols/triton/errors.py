@@ -1,0 +1,60 @@
+"""Errors in Triton's words: those of the service as Triton's clients read them, and those of Triton that the
+service acts upon."""
+
+from typing import Final
+
+from pydantic_core import to_json
+
+from gpubroker_server.http.problems import Problem, headers_of
+from gpubroker_server.inference.refusals import NoSlot
+from gpubroker_server.ports.backends import Header
+
+
+def no_shared_memory() -> Problem:
+    """Return Triton's own error of a server without shared memory, which clients know."""
+    return Problem(
+        "shared-memory-disabled",
+        "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable.",
+    )
+
+
+def no_files() -> Problem:
+    return Problem(
+        "load-files-disabled",
+        "this load brings files (parameters that begin with file:), or cannot be read; a file may be code, "
+        "which would run as Triton's user; put it into the model repository, or have the operator set "
+        "triton.load_files",
+    )
+
+
+def rendered(problem: Problem, request_id: str) -> tuple[int, list[Header], bytes]:
+    """Status, headers and body."""
+    kind = problem.kind
+    body = to_json(
+        {
+            "error": problem.detail,
+            "code": problem.code,
+            "request_id": request_id,
+            "retryable": kind.retryable,
+            **(problem.facts if isinstance(problem, NoSlot) else {}),
+        }
+    )
+    headers = {"Content-Type": "application/json", **headers_of(problem)}
+    return kind.status, [(name.encode(), value.encode()) for name, value in headers.items()], body
+
+
+_UNKNOWN_MODEL: Final = "Request for unknown model: "
+_DEAD: Final = "is not healthy"
+
+
+def says_unknown_model(message: str) -> bool:
+    """Return True if Triton says that it does not have the model. It may also lack only this version, and
+    says so."""
+    lacks_version = " version " in message and message.endswith(" is not found")
+    return message.startswith(_UNKNOWN_MODEL) and not lacks_version
+
+
+def says_dead(message: str) -> bool:
+    """Return True if Triton says that the model's process is gone. Triton calls such a model ready all the
+    same."""
+    return _DEAD in message

@@ -1,0 +1,116 @@
+"""One request that several servers are asked, and one answer made of theirs."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.inference.operation import FanOut
+from gpubroker_server.inference.refusals import problem_of
+from gpubroker_server.inference.servers import Server
+from gpubroker_server.ports.backends import CallFailed, Fetched, Trouble
+
+FAN_OUT_SECONDS: Final = 10.0
+"""A server that has not answered by then is left out."""
+
+_OK: Final = 200
+
+Row = dict[str, Any]
+"""A row of an index or of statistics, as Triton writes it in JSON."""
+
+T = TypeVar("T")
+
+_BEST_FIRST: Final = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE")
+"""The states of a model's version, best first: of those that several servers report, the first of these is
+the answer."""
+
+
+async def ask_all(servers: Sequence[Server], how: FanOut, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
+    """The answers, in the order of the servers. Raises the first failure of `EACH`, and otherwise only if no
+    server has answered. `ask` raises Problem or CallFailed."""
+    if how is FanOut.EACH:
+        found = [await _outcome(ask(server)) for server in servers]
+    else:
+        found = await asyncio.gather(*(_outcome(ask(server)) for server in servers))
+    answers = [one for one in found if not isinstance(one, Exception)]
+    failures = [one for one in found if isinstance(one, Exception)]
+    if failures and (how is FanOut.EACH or not answers):
+        raise failures[0]
+    return answers
+
+
+async def _outcome(asked: Awaitable[T]) -> T | Problem | CallFailed:
+    try:
+        return await asked
+    except (Problem, CallFailed) as failure:
+        return failure
+
+
+def merged_index(indexes: Iterable[Sequence[Row]]) -> list[Row]:
+    """Return each version of a model once; a model without versions once, unless another server has one of
+    it."""
+    rows = [row for index in indexes for row in index]
+    with_version = {row["name"] for row in rows if "version" in row}
+    best: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if "version" not in row and row["name"] in with_version:
+            continue
+        key = row["name"], row.get("version", "")
+        best[key] = min(best.get(key, row), row, key=_rank)
+    return list(best.values())
+
+
+def _rank(row: Row) -> int:
+    state = row.get("state", "")
+    return _BEST_FIRST.index(state) if state in _BEST_FIRST else len(_BEST_FIRST)
+
+
+def summed_statistics(statistics: Iterable[Sequence[Row]]) -> list[Row]:
+    """Return one row per version of a model: counts and times added, the latest request, memory side by
+    side."""
+    summed: dict[tuple[str, str], Row] = {}
+    for row in (row for rows in statistics for row in rows):
+        key = row["name"], row.get("version", "")
+        summed[key] = _both(summed[key], row) if key in summed else row
+    return list(summed.values())
+
+
+def _both(one: Row, other: Row) -> Row:
+    joined: Row = _sum(one, other)
+    joined["last_inference"] = max(one.get("last_inference", 0), other.get("last_inference", 0))
+    batches: dict[int, Row] = {}
+    for batch in (*one.get("batch_stats", ()), *other.get("batch_stats", ())):
+        size = batch["batch_size"]
+        batches[size] = {**_sum(batches.get(size), batch), "batch_size": size}
+    joined["batch_stats"] = [batches[size] for size in sorted(batches)]
+    return joined
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Numbers are added, dictionaries by key, lists joined; of texts the first."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, dict):
+        return {name: _sum(one.get(name), other.get(name)) for name in {**one, **other}}
+    return one + other if isinstance(one, (int, float, list)) else one
+
+
+def merged_response(how: FanOut, found: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
+    """Return one answer for those of several servers. Raises Problem if they cannot be merged."""
+    good = [one for one in found if one.status == _OK]
+    if how is FanOut.EACH:
+        return next((one for one in found if one.status != _OK), found[0])
+    if len(good) < 2 or how is FanOut.ANY:
+        return good[0] if good else found[0]
+    try:
+        bodies = [json.loads(one.body) for one in good]
+        if how is FanOut.INDEX:
+            merged: object = merged_index(bodies)
+        else:
+            merged = {"model_stats": summed_statistics(body["model_stats"] for body in bodies)}
+    except (ValueError, KeyError, TypeError) as fault:
+        names = ", ".join(server.name for server in servers)
+        detail = f"the answers cannot be merged: {fault!r}"
+        raise problem_of(Trouble.BROKEN, names, detail) from None
+    return good[0]._replace(body=json.dumps(merged, separators=(",", ":")).encode())

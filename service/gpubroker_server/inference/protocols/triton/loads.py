@@ -1,0 +1,51 @@
+"""Loads over Triton's protocols may bring files, which Triton would write into its repository and run. Unless
+the operator allows that, the whole body of a load is read before anything of it is sent."""
+
+import json
+
+from gpubroker_server.inference.body_buffer import BUFFER_BYTES
+from gpubroker_server.inference.operation import Operation
+from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.refusals import body_too_large
+
+
+def check_size(plane: Plane, operation: Operation, body_bytes: int) -> None:
+    """Raise Problem payload-too-large for a body that is longer than it may be."""
+    if body_bytes > plane.most_body_bytes:
+        raise body_too_large(
+            f"a request to a model may have {plane.most_body_bytes} bytes",
+            body_bytes,
+            "send less at once, or raise triton.body_bytes",
+        )
+    if operation.loads and body_bytes > BUFFER_BYTES and not plane.takes_files:
+        raise body_too_large(
+            f"a load without files may have {BUFFER_BYTES} bytes",
+            body_bytes,
+            "put files into the model repository, or have the operator set triton.load_files",
+        )
+
+
+def reads_load(plane: Plane, operation: Operation) -> bool:
+    """Return whether the body is read, to see whether it brings files, before anything is sent."""
+    return operation.loads and not plane.takes_files
+
+
+class _FileFound(Exception):
+    pass
+
+
+def brings_files(body: bytes) -> bool:
+    """Return True if the body of a load over HTTP brings files, or cannot be read. Triton has a parser of its
+    own, for which another one of two equal names may count: so no name at all may be that of a file."""
+    if not body:
+        return False
+    try:
+        json.loads(body.decode("latin-1"), strict=False, object_pairs_hook=_refuse_files)
+    except (ValueError, RecursionError, _FileFound):
+        return True
+    return False
+
+
+def _refuse_files(pairs: list[tuple[str, object]]) -> None:
+    if any(name.startswith("file:") for name, _ in pairs):
+        raise _FileFound

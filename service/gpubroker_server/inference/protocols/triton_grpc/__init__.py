@@ -1,0 +1,1 @@
+"""Triton's gRPC protocol: the port, calls and streams."""

@@ -1,0 +1,129 @@
+"""What the proxy reads in the messages of a gRPC call: the model, settings, files, and answers to be merged.
+
+A message that may hold tensors is not parsed: its fields are scanned, and only the names are copied.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from gpubroker_server.inference.operation import FanOut, Target
+from gpubroker_server.inference.protocols.triton.fan_out import merged_index, summed_statistics
+from gpubroker_server.inference.protocols.triton.operations import TritonOperation
+from gpubroker_server.ports.triton_messages import messages
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED: Final = {_FIXED64: 8, _FIXED32: 4}
+_MOST_VARINT_BYTES: Final = 10
+
+_MODEL_NAME: Final = 1
+_MODEL_VERSION: Final = 2
+_PARAMETERS: Final = 3
+_KEY: Final = 1
+_LIVE: Final = 1
+
+
+def target_of(operation: TritonOperation, message: bytes) -> Target:
+    """Return the operation with the model and the version that the message names."""
+    if not operation.model_field:
+        return Target(operation)
+    has_version = operation.model_field == _MODEL_NAME
+    version = last_bytes(message, _MODEL_VERSION) if has_version else b""
+    return Target(operation, last_bytes(message, operation.model_field), version)
+
+
+def last_bytes(message: bytes, number: int) -> bytes:
+    """The last field of this number that holds bytes, how is the one that counts; empty if there is none,
+    or if the bytes are no message: its server will say so."""
+    found = (0, 0)
+    at, end = 0, len(message)
+    try:
+        while at < end:
+            key, at = _varint(message, at)
+            kind = key & 7
+            if kind == _VARINT:
+                _, at = _varint(message, at)
+                continue
+            length, at = _varint(message, at) if kind == _BYTES else (_FIXED[kind], at)
+            if at + length > end:
+                return b""
+            if kind == _BYTES and key >> 3 == number:
+                found = at, at + length
+            at += length
+    except (KeyError, IndexError):
+        return b""
+    return message[slice(*found)]
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends. Raises IndexError if it does not end."""
+    value = shift = 0
+    while shift < 7 * _MOST_VARINT_BYTES:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise IndexError
+
+
+def changes_settings(message: bytes) -> bool:
+    """Return True if a TraceSettingRequest or LogSettingsRequest changes a setting. Bytes that are no message
+    may change any."""
+    try:
+        return bool(messages.SettingsRequest.FromString(message).settings)
+    except DecodeError:
+        return True
+
+
+def brings_files(message: bytes) -> bool:
+    """Return True if a RepositoryModelLoadRequest may bring files. Of several keys of one parameter each is
+    checked; bytes that are no message, and parameters of another type, may bring files."""
+    try:
+        load = messages.LoadParameters.FromString(message)
+    except DecodeError:
+        return True
+    if any(unknown.field_number == _PARAMETERS for unknown in UnknownFieldSet(load)):
+        return True
+    return any(
+        any(key.startswith("file:") for key in parameter.key)
+        or any(unknown.field_number == _KEY for unknown in UnknownFieldSet(parameter))
+        for parameter in load.parameters
+    )
+
+
+def merged_replies(how: FanOut, replies: Sequence[bytes]) -> bytes:
+    if how is FanOut.ANY:
+        live = (reply for reply in replies if messages.Health.FromString(reply).status == _LIVE)
+        return next(live, replies[0])
+    if how is FanOut.EACH or len(replies) < 2:
+        return replies[0]
+    if how is FanOut.INDEX:
+        indexes = [_as_dict(messages.RepositoryIndexResponse.FromString(reply)) for reply in replies]
+        merged = {"models": merged_index(index.get("models", ()) for index in indexes)}
+        response = ParseDict(merged, messages.RepositoryIndexResponse())
+    else:
+        told = [_as_dict(messages.ModelStatisticsResponse.FromString(reply)) for reply in replies]
+        merged = {"model_stats": summed_statistics(one.get("model_stats", ()) for one in told)}
+        response = ParseDict(merged, messages.ModelStatisticsResponse())
+    encoded: bytes = response.SerializeToString()
+    return encoded
+
+
+def _as_dict(message: Any) -> dict[str, Any]:
+    """The fields that are set; numbers stay numbers, which protobuf's own JSON writes as text."""
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            found[field.name] = value
+        elif field.message_type.GetOptions().map_entry:
+            found[field.name] = {key: _as_dict(one) for key, one in value.items()}
+        elif hasattr(value, "ListFields"):
+            found[field.name] = _as_dict(value)
+        else:
+            found[field.name] = [_as_dict(one) for one in value]
+    return found

@@ -1,0 +1,1 @@
+"""Triton's HTTP protocol: connections of clients, and requests on them."""

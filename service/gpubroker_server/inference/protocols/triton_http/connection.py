@@ -1,0 +1,289 @@
+"""The server's connections with the data plane in front: a request under /v2 never becomes an ASGI request.
+
+Requests of both kinds may come on one connection; they are answered in the order in which they came. ADR 96
+says what this relies on in uvicorn.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from gpubroker_server.core.serving.pieces import joined
+from gpubroker_server.http.connections import Connections, LimitedConnection
+from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.protocols.triton.operations import is_triton_path
+from gpubroker_server.inference.protocols.triton_http.exchange import HttpExchange
+from gpubroker_server.inference.protocols.triton_http.heads import ClientHead, client_head
+
+WRITE_BUFFER_BYTES = 1024 * 1024
+"""How much of an answer may wait for the client to take it before the model server is paused."""
+
+
+class ParsedText(NamedTuple):
+    """A head as it came, and what it says. Most clients send the same bytes again and again."""
+
+    text: bytes
+    head: ClientHead
+
+
+class InferenceConnection(LimitedConnection):
+    plane: ClassVar[Plane]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_ours: bool | None = None
+        """The incoming request is under /v2; None: too little of it has come to tell."""
+        self._offers_upgrade = False
+        """It is ours, and offers to change the protocol."""
+        self._incoming: HttpExchange | None = None
+        """The request that is coming in."""
+        self._current: HttpExchange | None = None
+        """The request that is being answered."""
+        self._unparsed_bytes = 0
+        """The bytes of a body that are passed on without being parsed."""
+        self._heads = 0
+        """That were parsed in one reading."""
+        self._parsed: ClientHead | None = None
+        """The last of them, if an equal one may skip the parser."""
+        self._known: ParsedText | None = None
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._current is not None:
+            self._current.on_gone()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while True:  # a reading may hold thousands of requests
+            if self._unparsed_bytes:
+                data = self._take_unparsed(data)
+            elif self._known is not None and self._is_between and data.startswith(self._known.text):
+                data = self._take_known(self._known, data)
+            else:
+                data = self.take_parsed(data)
+            if not data or self.transport.is_closing():
+                break
+        if self._incoming is not None:
+            self._incoming.flush()
+
+    def parse(self, data: bytes) -> bytes:
+        self._unset_keepalive_if_required()
+        is_first, self._heads = self._is_between, 0
+        rest = b""
+        try:
+            self.parser.feed_data(data)
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except HttpParserUpgrade as offer:
+            if self._refusal is not None:
+                pass
+            elif self._is_ours:
+                rest = data[offer.args[0] :]
+                self._decline()
+            elif self._should_upgrade():
+                self.handle_websocket_upgrade()
+            else:
+                self._unsupported_upgrade_warning()
+        if self._incoming is not None:
+            self._unparsed_bytes = self._incoming.left_bytes or 0
+        elif is_first and self._heads == 1 and self._is_between:
+            self._remember(data)
+        return rest
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._current is not None:
+            self._current.pause_answer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._current is not None:
+            self._current.resume_answer()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.headers = []
+        self._is_ours = None
+        self._is_between = self._is_in_body = False
+        self._advanced = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_ours is None:
+            self._decide()
+        if not self._is_ours:
+            super().on_header(name, value)
+        elif not self._is_in_body:
+            self.headers.append((name, value))  # spelled as they came
+
+    def on_headers_complete(self) -> None:
+        if self._is_ours is None:
+            self._decide()
+        if not self._is_ours:
+            super().on_headers_complete()
+            return
+        if not self.may_begin():
+            return
+        parser = self.parser
+        self._heads += 1
+        self._offers_upgrade = parser.should_upgrade()
+        is_current = parser.get_http_version() != "1.0"
+        keep_alive = is_current and parser.should_keep_alive()
+        head = client_head(parser.get_method(), self.url, self.headers)
+        may_skip = (
+            self.is_authenticated and keep_alive and head.body_bytes is not None and not self._offers_upgrade
+        )
+        self._parsed = head if may_skip else None
+        self._begin_request(head, keep_alive, is_current)
+
+    def _begin_request(self, head: ClientHead, keep_alive: bool, takes_chunks: bool) -> None:
+        exchange = HttpExchange(self.plane, self, head, keep_alive=keep_alive, takes_chunks=takes_chunks)
+        before = cast(RequestResponseCycle | None, self.cycle)
+        cycle = cast(RequestResponseCycle, exchange)
+        self.cycle = cycle
+        self._incoming = exchange
+        if before is None or before.response_complete:
+            self._current = exchange
+            exchange.begin()
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+
+    def on_body(self, body: bytes) -> None:
+        if self._incoming is None:
+            super().on_body(body)
+        else:
+            self._advanced = True
+            self._incoming.on_request_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return  # the body is yet to come, which the parser takes for something else
+        incoming = self._incoming
+        if incoming is None:
+            super().on_message_complete()
+        else:
+            self.on_whole_request()
+            self._incoming = None
+            incoming.on_request_end()
+
+    # What uvicorn's part of this calls.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle | HttpExchange, app: ASGI3Application) -> None:
+        """The turn of a request has come that waited behind another one."""
+        if isinstance(cycle, HttpExchange):
+            self._current = cycle
+            self.loop.call_soon(self._begin, cycle)
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _begin(self, exchange: HttpExchange) -> None:
+        if not self.transport.is_closing():
+            exchange.begin()
+            exchange.flush()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._current is None:
+            super().send_400_response(msg)
+        else:
+            self.cut_off()  # in the middle of another answer it would be taken for a part of that
+
+    # What exchanges call.
+
+    @property
+    def is_full(self) -> bool:
+        return self.flow.write_paused
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        self.transport.writelines(joined(parts))
+
+    def pause_body(self) -> None:
+        self.flow.pause_reading()
+
+    def resume_body(self) -> None:
+        self.flow.resume_reading()
+
+    def on_answered(self, exchange: HttpExchange) -> None:
+        self._current = None
+        self.timeout_keep_alive = self.port.limits.idle_seconds
+        if not exchange.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def cut_off(self) -> None:
+        self.transport.abort()
+
+    def _decide(self) -> None:
+        """The path is complete. A request that is not ours goes to uvicorn from its beginning."""
+        url = self.url
+        self._is_ours = is_triton_path(url)
+        if not self._is_ours:
+            super().on_message_begin()
+            self.url = url
+
+    def _decline(self) -> None:
+        """The protocol stays as it is: the body follows the head, and the next request the body."""
+        self._offers_upgrade = False
+        incoming = self._incoming
+        assert incoming is not None
+        if incoming.left_bytes is None:
+            self.cut_off()  # chunks would have to be read without the parser; no known client offers that
+        elif not incoming.left_bytes:
+            self._end_unparsed()
+
+    def _take_unparsed(self, data: bytes) -> bytes:
+        """The rest of a body of known length goes past the parser. What follows the body."""
+        self._unset_keepalive_if_required()
+        incoming = self._incoming
+        assert incoming is not None
+        rest = data[self._unparsed_bytes :]
+        mine = data[: self._unparsed_bytes] if rest else data
+        self._unparsed_bytes -= len(mine)
+        incoming.on_request_body(mine)
+        if not self._unparsed_bytes:
+            self._end_unparsed()
+        return rest
+
+    def _end_unparsed(self) -> None:
+        """The parser starts again after what it has not seen."""
+        if not self._is_between:
+            self.parser = HttpRequestParser(self)
+        self.on_message_complete()
+
+    def _remember(self, data: bytes) -> None:
+        """The head of this one request, if that is all there is and ends where it should."""
+        parsed = self._parsed
+        if parsed is not None:
+            end = data.find(b"\r\n\r\n") + 4
+            if len(data) == end + (parsed.body_bytes or 0):
+                self._known = ParsedText(data[:end], parsed)
+
+    def _take_known(self, known: ParsedText, data: bytes) -> bytes:
+        """A request whose head needs no parsing. The parser sees nothing of it, and stays between two. What
+        follows the head."""
+        self._unset_keepalive_if_required()
+        self._begin_request(known.head, True, True)
+        self._unparsed_bytes = known.head.body_bytes or 0
+        if not self._unparsed_bytes:
+            self.on_message_complete()
+        return data[len(known.text) :]
+
+
+def in_front_of(plane: Plane, port: Connections) -> type[InferenceConnection]:
+    """Return the class of which uvicorn makes one protocol per connection."""
+
+    class Connection(InferenceConnection):
+        pass
+
+    Connection.plane, Connection.port = plane, port
+    return Connection

@@ -1,0 +1,554 @@
+"""The models of one server as the ledger has them. Only the leader loads and unloads; a gateway makes the
+task that holds a model, tells the leader which models are wanted, and waits."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from math import ceil
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
+
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpubroker_server.core.admission.admit import AdmissionPolicy, admit
+from gpubroker_server.core.admission.facts import Facts, FleetLookup, Refused
+from gpubroker_server.core.admission.submission import Asked, Submission
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.holders import Model
+from gpubroker_server.core.domain.models import ModelKey, ModelRules, first_guess_mb, gpus_fault
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.server_rules import ServerRules
+from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
+from gpubroker_server.core.domain.task import Task, TaskState, model_of
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds
+from gpubroker_server.core.lifecycle.learning import learned_mb
+from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
+from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_ready_at
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.world.server_places import gpus_of, place_fault
+from gpubroker_server.core.world.world import World
+from gpubroker_server.http.faults import problem_of
+from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.waiters import Waiters, moves_of
+from gpubroker_server.ports.model_servers import UnknownModel
+from gpubroker_server.ports.models import (
+    Described,
+    HostFault,
+    HostRefused,
+    IndexedModel,
+    ModelHost,
+    ModelState,
+)
+from gpubroker_server.ports.store import Clock, RunSpec, StoreUnavailable, TaskStore
+
+log = structlog.get_logger("gpubroker.tasks.task")
+
+DESCRIBE_SECONDS: Final = Seconds(5.0)
+_INDEX_SECONDS: Final = Seconds(0.25)
+"""How often a server is asked whether a model is back that it has lost."""
+
+_DEAD_SECONDS: Final = Seconds(5.0)
+"""How long the leader has to check a model that is reported dead before it is reported again."""
+
+_LOAD_TRIES: Final = 3
+
+_HAS_STEPS: Final = frozenset({TaskState.ADMITTED, TaskState.RUNNING})
+"""States of an ensemble in which its server has its steps in memory, or brings them there."""
+
+_FAILED_SECONDS: Final = Seconds(30.0)
+"""A request that comes later has the model loaded again."""
+
+
+class ResidencyParts(Struct, frozen=True):
+    """What residencies need of the gateway."""
+
+    world: World
+    policy: Policy
+    clock: Clock
+    store: TaskStore
+    ids: Ids
+    waiters: Waiters
+    fleet: FleetLookup
+    admission: AdmissionPolicy
+    forecasts: Callable[[], Sequence[Forecast]]
+    settle_seconds: Seconds
+    """How long a request to the leader waits until it is carried out."""
+
+
+def _never() -> bool:
+    return False
+
+
+class Uses(NamedTuple):
+    times: int
+    priority: int
+    """The highest."""
+    last_at: Instant
+
+
+class UseCounts:
+    def __init__(self) -> None:
+        self._by_model: dict[str, Uses] = {}
+
+    def models(self) -> list[str]:
+        return list(self._by_model)
+
+    def add(self, model: str, uses: Uses) -> None:
+        known = self._by_model.get(model, uses._replace(times=0))
+        self._by_model[model] = Uses(
+            known.times + uses.times,
+            max(known.priority, uses.priority),
+            max(known.last_at, uses.last_at),
+        )
+
+    def take(self, model: str) -> Uses | None:
+        return self._by_model.pop(model, None)
+
+
+class _Failed(Struct, frozen=True):
+    why: str
+    revision: str
+    until: Instant
+
+
+class FailedLoads:
+    """Of one server, as one gateway has heard."""
+
+    def __init__(self) -> None:
+        self._failed: dict[str, _Failed] = {}
+
+    def note(self, model: str, why: str, revision: str, now: Instant) -> Problem:
+        """`revision`: of the files that were loaded, as in `Described`."""
+        self._failed[model] = _Failed(why, revision, Instant(now + _FAILED_SECONDS))
+        return self._problem(model, now)
+
+    def forget(self, model: str) -> None:
+        """Somebody asks for another try."""
+        self._failed.pop(model, None)
+
+    def check(self, model: str, revision: str, now: Instant) -> None:
+        """Return if the model may be tried: its files have changed or the pause is over. Raises Problem
+        model-not-loaded."""
+        failed = self._failed.get(model)
+        if failed is None:
+            return
+        if now < failed.until and revision == failed.revision:
+            raise self._problem(model, now)
+        del self._failed[model]
+
+    def _problem(self, model: str, now: Instant) -> Problem:
+        failed = self._failed[model]
+        seconds = max(1, ceil(failed.until - now))
+        detail = (
+            f"model {model[:100]} is not in memory, its load failed: {failed.why}; the first request after "
+            f"{seconds} s has it loaded again, changed files or POST /models/{{name}}/load at once"
+        )
+        return Problem("model-not-loaded", detail, headers={"Retry-After": str(seconds)})
+
+
+class Residency:
+    def __init__(self, parts: ResidencyParts, rules: ServerRules, host: ModelHost) -> None:
+        self.rules = rules
+        self._parts = parts
+        self.host = host
+        self.failed_loads = FailedLoads()
+        self._uses = UseCounts()
+        self._reported_now: set[str] = set()
+        self._dead_until: dict[str, Instant] = {}
+        """Model -> until when it is not reported dead again."""
+        self._reporting: set[asyncio.Future[None]] = set()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Weak because clients choose the names."""
+
+    # What the World and the server say.
+
+    def of(self, model: str) -> Task | None:
+        """The task that holds the model, or waits for its memory."""
+        return self._parts.world.models.of(ModelKey(self.rules.name, model))
+
+    def holders(self) -> list[Task]:
+        """Return the holders of all models of this server, without the one of the server's own base cost."""
+        tasks, name = self._parts.world.models.live(), self.rules.name
+        return [task for task in tasks if (model := model_of(task)).model and model.server == name]
+
+    def is_there(self, model: str) -> bool:
+        task = self.of(model)
+        return task is not None and task.state is TaskState.RUNNING
+
+    async def repository(self) -> Mapping[str, IndexedModel] | None:
+        """The server's index; None while it does not answer."""
+        try:
+            return (await self.host.index(DESCRIBE_SECONDS)).models
+        except HostRefused:
+            return None
+
+    def priority_of(self, model: str) -> int:
+        """Return the priority of requests to the model that state none."""
+        own = self.rules_of(model).priority
+        return self.rules.priority if own is None else own
+
+    def rules_of(self, model: str) -> ModelRules:
+        return self.rules.models.get(model, ModelRules())
+
+    def try_again(self, model: str) -> None:
+        """Somebody asks for a load by hand: one that has failed lately does not count."""
+        self.failed_loads.forget(model)
+
+    # What the leader hears.
+
+    def note_use(self, model: str, priority: int) -> None:
+        """Reported at once if the leader might give the model's memory away; else with the next report."""
+        now = self._parts.clock.now()
+        self._uses.add(model, Uses(1, priority, now))
+        task = self.of(model)
+        if task is None or task.state is not TaskState.RUNNING or model in self._reported_now:
+            return
+        if needs_want_request(task, priority, now):
+            self._reported_now.add(model)
+            self._do(self._report_now(model))
+
+    async def report_use(self) -> None:
+        """Tell the leader when models were used. Raises StoreUnavailable: the rest is reported the next
+        time."""
+        for model in self._uses.models():
+            await self._report_uses(model)
+
+    async def _report_uses(self, model: str) -> None:
+        """Tell the leader when this model was used. Raises StoreUnavailable after keeping the report for the
+        next time."""
+        uses, task = self._uses.take(model), self.of(model)
+        if uses is None or task is None:
+            return
+        times, priority, last_at = uses
+        try:
+            await self.ask_leader(task, "want", priority=priority, uses=times, used_at=last_at)
+        except StoreUnavailable:
+            self._uses.add(model, uses)
+            raise
+
+    async def _report_now(self, model: str) -> None:
+        try:
+            with suppress(StoreUnavailable):  # the next report has it
+                await self._report_uses(model)
+        finally:
+            self._reported_now.discard(model)
+
+    def _do(self, reporting: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(reporting)
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
+
+    def report_dead(self, model: str) -> None:
+        """Have the leader check whether the model's process is alive."""
+        now = self._parts.clock.now()
+        if self.is_there(model) and now >= self._dead_until.get(model, now):
+            self._dead_until[model] = Instant(now + _DEAD_SECONDS)
+            self._do(self._report_dead(model))
+
+    async def _report_dead(self, model: str) -> None:
+        task = self.of(model)
+        if task is not None:
+            with suppress(StoreUnavailable):  # the next request to it reports it again
+                priority = model_of(task).asked_priority
+                await self.ask_leader(task, "want", priority=priority, uses=0, doubted=True)
+
+    async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
+        """Ask the leader for a change and return True if it was carried out by then. Raises
+        StoreUnavailable."""
+        parts = self._parts
+        now = parts.clock.now()
+        request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
+        with parts.waiters.expect(request.id) as done:
+            await parts.store.request(request)
+            return await done.within(parts.settle_seconds)
+
+    # Waiting.
+
+    async def ready(
+        self,
+        model: str,
+        priority: int,
+        seconds: Seconds | None = None,
+        *,
+        unless: Callable[[], bool] = _never,
+    ) -> Task:
+        """Have the model brought, and wait until it is in memory: `seconds`, else `cold_seconds`. Returns
+        early if `unless` is true: another server has the model. Raises Problem: model-not-ready, with the
+        time to come again; model-not-loaded if the load failed."""
+        until = self._parts.clock.now() + (self.rules.cold_seconds if seconds is None else seconds)
+        task = await self.want(model, priority)
+        was_leaving = False
+        while True:
+            with self._parts.waiters.expect(moves_of(task.id)) as moved:
+                now = self._parts.clock.now()
+                known = self._parts.world.tasks.get(task.id) or await self._row(task)
+                if known.state is TaskState.RUNNING or unless():
+                    return known
+                if known.is_terminal and was_leaving and known.state is not TaskState.FAILED:
+                    task, was_leaving = await self.want(model, priority), False
+                    continue
+                if known.is_terminal:
+                    raise await self._failed(known)
+                was_leaving = known.state is TaskState.STOPPING
+                if now >= until or self._parts.waiters.is_closed:
+                    raise self._not_ready(known, now)
+                # Wanted as long as a request waits, however short that is.
+                again_seconds = min(1.0, self.rules.wanted_seconds / 4)
+                await moved.within(Seconds(min(until - now, again_seconds)))
+            await self._keep_wanted(self._parts.world.tasks.get(task.id, known), priority)
+
+    async def returned(self, model: str, *, unless: Callable[[], bool] = _never) -> None:
+        """Wait, for a model that the ledger has and the server denies, until the ledger no longer has it or
+        the server has it again, or until `unless` is true: another server has it. Raises Problem."""
+        now = self._parts.clock.now
+        until = now() + self.rules.cold_seconds
+        denied = self.of(model)
+        while denied is not None and _is_unchanged(denied, self.of(model)):
+            if unless():
+                return
+            found = (await self.repository() or {}).get(model)
+            if found is not None and found.stage is ModelState.READY:
+                return
+            with self._parts.waiters.expect(moves_of(denied.id)) as moved:
+                if not _is_unchanged(denied, self.of(model)):
+                    return
+                if now() >= until or self._parts.waiters.is_closed:
+                    raise self._not_ready(denied, now())
+                await moved.within(_INDEX_SECONDS)
+
+    async def unloaded(self, model: str) -> None:
+        """Have the model unloaded, and wait until it is gone. Raises Problem model-not-ready, or
+        model-is-step."""
+        self.check_unload(model)
+        task = self.of(model)
+        if task is None:
+            return
+        with self._parts.waiters.expect(task.id) as ended:
+            await self.ask_leader(task, "cancel")
+            if not await ended.within(self.rules.cold_seconds) and self.of(model) is not None:
+                detail = f"model {model[:100]} is not gone yet: its server still has requests for it"
+                raise Problem("model-not-ready", detail)
+
+    def _not_ready(self, task: Task, now: Instant) -> Problem:
+        start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
+        seconds = 5 if start is None else max(1, ceil(start.p50_at - now))
+        unknown = place_fault(self._parts.world, self.rules) or "it is not known when it will be"
+        when = unknown if start is None else f"it is expected to be there in {seconds} s"
+        detail = (
+            f"model {task.name} is not in memory ({task.state.value}): {when}; "
+            f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"
+        )
+        return Problem("model-not-ready", detail, headers={"Retry-After": str(seconds)})
+
+    async def _failed(self, task: Task) -> Problem:
+        record = await self._parts.store.record(task.id)
+        failure = None if record is None else record.failure
+        why = "it was unloaded" if failure is None else failure.get("message", "")
+        if failure is not None and failure.get("kind") == "load_failed":
+            revision = await self._revision(task.name)
+            return self.failed_loads.note(task.name, why, revision, self._parts.clock.now())
+        return Problem("model-not-loaded", f"model {task.name} is not in memory ({task.state.value}): {why}")
+
+    async def _revision(self, model: str) -> str:
+        try:
+            return (await self.host.describe(model, DESCRIBE_SECONDS)).revision
+        except HostRefused:
+            return ""
+
+    async def _row(self, task: Task) -> Task:
+        record = await self._parts.store.record(task.id)
+        return task if record is None else record.task
+
+    # Making holders.
+
+    async def want(self, model: str, priority: int, *, queued: bool = False, measured: bool = False) -> Task:
+        """The model's holder, made if there is none. `queued`: for queued inferences, for which the leader
+        keeps it wanted. `measured`: to be measured. Raises Problem, UnknownModel, StoreUnavailable."""
+        async with self._locks.setdefault(model, asyncio.Lock()):
+            task = self.of(model)
+            if task is None:
+                return await self._enter(model, priority, queued=queued, measured=measured)
+            if not queued:
+                await self._keep_wanted(task, priority)
+            return task
+
+    async def _keep_wanted(self, task: Task, priority: int) -> None:
+        if needs_want_request(task, priority, self._parts.clock.now()):
+            await self.ask_leader(task, "want", priority=priority, uses=1)
+
+    async def _enter(self, model: str, priority: int, *, measured: bool, **fields: Any) -> Task:
+        asked, described, sized = await self.demand_of(model)
+        self.failed_loads.check(model, described.revision, self._parts.clock.now())
+        now = self._parts.clock.now()
+        fields |= {"measured": measured, "sized": sized and not measured}
+        terms = self._terms(model, priority, described.steps, asked_at=now, **fields)
+        return await self._submit(model, asked, terms, now)
+
+    async def steps_of(self, model: str) -> Sequence[str]:
+        """The models that are loaded with an ensemble. Raises Problem, UnknownModel."""
+        return (await self.demand_of(model, is_there=True))[1].steps
+
+    async def adopt(self, model: str) -> None:
+        """Make a holder for a model that is in memory without one: its leases are where it is. No request has
+        asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
+        asked, described, sized = await self.demand_of(model, is_there=True)
+        now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps, sized=sized)
+        await self._submit(model, asked, terms, now, held=True)
+
+    async def follow_settings(self) -> None:
+        """Replace what an earlier start entered by other settings: the base cost, and models that wait for
+        another size or other GPUs. Once per start only, because gateways may run with different settings
+        while an operator restarts one after the other. Raises Problem, UnknownModel, StoreUnavailable."""
+        for task in self.holders():
+            if task.state is TaskState.PENDING and not task.held:
+                asked, _, _ = await self.demand_of(task.name)
+                is_given = self.rules_of(task.name).gpu_mb is not None
+                if not _asks_for(task, asked, same_size=is_given):
+                    await self.ask_leader(task, "cancel")
+        base, rules = self.of(""), self.rules
+        if base is not None and rules.base_mb and not _asks_for(base, self._base_asked()):
+            with self._parts.waiters.expect(base.id) as ended:
+                await self.ask_leader(base, "cancel")
+                await ended.within(self._parts.settle_seconds)
+
+    def _base_asked(self) -> Asked:
+        rules = self.rules
+        return _asked(max(1, len(rules.devices)), rules.base_mb, self._where(rules.devices))
+
+    async def hold_base(self) -> None:
+        """Have the server's base cost counted as the settings say. Raises Problem, StoreUnavailable."""
+        rules, task = self.rules, self.of("")
+        if task is not None and not rules.base_mb:
+            await self.ask_leader(task, "cancel")
+        elif task is None and rules.base_mb:
+            terms = Model(rules.name, "", rules.wanted_seconds, 0, sized=True, address=self.host.address)
+            name, now = f"{rules.name} itself", self._parts.clock.now()
+            await self._submit(name, self._base_asked(), terms, now, held=True)
+
+    def _terms(self, model: str, priority: int, steps: tuple[str, ...], **fields: Any) -> Model:
+        rules, load_seconds = self.rules, self.rules_of(model).load_seconds
+        return Model(
+            rules.name,
+            model,
+            rules.wanted_seconds,
+            priority,
+            load_seconds=load_seconds,
+            steps=steps,
+            address=self.host.address,
+            **fields,
+        )
+
+    async def _submit(
+        self, name: str, asked: Asked, terms: Model, now: Instant, *, held: bool = False
+    ) -> Task:
+        """Return the new task, or the one that another gateway has submitted for the same model. `held`:
+        what it needs is in use already, so it is not examined. Raises Problem for what could never be loaded
+        here."""
+        parts, rules = self._parts, self.rules
+        submission = Submission(
+            tenant=rules.tenant,
+            spec=RunSpec(kind=KIND),
+            demand=asked,
+            name=name,
+            priority=terms.asked_priority,
+            max_retries=_LOAD_TRIES - 1,
+            grace_seconds=rules.grace_seconds,
+            held=held,
+            holder=terms,
+        )
+        facts = Facts(parts.ids.task(now), now, parts.fleet, sender=None)
+        new = admit(submission, facts, parts.admission)
+        if isinstance(new, Refused):
+            raise problem_of(new)
+        outcome = await parts.store.submit(new)
+        record = None if outcome.task == new.task.id else await parts.store.record(outcome.task)
+        return new.task if record is None else record.task
+
+    async def demand_of(self, model: str, *, is_there: bool = False) -> tuple[Asked, Described, bool]:
+        """Return what a load of the model asks for, its description, and whether its size is known. A model
+        that is there counts on all GPUs of the server. Raises Problem, UnknownModel."""
+        rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
+        mine = [ledger.device for ledger in gpus_of(self._parts.world, rules)]
+        try:
+            described = await self.host.describe(model, DESCRIBE_SECONDS)
+        except HostRefused as refused:
+            if refused.fault is HostFault.NOT_FOUND and (granted_mb is None or await self._lacks(model)):
+                raise UnknownModel(str(refused)) from None
+            if granted_mb is None:
+                detail = f"server {rules.name} does not describe model {model[:100]}: {refused}"
+                raise Problem("model-not-loaded", detail) from None
+            described = Described()
+        size_mb, sized = await self._size_of(model, described, {device.kind for device in mine})
+        seen = described.seen or [device.uuid for device in mine]
+        gpus = max(1, len(seen)) if is_there else self.rules_of(model).gpus
+        if size_mb and (fault := gpus_fault(rules.name, seen, gpus)):
+            raise Problem("no-matching-device", f"model {model[:100]} cannot be loaded: {fault}")
+        where = self._where(described.seen or rules.devices)
+        return _asked(gpus if size_mb else 0, size_mb or None, where), described, sized
+
+    async def _size_of(self, model: str, described: Described, kinds: set[str]) -> tuple[Mib, bool]:
+        """Return the size, and whether it is known: the operator gives it, the model runs on CPUs, or it was
+        measured. Else it is estimated from the files. An ensemble of unknown size has that of its steps,
+        which are loaded with it: it has no memory of its own."""
+        granted_mb = self.rules_of(model).gpu_mb
+        size_mb = Mib(0) if granted_mb is None and described.on_cpu else granted_mb
+        if size_mb is None:
+            world, margin = self._parts.world, self._parts.policy.learned_margin
+            size_mb = learned_mb(world, self.rules.tenant, model, kinds, margin, described.versions)
+        if size_mb is not None:
+            return size_mb, True
+        if described.steps:
+            sizes = [
+                await self._size_of(step, replace(await self._described(step), steps=()), kinds)
+                for step in described.steps
+            ]
+            return Mib(sum(mb for mb, _ in sizes)), all(sized for _, sized in sizes)
+        return first_guess_mb(described.file_bytes, self.rules.least_mb), False
+
+    async def _described(self, model: str) -> Described:
+        try:
+            return await self.host.describe(model, DESCRIBE_SECONDS)
+        except HostRefused:
+            return Described()
+
+    def ensemble_of(self, model: str) -> Task | None:
+        """Return the holder of an ensemble that has the model in memory, or is loading it, as a step."""
+        for task in self.holders():
+            if task.state in _HAS_STEPS and model in model_of(task).steps:
+                return task
+        return None
+
+    def check_unload(self, model: str) -> None:
+        """Raise Problem model-is-step if a loaded ensemble needs the model."""
+        if (ensemble := self.ensemble_of(model)) is not None:
+            raise Problem("model-is-step", model=model[:100], ensemble=ensemble.name[:100])
+
+    async def _lacks(self, model: str) -> bool:
+        """Return True if the server says that its repository has no such model."""
+        index = await self.repository()
+        return index is not None and model not in index
+
+    def _where(self, uuids: Sequence[str]) -> PlacementConstraints:
+        return PlacementConstraints(nodes=(("node", (self.rules.node,)),), devices=tuple(sorted(uuids)))
+
+
+def _asks_for(task: Task, asked: Asked, *, same_size: bool = True) -> bool:
+    """Return whether the holder asks for these GPUs and, if `same_size`, for as much of each."""
+    demand = task.demand
+    is_same_place = (demand.where.devices, demand.where.nodes) == (asked.where.devices, asked.where.nodes)
+    return is_same_place and (not same_size or (demand.gpus, demand.gpu_mb) == (asked.gpus, asked.gpu_mb))
+
+
+def _asked(gpus: int, gpu_mb: Mib | None, where: PlacementConstraints) -> Asked:
+    """Return what a model needs: memory of GPUs, and nothing else of a node."""
+    return Asked(gpus=gpus, gpu_mb=gpu_mb, cpu=0.0, memory_mb=0, where=where)
+
+
+def _is_unchanged(before: Task, now: Task | None) -> bool:
+    """It is in memory as before: neither under notice nor loaded again."""
+    is_there = now is not None and now.state is TaskState.RUNNING
+    return is_there and now is not None and (now.id, now.fence) == (before.id, before.fence)

@@ -1,0 +1,199 @@
+"""Which server loads a model, for requests that name a model and no server."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import structlog
+
+from gpubroker_server.core.domain.server_rules import ServerRules
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.core.world.server_places import gpus_of, place_fault
+from gpubroker_server.core.world.world import World
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.inference.residency import Residency, ResidencyParts
+from gpubroker_server.ports.model_servers import UnknownModel
+from gpubroker_server.ports.models import ModelHost
+from gpubroker_server.ports.store import StoreUnavailable
+
+log = structlog.get_logger("gpubroker.tasks.task")
+
+REPORT_SECONDS: Final = Seconds(30.0)
+"""How often the leader hears which models were used."""
+
+_NEVER: Final = 422
+"""The HTTP status of the problem that the model does not fit on that server, now or later."""
+
+
+class Residencies:
+    def __init__(self, parts: ResidencyParts, served: Sequence[tuple[ServerRules, ModelHost]]) -> None:
+        self.parts = parts
+        self._each = tuple(Residency(parts, rules, host) for rules, host in served)
+        self.is_up: Callable[[str], bool] = lambda _server: True
+        """Returns True if a server answers; the fleet sets it."""
+
+    def __iter__(self) -> Iterator[Residency]:
+        """Yield the residencies in the order of the settings."""
+        return iter(self._each)
+
+    def at(self, server: str) -> Residency | None:
+        return next((residency for residency in self._each if residency.rules.name == server), None)
+
+    def holding(self, model: str) -> list[Residency]:
+        """Where the model is in memory, or waits for it."""
+        return [residency for residency in self._each if residency.of(model) is not None]
+
+    def have(self, model: str) -> bool:
+        """Return whether it is in memory, also at a server that does not answer: it may by the time it is
+        asked."""
+        return any(residency.is_there(model) for residency in self._each)
+
+    def priority_of(self, model: str, asked: int | None = None) -> int:
+        """Return the priority asked for, else that of the first server for which the operator has set one,
+        else the default."""
+        if asked is not None:
+            return asked
+        named = (residency for residency in self._each if model in residency.rules.models)
+        return next(named, self._each[0]).priority_of(model)
+
+    def note_wanted(self, model: str, asked: int | None) -> bool:
+        """Note that a request for the model has come. Returns whether the model is in memory at a server that
+        answers."""
+        priority = self.priority_of(model, asked)
+        for residency in self.holding(model) or self._each[:1]:
+            residency.note_use(model, priority)
+        return any(there.is_there(model) and self.is_up(there.rules.name) for there in self._each)
+
+    def _can_answer(self, model: str, *, besides: Residency) -> bool:
+        """Return whether a server that answers has the model in memory, `besides` this one."""
+        return any(
+            there.is_there(model) and self.is_up(there.rules.name)
+            for there in self._each
+            if there is not besides
+        )
+
+    async def ready_if_known(self, model: str, asked: int | None, seconds: float | None = None) -> bool:
+        """Wait until the model is in memory at one of the servers: `cold_seconds`, or less if the request
+        says so. False: no server has such a model. Raises Problem."""
+        priority, began = self.priority_of(model, asked), self.parts.clock.now()
+        try:
+            residency, _ = await self.want(model, priority)
+            cold_seconds = residency.rules.cold_seconds
+            own = cold_seconds if seconds is None else min(seconds, cold_seconds)
+            # The time that it took to store the holder is part of the wait.
+            left_seconds = Seconds(began + own - self.parts.clock.now())
+            elsewhere = partial(self._can_answer, model, besides=residency)
+            await residency.ready(model, priority, left_seconds, unless=elsewhere)
+        except UnknownModel:
+            return False
+        except StoreUnavailable:
+            raise Problem("store-unavailable") from None
+        return True
+
+    async def returned(self, model: str, asked: int | None, server: str) -> bool:
+        """Wait as `ready_if_known` does, for a model that the ledger has there and the server denies."""
+        if (there := self.at(server)) is not None and there.is_there(model):
+            await there.returned(model, unless=partial(self._can_answer, model, besides=there))
+        return await self.ready_if_known(model, asked)
+
+    def report_dead(self, model: str, server: str) -> None:
+        """The server's answer says that the model's process is gone."""
+        if (there := self.at(server)) is not None:
+            there.report_dead(model)
+
+    def try_again(self, model: str) -> None:
+        """Somebody asks for a load: one that has failed lately does not count."""
+        for residency in self._each:
+            residency.try_again(model)
+
+    async def want(self, model: str, priority: int, *, queued: bool = False) -> tuple[Residency, Task]:
+        """The model's holder, made if there is none, and where it is: at the first server of these that has
+        the model and a GPU that is large enough. Raises Problem, UnknownModel, StoreUnavailable.
+
+        1. servers that answer
+        2. those that have it in memory
+        3. those where it waits for memory
+        4. those for which the operator has named it
+        5. more free memory on one GPU
+        6. the order of the settings
+        """
+        refused: Problem | UnknownModel | None = None
+        for residency in self._in_order(model):
+            try:
+                return residency, await residency.want(model, priority, queued=queued)
+            except UnknownModel as unknown:
+                refused = refused or unknown
+            except Problem as problem:
+                if problem.kind.status != _NEVER:
+                    raise
+                refused = problem
+        assert refused is not None
+        raise refused
+
+    async def unloaded(self, model: str) -> bool:
+        """Have the model unloaded everywhere, and wait until it is gone; False if it was nowhere. Raises
+        Problem."""
+        for residency in self._each:
+            residency.check_unload(model)
+        holding = self.holding(model)
+        try:
+            for residency in holding:
+                await residency.unloaded(model)
+        except StoreUnavailable:
+            raise Problem("store-unavailable") from None
+        return bool(holding)
+
+    async def keep_reporting(self, every_seconds: Seconds = REPORT_SECONDS) -> None:
+        """Tell the leader which models are used, and the log which servers have no place, until cancelled."""
+        checks = PlaceChecks(self.parts.world, [residency.rules for residency in self._each])
+        while True:
+            await asyncio.sleep(every_seconds)
+            checks.check()
+            for residency in self._each:
+                try:
+                    await residency.report_use()
+                except StoreUnavailable as fault:
+                    log.warning("the use of models is reported later", fault=str(fault))
+
+    def _in_order(self, model: str) -> list[Residency]:
+        if len(self._each) == 1:
+            return [*self._each]
+        return sorted(self._each, key=lambda residency: self._rank(residency, model))
+
+    def _rank(self, residency: Residency, model: str) -> tuple[bool, bool, bool, bool, int]:
+        rules = residency.rules
+        return (
+            not self.is_up(rules.name),
+            not residency.is_there(model),
+            residency.of(model) is None,
+            model not in rules.models,
+            -self._free_mb(rules),
+        )
+
+    def _free_mb(self, rules: ServerRules) -> int:
+        """Return what is free on the emptiest of the server's GPUs."""
+        return max((ledger.free_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)
+
+
+class PlaceChecks:
+    """Logs once of each server that it has no place. Nodes join one after the other: a place counts as
+    missing when it is missing in two checks running, while other nodes have joined."""
+
+    def __init__(self, world: World, servers: Sequence[ServerRules]) -> None:
+        self._world = world
+        self._servers = servers
+        self._missing: set[str] = set()
+        self._logged: set[str] = set()
+
+    def check(self) -> None:
+        world = self._world
+        if not any(node.ready for node in world.nodes.values()):
+            return
+        faults = {rules.name: place_fault(world, rules) for rules in self._servers}
+        missing = {name for name, fault in faults.items() if fault}
+        for name in sorted((missing & self._missing) - self._logged):
+            log.warning("the models of a server cannot be loaded", server=name, fault=faults[name])
+        self._logged = (self._logged | self._missing) & missing
+        self._missing = missing

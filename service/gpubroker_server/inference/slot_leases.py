@@ -1,0 +1,88 @@
+"""A gateway's share of the slots of models: what the leader gives is claimed in the database, then used."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Final
+
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.core.serving.slots import FRESH_SECONDS, HOLD_SECONDS, Claim
+from gpubroker_server.inference.lanes import Lanes
+from gpubroker_server.ports.last_values import LeaderSeen, SlotStore
+from gpubroker_server.ports.store import Clock, StoreUnavailable
+
+EVERY_SECONDS: Final = Seconds(1.0)
+
+_USABLE_SECONDS: Final = Seconds(HOLD_SECONDS - FRESH_SECONDS)
+"""How long a written claim is relied on, by the clock of the lanes, which check it at each request: a process
+that was asleep for longer notices before it sends one."""
+
+
+class SlotLeases:
+    def __init__(
+        self,
+        name: str,
+        slots: Mapping[str, int],
+        lanes: Lanes,
+        store: SlotStore,
+        clock: Clock,
+        leader: Callable[[], LeaderSeen | None],
+    ) -> None:
+        """`slots`: by model, of all gateways together. `leader`: its newest message; until that gives more,
+        each model gets one request at a time."""
+        self._name = name
+        self._slots = slots
+        self._lanes = lanes
+        self._store = store
+        self._clock = clock
+        self._leader = leader
+        for model in slots:
+            lanes.limit(model, 1)
+
+    async def keep(self) -> None:
+        """Renew the claims until cancelled."""
+        while True:
+            await self.renew()
+            await asyncio.sleep(EVERY_SECONDS)
+
+    async def renew(self) -> None:
+        """Use less at once; claim; use more, unless the message that gave it is stale by then."""
+        began, now, leader = self._lanes.now(), self._clock.now(), self._leader()
+        if leader is not None and leader.slots is None:  # of a release that divides no slots
+            self._lanes.limits_end_at = inf
+            for model, slots in self._slots.items():
+                self._lanes.limit(model, slots)
+            return
+        given = {} if leader is None or leader.at < now - FRESH_SECONDS else self._given_by(leader)
+        holds: dict[str, int] = {}
+        for model in self._slots:
+            load = self._lanes.load(model)
+            share = given.get(model, load.slots)
+            self._lanes.limit(model, min(share, load.slots))
+            holds[model] = max(share, load.in_flight)
+        wants = {model: self._lanes.load(model).wanted for model in self._slots}
+        if not await self._claim(Claim(self._name, now, holds, wants)):
+            return
+        self._lanes.limits_end_at = began + _USABLE_SECONDS
+        if leader is not None and self._clock.now() <= leader.at + FRESH_SECONDS:
+            for model, share in given.items():
+                self._lanes.limit(model, share)
+
+    async def _claim(self, claim: Claim) -> bool:
+        """Return True if the claim was written before the previous one ends."""
+        left = self._lanes.limits_end_at - self._lanes.now()
+        try:
+            async with asyncio.timeout(left if 0 < left < inf else None):
+                await self._store.claim_slots(claim)
+        except (TimeoutError, StoreUnavailable):
+            return False
+        return True
+
+    async def drop(self) -> None:
+        """This gateway is about to end. Raises StoreUnavailable."""
+        await self._store.drop_slots(self._name)
+
+    def _given_by(self, leader: LeaderSeen) -> dict[str, int]:
+        shares = leader.slots or {}
+        given = {model: shares.get(model, {}).get(self._name) for model in self._slots}
+        return {model: share for model, share in given.items() if share is not None}

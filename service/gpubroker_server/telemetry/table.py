@@ -1,0 +1,150 @@
+"""A row of the table of metrics, and what its reader reads at a scrape."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from gpubroker.wire.forecasts import ForecastsKept
+from gpubroker.wire.stats import Scattered
+from msgspec import Struct
+
+from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.domain.device import Device, NodeSample
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant
+from gpubroker_server.core.explain.autoscaling import AutoscalingDemand, autoscaling_demand
+from gpubroker_server.core.lifecycle.learning import SizeAccuracy, size_accuracies
+from gpubroker_server.core.planning.forecasts.forecast_rounds import forecast_accuracies
+from gpubroker_server.core.planning.fragmentation import Fragmentation
+from gpubroker_server.core.world.ledger import DeviceLedger
+from gpubroker_server.core.world.task_counts import finished_tasks
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.store import HeldBack
+from gpubroker_server.telemetry.exposition import LabelNames, Metric, Samples, counter, gauge
+
+GPU = ("gpu", "UUID", "hostname")
+"""The spelling of dcgm-exporter, so that both join on UUID without relabelling."""
+MOST_TENANTS = 100
+"""Metrics show the tenants that hold most; GET /tenants shows all."""
+
+LaneRow = tuple[str, int, int, int]
+"""Model, its slots, requests that have one, requests that wait."""
+
+
+class ServerRow(NamedTuple):
+    """One model server."""
+
+    name: str
+    ways: Sequence[tuple[str, bool, int]]
+    """Protocol, whether it is used, number of faults."""
+    in_flight: int
+    passed_on: int
+
+
+class Sources(Struct, frozen=True):
+    """Where a scrape reads."""
+
+    world: World
+    age_seconds: Callable[[], float]
+    leader: Callable[[], LeaderSeen | None]
+    """In any process, as it last published itself: every gateway shows the same."""
+    policy: Policy
+    now: Callable[[], Instant]
+    fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
+    disk_full: Callable[[], str]
+
+
+class Scrape:
+    """What is known at one scrape. What several metrics show is computed once, and only then."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        held_back: HeldBack | None,
+        lanes: Sequence[LaneRow] | None,
+        servers: Sequence[ServerRow] | None,
+    ) -> None:
+        self.sources = sources
+        self.world, self.policy, self.now = sources.world, sources.policy, sources.now()
+        self.leader = sources.leader()
+        self.held_back = held_back
+        self.lanes, self.servers = lanes, servers
+        """None in a process without any."""
+
+    @property
+    def fleet(self) -> FleetSeen | None:
+        """None before a leader has looked."""
+        return None if self.leader is None else self.leader.fleet
+
+    @cached_property
+    def ledgers(self) -> list[tuple[tuple[str, ...], DeviceLedger]]:
+        """The devices, each with the label values of GPU."""
+        return [(gpu_labels(ledger.device), ledger) for _, ledger in sorted(self.world.ledgers.items())]
+
+    @cached_property
+    def offered(self) -> list[tuple[tuple[str, ...], DeviceKey]]:
+        """The devices that tasks may get."""
+        return [(labels, of.device.key) for labels, of in self.ledgers if of.device.offers]
+
+    @cached_property
+    def fresh_nodes(self) -> list[NodeSample]:
+        """The samples of the nodes that were measured lately."""
+        period_seconds = self.policy.sample_period_seconds
+        samples = (sample for _, sample in sorted(self.world.node_samples.items()))
+        return [sample for sample in samples if not sample.is_stale(self.now, period_seconds)]
+
+    @cached_property
+    def finished(self) -> dict[TaskState, int]:
+        return finished_tasks(self.world)
+
+    @cached_property
+    def tenants(self) -> list[tuple[str, int]]:
+        """The tenants that hold most, and the MiB that each holds."""
+        return self.world.accounts.largest(MOST_TENANTS)
+
+    @cached_property
+    def forecasts(self) -> list[ForecastsKept]:
+        return forecast_accuracies(self.world)
+
+    @cached_property
+    def model_sizes(self) -> list[SizeAccuracy]:
+        return size_accuracies(self.world)
+
+    @cached_property
+    def fragmentation(self) -> tuple[Fragmentation, Scattered | None]:
+        return self.sources.fragmentation()
+
+    @cached_property
+    def autoscaling(self) -> AutoscalingDemand:
+        return autoscaling_demand(self.world, self.policy, self.now)
+
+
+class MetricRow(NamedTuple):
+    """One metric. `read` returns None where there is nothing to say: then the metric is left out."""
+
+    name: str
+    about: str
+    labels: LabelNames
+    read: Callable[[Scrape], Samples | None]
+    is_counter: bool = False
+    """Then its name ends with `_total`, which is added when it is written."""
+
+    def metric(self, scrape: Scrape) -> Metric | None:
+        samples = self.read(scrape)
+        if samples is None:
+            return None
+        make = counter if self.is_counter else gauge
+        return make(self.name, self.about, self.labels, samples)
+
+
+def a_counter(
+    name: str, about: str, labels: LabelNames, read: Callable[[Scrape], Samples | None]
+) -> MetricRow:
+    return MetricRow(name, about, labels, read, is_counter=True)
+
+
+def gpu_labels(device: Device) -> tuple[str, ...]:
+    """Return the values of GPU."""
+    return str(device.index), device.uuid, device.node

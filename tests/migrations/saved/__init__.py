@@ -1,0 +1,1 @@
+"""Databases as earlier releases have written them, and the script that wrote them."""
