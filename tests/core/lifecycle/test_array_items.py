@@ -134,7 +134,7 @@ def test_the_last_results_and_the_end_of_a_run_are_one_decision() -> None:
     assert TaskId("w0") not in stage.world.tasks
 
 
-def test_results_beyond_the_limit_of_an_array_are_dropped_and_it_still_ends() -> None:
+def test_array_beyond_its_result_limit_drops_results_and_still_ends() -> None:
     policy = replace(POLICY, array_result_bytes=600)
     stage = Stage(ArrayWork(terms(4), (), 0), policy=policy)
     stage.tell(reported("w0", 9, result(0), ItemResult(1, 0.0, 1, b'"' + b"x" * 600 + b'"', None)))

@@ -38,7 +38,7 @@ def test_a_worker_that_was_to_come_back_does_not_when_all_is_done(reason: StopRe
     assert stage.world.finished["default", TaskState.CANCELLED] == 1
 
 
-def test_a_worker_that_is_preempted_after_the_last_result_does_not_come_back() -> None:
+def test_worker_preempted_after_the_last_result_does_not_come_back() -> None:
     """Each batch of reports looks at the arrays that are over."""
     stage = Stage(ArrayWork(terms(1), (), 0))
     stage.tell(reported("w0", 1, result(0)))
@@ -63,7 +63,7 @@ def test_a_worker_that_cannot_import_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("how", ["stuck", "crash"])
-def test_a_worker_whose_items_end_its_process_one_after_the_other_waits_no_longer_each_time(how: str) -> None:
+def test_worker_whose_items_keep_ending_its_process_has_a_constant_wait(how: str) -> None:
     """It is a place for items, and has no number of tries of its own."""
     stage = Stage(ArrayWork(terms(25, chunk=1), (), 0))
     for fence in range(1, 60):
@@ -84,7 +84,7 @@ def test_a_worker_whose_items_end_its_process_one_after_the_other_waits_no_longe
     assert {line["state"] for line in stage.lines()} == {"failed"}
 
 
-def test_a_worker_that_crashes_before_it_can_take_items_is_not_started_for_ever() -> None:
+def test_worker_that_crashes_before_taking_items_is_not_restarted_for_ever() -> None:
     stage = Stage(ArrayWork(terms(), (), 0))
     for _ in range(10):
         stage.fail("w0", None)

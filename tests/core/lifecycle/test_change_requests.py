@@ -79,7 +79,8 @@ def test_the_grace_of_a_cancel_wins_over_the_tasks_own() -> None:
     assert [order.grace_seconds for order in orders_of_kind(decision, StopOrder)] == [0]
 
 
-def test_a_preempted_run_that_is_cancelled_will_not_come_back_and_still_frees_for_its_preemptor() -> None:
+def test_preempted_run_that_is_cancelled_still_frees_for_its_preemptor() -> None:
+    """It does not come back to the queue."""
     world = stopping(StopReason.PREEMPT, freeing_for=TaskId("high"))
     decision = ask(world, "cancel")
     task = the(world)
@@ -157,7 +158,7 @@ def test_a_past_start_time_is_removed_and_an_unchanged_one_writes_nothing() -> N
     assert ask(world, "change", not_before=None, deadline_at=None).tasks == ()
 
 
-def test_the_time_limit_to_wait_of_a_dependent_begins_when_its_dependencies_end() -> None:
+def test_wait_limit_of_a_dependent_begins_when_its_dependencies_end() -> None:
     world = a_world(a_task(awaits=True, after=(Dependency(TaskId("other")),)))
     ask(world, "change", queue_ttl_seconds=60.0)
     assert (the(world).queue_ttl_seconds, the(world).expires_at, world.expiring) == (60.0, None, {})

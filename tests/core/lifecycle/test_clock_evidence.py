@@ -103,7 +103,7 @@ def test_nothing_is_pruned_before_a_clock_has_counted_for_long_enough() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100.0), st.floats(-YEAR, YEAR)), max_size=30))
-def test_before_a_jump_has_stayed_the_time_is_off_by_no_more_than_the_bound(
+def test_before_a_clock_jump_has_stayed_the_error_is_within_the_bound(
     readings: list[tuple[float, float]],
 ) -> None:
     known, after = FRESH, 0.0

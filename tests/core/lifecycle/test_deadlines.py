@@ -51,7 +51,7 @@ def stopping(id: str = "run", reason: StopReason = StopReason.PREEMPT, **fields:
     return holding(a_task(id, gpu_mb=8 * GIB), "gpu0", state=TaskState.STOPPING, **facts)
 
 
-def test_a_run_past_its_limit_gets_notice_and_the_verdict_is_written_with_it() -> None:
+def test_run_past_its_limit_gets_notice_and_its_verdict_in_one_commit() -> None:
     world = a_world(holding(a_task(timeout_seconds=100.0, grace_seconds=7.0), node="n1"), a_device())
     (decision,) = due(world, NOW, POLICY, watched(NOW))
     task = decision.tasks[0].task
@@ -84,7 +84,8 @@ def test_a_run_past_its_tasks_deadline_gets_notice_and_ends_expired(state: TaskS
     assert decision.outcome.failure.message == "its deadline passed after the run had run for 100 s"
 
 
-def test_a_result_that_arrives_after_the_deadline_and_before_the_confirmation_is_accepted() -> None:
+def test_result_after_the_deadline_but_before_confirmation_is_accepted() -> None:
+    """The run counts as having succeeded."""
     world = a_world(stopping(reason=StopReason.DEADLINE))
     done = Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
     (decision,) = apply_reports(
@@ -127,7 +128,7 @@ def expired(world: World, now: float = NOW) -> list[str]:
 
 
 @pytest.mark.parametrize("aside", [{}, {"held": True}, {"not_before": Instant(NOW + 50.0)}])
-def test_a_task_that_waits_past_its_time_expires_even_where_it_stands_aside(aside: dict[str, Any]) -> None:
+def test_task_that_waits_past_its_time_expires_even_where_it_stands_aside(aside: dict[str, Any]) -> None:
     world = a_world(a_task(expires_at=Instant(NOW + 60.0), queue_ttl_seconds=30.0, **aside))
     assert expired(world, NOW + 59.0) == []
     assert expired(world, NOW + 60.0) == ["it did not get its devices within its time limit to wait of 30 s"]
@@ -135,7 +136,7 @@ def test_a_task_that_waits_past_its_time_expires_even_where_it_stands_aside(asid
     assert due(world, Instant(NOW + 99.0), POLICY, watched(NOW + 99.0)) == []
 
 
-def test_a_task_that_has_run_is_not_lost_by_its_time_to_wait_but_by_its_deadline() -> None:
+def test_task_that_has_run_expires_by_its_deadline_not_by_its_wait_limit() -> None:
     fields: dict[str, Any] = {"fence": Fence(2), "preemptions": 1, "failures": 1}
     world = a_world(a_task(expires_at=NOW, deadline_at=Instant(NOW + 9.0), **fields))
     assert expired(world, NOW + 8.0) == []
@@ -153,7 +154,7 @@ def test_a_preemptor_that_expires_gives_back_what_was_being_freed_for_it() -> No
     assert world.pledges == {}
 
 
-def test_a_preemptor_that_expires_when_its_pledge_is_overdue_ends_that_pledge_once() -> None:
+def test_preemptor_that_expires_with_its_pledge_overdue_ends_it_once() -> None:
     now = Instant(NOW + POLICY.pledge_patience_seconds)
     preemptor = a_task(gpu_mb=8 * GIB, deadline_at=now)
     world = a_world(preemptor, a_pledge(preemptor, "gpu0", 8 * GIB, deadline_at=NOW))
@@ -171,7 +172,7 @@ def test_a_run_that_has_not_started_uses_up_none_of_its_limit() -> None:
     assert due(world, NOW, POLICY, watched(NOW)) == []
 
 
-def test_a_run_without_a_reported_start_ends_at_its_limit_after_the_latest_start() -> None:
+def test_run_with_no_reported_start_ends_its_limit_after_the_latest_start() -> None:
     hung = holding(a_task(timeout_seconds=1.0), node="n1", state=TaskState.ADMITTED)
     assert hung.task.admitted_at is not None
     latest_start_at = hung.task.admitted_at + POLICY.gang_start_seconds
@@ -188,7 +189,7 @@ def test_a_run_that_overstays_its_grace_is_killed_without_touching_a_row() -> No
     assert [order.grace_seconds for order in orders_of_kind(decision, StopOrder)] == [0.0]
 
 
-def test_a_kill_is_sent_again_every_few_seconds_however_often_the_leader_looks() -> None:
+def test_kill_is_repeated_every_few_seconds_however_often_the_leader_looks() -> None:
     world = a_world(stopping())
     kills = 0
     watch = None
@@ -256,7 +257,7 @@ def test_a_watch_goes_on_while_the_leader_keeps_looking() -> None:
     assert watch == ObservationWindow(since=NOW, last=Instant(NOW + GAP_SECONDS))
 
 
-def test_a_pledge_whose_victims_are_late_is_dissolved_and_its_victims_free_for_all() -> None:
+def test_pledge_with_late_victims_is_dissolved_and_frees_them_for_all() -> None:
     preemptor = a_task("high", gpu_mb=8 * GIB)
     victim = stopping(freeing_for="high", stop_deadline_at=Instant(NOW + 1000.0))
     pledge = a_pledge(preemptor, "gpu0", 8 * GIB, deadline_at=NOW)
@@ -311,9 +312,7 @@ def look(world: World, now: float) -> list[str]:
 @pytest.mark.parametrize(
     ("ending", "max_retries"), [(Ending.SUCCEEDED, 0), (Ending.FAILED, 0), (Ending.FAILED, 1)]
 )
-def test_memory_of_a_run_that_ended_and_is_not_confirmed_gone_is_quarantined(
-    ending: Ending, max_retries: int
-) -> None:
+def test_memory_of_an_ended_run_not_confirmed_gone_is_quarantined(ending: Ending, max_retries: int) -> None:
     world = after_its_end(ending, max_retries=max_retries)
     assert look(world, NOW + POLICY.kill_patience_seconds - 0.1) == []
     assert look(world, NOW + POLICY.kill_patience_seconds) == ["unconfirmed"]
@@ -321,7 +320,7 @@ def test_memory_of_a_run_that_ended_and_is_not_confirmed_gone_is_quarantined(
     assert look(world, NOW + 3600.0) == []
 
 
-def test_memory_in_quarantine_comes_back_with_the_proof_that_its_process_is_gone() -> None:
+def test_quarantined_memory_comes_back_with_proof_that_its_process_is_gone() -> None:
     world = after_its_end()
     look(world, NOW + POLICY.kill_patience_seconds)
     gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 60.0), Proof.PROCESS_ABSENT)
@@ -357,7 +356,7 @@ def test_a_new_leader_gives_a_run_that_ended_the_whole_patience_again() -> None:
     ]
 
 
-def test_what_an_earlier_attempt_left_behind_is_quarantined_beside_the_next_attempt() -> None:
+def test_memory_of_an_earlier_attempt_is_quarantined_beside_the_next_one() -> None:
     world = a_world(
         a_device(),
         holding(a_task("run", gpu_mb=8 * GIB), "gpu0", fence=2),
@@ -367,7 +366,7 @@ def test_what_an_earlier_attempt_left_behind_is_quarantined_beside_the_next_atte
     assert sorted(lease_states(world)) == [LeaseState.HELD, LeaseState.QUARANTINED]
 
 
-def test_a_victim_that_finished_and_stays_is_given_up_and_its_preemptor_goes_on_waiting() -> None:
+def test_victim_that_ended_and_stays_is_given_up_and_its_preemptor_waits() -> None:
     world = a_world(holding(a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=900.0), "gpu0"))
     submit(world, a_task("high", priority=80, gpu_mb=80 * GIB))
     commit(world, plan_cycle(world, POLICY, NOW).decisions, NOW)

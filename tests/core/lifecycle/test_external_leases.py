@@ -117,7 +117,7 @@ def leases(world: World) -> list[tuple[HolderKind, LeaseState]]:
     return [(lease.holder_kind, lease.state) for claim in world.leases.values() for lease in claim.values()]
 
 
-def test_an_external_lease_holds_memory_from_its_admission_and_its_time_counts_from_then() -> None:
+def test_external_lease_holds_memory_and_counts_time_from_its_admission() -> None:
     world = a_world()
     submit(world, an_asking())
     [decision] = plan(world, 20.0)
@@ -195,7 +195,7 @@ def test_a_release_of_a_task_that_is_started_here_changes_nothing() -> None:
     assert ask(world, "renew", task="task").tasks == ()
 
 
-def test_a_holder_is_asked_to_leave_for_a_higher_priority_and_its_release_makes_room() -> None:
+def test_external_holder_leaves_for_a_higher_priority_and_makes_room() -> None:
     world = held(priority=20)
     submit(world, a_task("high", priority=80, gpu_mb=60 * GIB))
     [decision] = plan(world, 5.0)
@@ -225,7 +225,7 @@ def test_a_holder_that_stays_is_quarantined_and_never_requeued() -> None:
     assert plan(world, 60.0) == []
 
 
-def test_a_lease_without_renewal_is_asked_to_leave_and_quarantined_until_its_release() -> None:
+def test_lease_not_renewed_is_asked_to_leave_and_quarantined_until_release() -> None:
     world = held()
     [notice] = pass_time(world, TTL)
     assert (the(world).stop_reason, the(world).stop_deadline_at) == (StopReason.DEADLINE, at(70))

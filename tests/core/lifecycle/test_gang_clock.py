@@ -42,7 +42,7 @@ def time_passes(gang: Agents, seconds: float) -> list[Decision]:
     return decisions
 
 
-def test_a_gang_that_is_not_ready_in_time_is_requeued_and_names_the_missing_ranks() -> None:
+def test_gang_not_ready_in_time_is_requeued_and_names_the_missing_ranks() -> None:
     gang = admitted()
     gang.tell(gang.started(0), gang.ready(0), gang.ready(2))
     assert not time_passes(gang, 299.0)
@@ -66,7 +66,7 @@ def test_a_rank_killed_at_the_start_limit_does_not_replace_the_failure() -> None
     assert gang.task.stop_reason is StopReason.START_TIMEOUT
 
 
-def test_a_gang_that_is_never_ready_waits_longer_each_time_and_fails_in_the_end() -> None:
+def test_gang_that_is_never_ready_waits_longer_each_time_and_fails_at_last() -> None:
     gang = admitted(max_retries=1)
     pauses = []
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_of_many_missing_ranks_a_few_are_named() -> None:
     assert "missing: 0 on n1, 1 on n1, 2 on n1 and 3 more;" in decision.outcome.failure.message
 
 
-def test_a_gang_past_its_limit_has_failed_though_rank_zero_succeeds_in_the_end() -> None:
+def test_gang_past_its_limit_fails_though_rank_zero_succeeds_afterwards() -> None:
     gang = running(timeout_seconds=Seconds(60.0))
     [decision] = time_passes(gang, 60.0)
     assert (decision.why, stopped(decision.orders)) == ("timeout", [0, 1, 2])
@@ -119,7 +119,7 @@ def test_unconfirmed_ranks_are_given_up_together() -> None:
     assert not leases(gang)
 
 
-def test_an_ended_rank_with_a_lasting_process_is_given_up_while_the_others_go_on() -> None:
+def test_ended_rank_with_a_lasting_process_is_given_up_while_others_go_on() -> None:
     gang = running()
     gang.tell(gang.ended(2))
     time_passes(gang, 10.0)

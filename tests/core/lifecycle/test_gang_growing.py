@@ -365,7 +365,7 @@ def test_a_new_leader_learns_that_a_start_never_arrived() -> None:
     assert told(gang.tell(gang.ready(2))) != []
 
 
-def test_a_new_leader_repeats_its_orders_to_ranks_that_joined_and_none_to_those_that_have_not() -> None:
+def test_new_leader_repeats_its_orders_only_to_ranks_that_have_joined() -> None:
     gang = growing()
     assert seen(gang, "n2", 2, 3) == []
     gang.tell(gang.ready(2), gang.ready(3))
@@ -375,7 +375,7 @@ def test_a_new_leader_repeats_its_orders_to_ranks_that_joined_and_none_to_those_
     ]  # fmt: skip
 
 
-def test_a_rank_that_does_not_leave_is_given_up_and_the_rest_that_join_begin() -> None:
+def test_rank_that_does_not_leave_is_given_up_and_joining_ranks_begin() -> None:
     gang = growing()
     gang.tell(gang.started(3))
     comes(gang)

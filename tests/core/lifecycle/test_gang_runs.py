@@ -109,7 +109,7 @@ def test_the_outcome_names_the_rank() -> None:
     assert outcome_of(gang, gang.ended(1, Ending.FAILED)).failure.message == "rank 1: boom"
 
 
-def test_with_retries_left_a_failed_gang_is_pending_again_once_all_ranks_are_gone() -> None:
+def test_failed_gang_with_retries_is_pending_once_all_ranks_are_gone() -> None:
     gang = running(max_retries=1)
     gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1), gang.gone(0))
     assert gang.task.state is TaskState.STOPPING
@@ -119,7 +119,7 @@ def test_with_retries_left_a_failed_gang_is_pending_again_once_all_ranks_are_gon
     assert task.not_before == NOW + 1.0
 
 
-def test_a_gang_whose_entrypoint_was_withdrawn_fails_although_retries_are_left() -> None:
+def test_gang_whose_entrypoint_was_withdrawn_fails_despite_retries() -> None:
     gang = admitted(max_retries=3)
     refused = replace(gang.ended(0, Ending.FAILED), failure=Failure("entrypoint_not_allowed", "ask"))
     ranks = [replace(refused, rank=rank) for rank in range(3)]
@@ -273,7 +273,7 @@ def test_an_end_without_a_failure_is_reported_as_killed() -> None:
     assert outcome_of(gang, lost).failure.message.startswith("rank 2: the process ended without a report")
 
 
-def test_when_the_last_rank_ends_without_a_report_the_gang_moves_on_at_once() -> None:
+def test_gang_moves_on_at_once_when_its_last_rank_ends_without_a_report() -> None:
     gang = running(max_retries=1)
     gang.tell(gang.ended(0), gang.gone(0), gang.ended(1), gang.gone(1))
     gang.tell(gang.gone(2))

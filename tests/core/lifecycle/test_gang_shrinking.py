@@ -105,7 +105,7 @@ def test_a_repeated_ready_of_a_leaving_rank_changes_nothing() -> None:
     assert states(gang.task)[2] == "leaving"
 
 
-def test_a_node_that_goes_down_with_nothing_but_leaving_ranks_does_not_stop_the_gang() -> None:
+def test_gang_goes_on_when_a_lost_node_had_nothing_but_leaving_ranks() -> None:
     gang = at_work(elastic(3, 2))
     comes(gang, gpus=2)
     assert [member.node for member in members_of(gang.task)] == ["n1", "n1", "n2"]
@@ -114,7 +114,7 @@ def test_a_node_that_goes_down_with_nothing_but_leaving_ranks_does_not_stop_the_
     assert leases(gang)[2] is LeaseState.QUARANTINED
 
 
-def test_a_gang_goes_on_without_a_rank_at_work_that_it_can_lose_with_its_node() -> None:
+def test_gang_goes_on_without_a_rank_that_it_can_lose_with_its_node() -> None:
     gang = shrunk()
     orders = gang.tell(gang.node_lost("n2"))
     assert (gang.task.state, states(gang.task)) == (TaskState.RUNNING, ["ready", "ready", "left", "left"])
@@ -126,7 +126,7 @@ def test_a_gang_goes_on_without_a_rank_at_work_that_it_can_lose_with_its_node() 
     assert gang.world.finished["default", TaskState.SUCCEEDED] == 1
 
 
-def test_a_gang_that_cannot_lose_a_rank_at_work_stops_when_its_node_goes_down() -> None:
+def test_gang_that_cannot_lose_a_rank_stops_when_the_ranks_node_goes_down() -> None:
     gang = at_work(elastic(4, 3))
     gang.tell(gang.node_lost("n2"))
     assert (gang.task.state, gang.task.stop_reason) == (TaskState.STOPPING, StopReason.RANK_LOST)
@@ -167,7 +167,7 @@ def test_a_gang_that_only_waited_for_an_unconfirmed_rank_has_succeeded() -> None
     assert gang.task.finished_at == LATER + 40.0
 
 
-def test_a_rank_that_ended_and_whose_process_stays_is_given_up_after_its_notice() -> None:
+def test_rank_that_ended_with_a_lasting_process_is_given_up_after_notice() -> None:
     gang = shrunk()
     gang.tell(gang.ended(2, Ending.STOPPED))
     assert not wait(gang, 26.0)
@@ -194,7 +194,7 @@ def test_when_another_victim_is_given_up_the_ranks_memory_stays_pledged() -> Non
     assert [*gang.world.pledges] == ["urgent"]
 
 
-def test_a_gang_that_frees_for_two_whose_pledges_are_overdue_is_written_once() -> None:
+def test_gang_that_frees_for_two_overdue_pledges_is_written_once() -> None:
     gang = at_work(elastic(4, 1))
     gang.policy = Policy(kill_patience_seconds=Seconds(60.0), pledge_patience_seconds=Seconds(10.0))
     comes(gang, "first")

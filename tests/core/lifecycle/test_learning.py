@@ -181,7 +181,7 @@ def test_two_ends_in_one_batch_both_count() -> None:
     assert world.learned.sketches[TIME].n == 2
 
 
-def test_the_log_holds_values_and_the_world_makes_the_sketch_that_the_row_holds() -> None:
+def test_log_holds_learned_values_and_the_world_makes_the_stored_sketch() -> None:
     world = a_world(a_run())
     measured(world, 8 * GIB)
     decisions = taught(world, ended())
@@ -239,7 +239,7 @@ def learned(gang: Agents, *reports: Report) -> list[tuple[str, float]]:
     return [(lesson.topic.what, lesson.value) for each in decisions for lesson in each.lessons]
 
 
-def test_each_rank_teaches_its_own_peak_when_it_ends_and_the_gang_how_long_it_took() -> None:
+def test_each_rank_teaches_its_peak_at_its_end_and_the_gang_its_duration() -> None:
     gang = ranks_at_work(6 * GIB, 2 * GIB, 3 * GIB)
     assert learned(gang, gang.ended(1), gang.gone(1)) == [("gpu_mb", 2 * GIB)]
     assert learned(gang, gang.gone(1)) == []
@@ -251,7 +251,7 @@ def test_each_rank_teaches_its_own_peak_when_it_ends_and_the_gang_how_long_it_to
     ]
 
 
-def test_of_a_gang_that_failed_only_ranks_that_were_done_and_those_above_their_lease_teach() -> None:
+def test_failed_gang_learns_only_from_done_ranks_and_those_above_the_lease() -> None:
     gang = ranks_at_work(2 * GIB, 14 * GIB, 3 * GIB, 4 * GIB, max_retries=1)
     assert learned(gang, gang.ended(0)) == [("gpu_mb", 2 * GIB)]
     assert learned(gang, gang.ended(1, Ending.FAILED)) == [("gpu_mb", 14 * GIB)]

@@ -36,7 +36,8 @@ def comes_back(cluster: Cluster, node: str) -> None:
     cluster.dead.discard(node)
 
 
-def test_nodes_that_do_not_join_a_control_service_again_are_given_up_when_another_one_has() -> None:
+def test_nodes_missing_from_a_restarted_control_service_are_given_up() -> None:
+    """They are given up some time after another node has joined it again."""
     cluster = after_the_loss_of_its_head(n1=1, n2=2, n3=2)
     comes_back(cluster, "n1")
     cluster.run(UNLISTED_SECONDS - 2.0)
@@ -76,7 +77,7 @@ def test_while_no_node_is_there_none_is_given_up() -> None:
     assert set(cluster.lost) == {"n2", "n3"}
 
 
-def test_the_wait_for_the_nodes_begins_anew_when_the_control_service_was_away_again() -> None:
+def test_wait_for_nodes_restarts_when_the_control_service_is_away_again() -> None:
     cluster = after_the_loss_of_its_head(n1=1, n2=2, n3=2)
     comes_back(cluster, "n1")
     cluster.run(UNLISTED_SECONDS - 2.0)

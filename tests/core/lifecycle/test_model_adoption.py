@@ -73,7 +73,7 @@ def test_a_model_loaded_by_hand_gets_a_lease() -> None:
     check_ledger(world)
 
 
-def test_without_room_for_its_lease_a_models_use_is_foreign_and_nothing_is_preempted() -> None:
+def test_model_without_room_for_its_lease_is_foreign_and_preempts_nothing() -> None:
     world = a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=0), "gpu0"))
     used(world, 15)
     submit(world, by_hand())
@@ -84,7 +84,7 @@ def test_without_room_for_its_lease_a_models_use_is_foreign_and_nothing_is_preem
     assert LLM not in world.tasks, "it has left before"
 
 
-def test_a_model_loaded_by_hand_may_be_unloaded_by_hand_unless_it_is_wanted() -> None:
+def test_model_loaded_by_hand_may_be_unloaded_by_hand_unless_it_is_wanted() -> None:
     for is_wanted in (False, True):
         world = a_world(a_device("gpu0"))
         used(world, 45)
@@ -162,7 +162,7 @@ def test_a_servers_base_cost_is_held_until_its_operator_removes_it() -> None:
 
 
 @pytest.mark.parametrize("seconds", [40.0, WANTED + 1])
-def test_memory_left_by_a_models_earlier_holder_passes_to_the_next_and_counts_once(
+def test_memory_left_by_an_earlier_holder_passes_on_and_counts_once(
     seconds: float,
 ) -> None:
     """Nobody could say in time that it had gone, and it has not: its server had not heard of it."""

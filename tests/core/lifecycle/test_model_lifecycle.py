@@ -43,7 +43,7 @@ from tests.core.served import (
 )
 
 
-def test_a_wanted_model_is_admitted_as_a_task_and_its_server_gets_a_load_order() -> None:
+def test_wanted_model_is_admitted_as_a_task_and_its_load_is_ordered() -> None:
     world = a_world()
     submit(world, a_model())
     [decision] = plan(world)
@@ -211,7 +211,7 @@ def test_a_lost_unload_order_is_repeated_with_the_remaining_time() -> None:
     assert again == UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(0.0))
 
 
-def test_a_model_that_is_not_unloaded_in_time_counts_until_the_index_says_that_it_is_gone() -> None:
+def test_model_not_unloaded_in_time_counts_until_the_index_says_it_is_gone() -> None:
     world = loaded()
     ask(world, "cancel", 2.0)
     [decision] = pass_time(world, 23.0)

@@ -134,7 +134,7 @@ def test_when_another_holder_arrives_the_peak_until_then_counts(what: str) -> No
     assert scene.look(WARM) == []
 
 
-def test_of_a_model_that_is_loaded_to_be_measured_all_counts_until_it_leaves() -> None:
+def test_model_loaded_to_be_measured_counts_all_memory_until_it_leaves() -> None:
     scene = Scene(terms={"measured": True})
     assert scene.begin(40) == []
     assert scene.look(WARM) == []
@@ -271,14 +271,14 @@ def test_a_sample_after_the_admission_is_no_baseline() -> None:
     assert scene.load() == []
 
 
-def test_a_load_is_measured_though_a_sample_came_before_the_first_look_at_it() -> None:
+def test_load_is_measured_though_a_sample_came_before_the_first_look_at_it() -> None:
     scene = Scene(looked=True)
     scene.measure(1.2, 5)
     assert len(scene.load(40)) == 1
     assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
 
 
-def test_a_load_that_was_over_at_the_first_look_since_its_admission_is_measured() -> None:
+def test_load_that_was_over_at_the_first_look_after_admission_is_measured() -> None:
     scene = Scene(looked=True)
     index(scene.world, {"llm": ModelState.READY}, 1.4)
     scene.measure(1.45, 40)
@@ -349,7 +349,7 @@ def test_leases_are_compared_with_measured_sizes(took: int, ratio: float, enough
     assert record.ratio == pytest.approx(ratio, rel=0.03)
 
 
-def test_of_one_model_that_two_servers_loaded_at_once_both_loads_are_learned_from() -> None:
+def test_model_loaded_by_two_servers_at_once_is_learned_from_both_loads() -> None:
     scene = Scene(a_device("gpu0"), a_device("gpu1"))
     scene.look(1.1)
     submit(scene.world, replace(a_model("twin"), holder=Model("other", "llm")))

@@ -90,7 +90,7 @@ def test_after_its_minimum_residency_a_model_can_be_preempted() -> None:
     assert the(world).freeing_for == "run"
 
 
-def test_of_two_models_the_one_with_the_lower_expected_load_cost_is_evicted() -> None:
+def test_of_two_models_the_one_with_lower_expected_load_cost_is_evicted() -> None:
     often = ModelUsage(at(0.0), (9.0, 20.0, 50.0, 50.0))
     used = a_model("used", gpu_mb=30 * GIB, terms={"usage": often})
     idle = a_model("idle", gpu_mb=30 * GIB, terms={"usage": ModelUsage(at(0.0), (0.0, 0.1, 0.1, 0.1))})
@@ -112,7 +112,7 @@ def test_a_critical_model_stops_a_task_of_low_priority() -> None:
     assert the(world).state is TaskState.ADMITTED
 
 
-def test_a_model_preempts_also_if_it_will_be_ready_later_than_it_is_wanted_as_things_are() -> None:
+def test_model_preempts_though_it_is_ready_only_after_its_want_would_end() -> None:
     """A request that waits keeps it wanted."""
     run = holding(a_task("run", priority=20, gpu_mb=60 * GIB, grace_seconds=Seconds(30.0)), "gpu0")
     world = a_world(run)

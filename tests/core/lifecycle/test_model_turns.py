@@ -60,7 +60,7 @@ def test_a_model_in_use_makes_room_when_its_turn_is_over() -> None:
     assert the(world).freeing_for == "other"
 
 
-def test_a_model_makes_room_for_a_lower_priority_only_when_it_is_no_longer_wanted() -> None:
+def test_model_makes_room_for_a_lower_priority_only_once_no_longer_wanted() -> None:
     world = loaded()
     submit(world, a_task("low", priority=49, gpu_mb=60 * GIB))
     assert not is_contended(world)
@@ -128,7 +128,7 @@ def test_an_equal_that_may_not_use_the_node_changes_nothing() -> None:
     assert not is_contended(world)
 
 
-def test_without_a_least_residency_a_model_leaves_at_once_but_not_while_it_loads() -> None:
+def test_model_with_no_least_residency_leaves_at_once_except_while_loading() -> None:
     policy = replace(POLICY, min_residency_seconds=Seconds(0.0))
     world = a_world()
     submit(world, a_model())
@@ -148,7 +148,7 @@ def test_a_model_is_not_protected_for_having_been_preempted_often() -> None:
     assert the(world).freeing_for == "run"
 
 
-def test_five_models_that_are_always_asked_take_turns_in_the_order_in_which_they_waited() -> None:
+def test_five_models_always_asked_take_turns_in_their_order_of_waiting() -> None:
     names = ["a", "b", "c", "d", "e"]
     world, held = a_world(a_device("gpu0")), []
     submit(world, *(a_model(name, expires_at=None) for name in names))
@@ -168,7 +168,8 @@ def test_five_models_that_are_always_asked_take_turns_in_the_order_in_which_they
     assert "".join(held) == "abcdeabcdeab"
 
 
-def test_a_model_that_made_room_for_an_equal_takes_its_turn_again_only_when_it_is_asked() -> None:
+def test_model_that_made_room_for_an_equal_takes_its_turn_again_when_asked() -> None:
+    """It does not take it before it is asked."""
     world = loaded()
     submit(world, a_model("other"))
     tell(world, IDLE, 20.0)

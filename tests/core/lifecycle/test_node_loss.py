@@ -136,7 +136,7 @@ def test_a_node_that_is_lost_twice_is_written_once() -> None:
     assert tell(world, lost()) == []
 
 
-def test_a_run_that_was_given_up_with_its_node_frees_its_memory_when_it_is_proven_gone() -> None:
+def test_run_given_up_with_its_node_frees_memory_when_proven_gone() -> None:
     world = a_world(on_node("run", TaskState.RUNNING))
     tell(world, lost(), Ended(RUN, Fence(1), NOW, Ending.SUCCEEDED, result=b"late"))
     assert world.tasks[RUN].state is TaskState.PENDING
@@ -154,7 +154,7 @@ def test_a_run_that_ended_before_its_node_was_lost_keeps_its_result() -> None:
     assert lease_states(world) == [LeaseState.QUARANTINED]
 
 
-def test_a_run_that_was_frozen_with_its_node_ends_nothing_of_the_run_that_took_its_place() -> None:
+def test_run_frozen_with_its_node_does_not_end_the_run_that_replaced_it() -> None:
     """It goes on when its task has long been at work elsewhere, and says all that it has to say."""
     world = a_world(a_device("gpu0"), a_device("gpu0", "n2"), on_node("run", TaskState.RUNNING))
     tell(world, lost())

@@ -112,7 +112,8 @@ def test_an_agent_that_still_knows_it_does_not_end_its_quarantine() -> None:
     assert [lease.state for lease in leases(world)] == [LeaseState.QUARANTINED]
 
 
-def test_a_device_that_left_its_machine_ends_the_quarantine_of_what_was_on_it_and_of_nothing_else() -> None:
+def test_device_removed_from_its_machine_ends_the_quarantine_of_its_memory() -> None:
+    """Quarantined memory of other devices stays as it is."""
     task = a_task("run", gpus=2, gpu_mb=8 * GIB)
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(task, "gpu0", "gpu1"))
     lost(world)
@@ -149,7 +150,7 @@ def test_an_operators_statement_ends_it_and_says_who_and_why() -> None:
 # The statement
 
 
-def test_the_memory_of_a_statement_is_free_with_the_next_measurement_and_not_before() -> None:
+def test_memory_of_a_statement_is_free_only_with_the_next_measurement() -> None:
     world = a_lost_run()
     commit(world, Decision("n1", "node_seen", nodes=(replace(world.nodes[NodeName("n1")], ready=True),)))
     commit(world, statement(world), LATER)
@@ -169,7 +170,7 @@ def test_a_measurement_that_is_younger_than_the_statement_stays_in_force() -> No
     assert world.ledgers[a_device("gpu0").key].sample is not None
 
 
-def test_what_is_measured_after_a_statement_is_believed_more_than_the_statement() -> None:
+def test_measurement_after_a_statement_overrules_the_statement() -> None:
     world = a_lost_run()
     commit(world, Decision("n1", "node_seen", nodes=(replace(world.nodes[NodeName("n1")], ready=True),)))
     commit(world, statement(world), LATER)
@@ -184,7 +185,7 @@ def test_a_statement_about_what_is_measured_to_be_in_use_frees_nothing() -> None
     assert (decision.leases, decision.audit, decision.requests_done) == ((), (), ("ask_1",))
 
 
-def test_what_an_agent_measured_before_it_fell_silent_contradicts_no_statement() -> None:
+def test_measurement_before_an_agents_silence_contradicts_no_statement() -> None:
     world = a_world(a_device("gpu0"), holding(a_task("run", gpu_mb=8 * GIB), "gpu0"))
     world.measure([a_sample("gpu0", LATER, used_mb=Mib(900), by_holder={"run:1": Mib(900)})])
     lost(world, at=LATER + 0.1)
@@ -199,7 +200,7 @@ def test_an_old_measurement_contradicts_no_statement() -> None:
     assert statement(world, at=NOW + 60.0).leases
 
 
-def test_a_statement_covers_what_it_names_and_not_what_was_quarantined_since() -> None:
+def test_statement_covers_the_lease_it_names_and_none_quarantined_since() -> None:
     world = a_lost_run()
     [before] = leases(world)
     task = world.tasks[RUN]
@@ -216,7 +217,7 @@ def test_a_statement_frees_nothing_that_is_not_in_quarantine() -> None:
     assert (decision.leases, decision.audit) == ((), ())
 
 
-def test_a_task_that_has_ended_is_forgotten_once_its_memory_is_stated_to_be_free() -> None:
+def test_ended_task_is_forgotten_once_its_memory_is_stated_to_be_free() -> None:
     done = a_task("run", state=TaskState.SUCCEEDED, fence=Fence(1))
     world = a_world(done, a_lease(done, "gpu0", 8 * GIB, state=LeaseState.QUARANTINED))
     commit(world, statement(world))
@@ -283,7 +284,7 @@ def test_each_quarantine_shows_which_proof_it_waits_for(world: World, first: Pro
     assert len(set(one.awaits)) == len(one.awaits)
 
 
-def test_the_release_of_a_run_that_was_never_in_quarantine_names_its_proof_too() -> None:
+def test_release_of_a_run_that_was_never_in_quarantine_names_its_proof_too() -> None:
     world = a_world(holding(a_task("run", gpu_mb=8 * GIB), "gpu0"))
     ended = Ended(RUN, Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
     reports: list[Report] = [

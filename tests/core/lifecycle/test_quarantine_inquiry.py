@@ -49,7 +49,7 @@ def test_no_node_is_asked_while_nothing_is_in_quarantine() -> None:
     assert [asked.after(PROBE_SECONDS) for _ in range(3)] == [[], [], []]
 
 
-def test_a_node_with_memory_in_quarantine_is_asked_again_and_again_and_not_at_once() -> None:
+def test_node_with_quarantined_memory_is_asked_regularly_but_not_at_once() -> None:
     asked = Asked(a_world(*in_quarantine()))
     assert asked.after(0.0) == []
     assert asked.after(PROBE_SECONDS - 1.0) == []

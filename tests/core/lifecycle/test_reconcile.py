@@ -167,7 +167,7 @@ def test_names_in_the_rules_that_no_node_has_are_found() -> None:
 @pytest.mark.parametrize(
     ("declared", "mb"), [({"H100": 50}, 50), ({"n1": 70}, 70), ({"H100": 50, "n1": 0}, 0), ({"T4": 9}, 0)]
 )
-def test_foreign_memory_is_declared_by_kind_or_by_node_and_the_nodes_number_wins(
+def test_foreign_memory_declared_for_a_node_wins_over_that_of_its_kind(
     declared: dict[str, int], mb: int
 ) -> None:
     assert the_device(World(), declared_foreign_mb=declared).declared_foreign_mb == mb
@@ -244,7 +244,7 @@ def test_a_run_that_both_sides_know_goes_on(state: TaskState, node: dict[str, An
     assert the(world) == before
 
 
-def test_a_stopping_run_gets_its_notice_again_from_the_agent_that_is_there_now() -> None:
+def test_stopping_run_gets_its_notice_again_from_the_current_agent() -> None:
     world = an_open_world(a_stopping_run(StopReason.CANCEL))
     decisions = hear(world, ("run", 1), incarnation="n1-2")
     assert orders(decisions) == [
@@ -257,7 +257,7 @@ def test_a_notice_that_is_repeated_after_its_deadline_is_a_kill() -> None:
     assert [order.grace_seconds for order in orders(hear(an_open_world(run), ("run", 1)))] == [0.0]
 
 
-def test_a_start_ordered_by_an_older_term_that_never_arrived_is_planned_again() -> None:
+def test_start_of_an_older_term_that_never_arrived_is_planned_again() -> None:
     world = a_waiting_world(a_run(TaskState.ADMITTED))
     decisions = hear(world)
     assert (the(world).state, the(world).failures) == (TaskState.PENDING, 0)
@@ -267,7 +267,7 @@ def test_a_start_ordered_by_an_older_term_that_never_arrived_is_planned_again() 
 
 
 @pytest.mark.parametrize("node", [{"incarnation": "n1-2"}, {"boot_id": "other", "incarnation": "n1-2"}])
-def test_a_start_that_was_ordered_from_an_agent_before_this_one_is_planned_again(
+def test_start_ordered_from_an_earlier_agent_is_planned_again(
     node: dict[str, Any],
 ) -> None:
     world = an_open_world(a_run(TaskState.ADMITTED))
@@ -330,7 +330,7 @@ def test_runs_without_an_active_claim_are_killed_and_forgotten() -> None:
 
 @pytest.mark.parametrize("state", [LeaseState.RELEASING, LeaseState.QUARANTINED])
 @pytest.mark.parametrize("node", [{}, {"incarnation": "n1-2"}])
-def test_memory_of_a_claim_that_is_over_comes_back_when_the_agent_finds_no_trace_of_it(
+def test_memory_of_a_claim_that_is_over_returns_if_the_agent_has_no_trace(
     state: LeaseState, node: dict[str, Any]
 ) -> None:
     waiting = a_task("run", fence=Fence(1))

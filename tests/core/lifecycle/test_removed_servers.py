@@ -27,7 +27,7 @@ def removed(world: World, seconds: float = 10.0, servers: dict[str, str] = OTHER
     return decisions
 
 
-def test_models_of_a_removed_server_count_as_used_until_its_index_is_read_again() -> None:
+def test_models_of_a_removed_server_count_as_used_until_its_index_is_read() -> None:
     world = loaded()
     assert removed(world, servers={"main": "host:8001"}) == []
     [decision] = removed(world)
@@ -103,7 +103,7 @@ def test_a_renamed_server_keeps_its_models(state: TaskState) -> None:
     assert world.unconfirmed.quarantined == {}
 
 
-def test_a_holder_that_came_under_the_new_name_takes_over_what_the_old_one_has() -> None:
+def test_holder_under_the_servers_new_name_takes_over_the_old_ones_memory() -> None:
     world = loaded_at()
     again = a_model("again", terms={"address": "host:8001"}, server="renamed", gpu_mb=50 * GIB)
     submit(world, replace(again, holder=replace(model_of(again), model="llm")))

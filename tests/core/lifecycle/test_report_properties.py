@@ -124,7 +124,7 @@ def test_a_task_that_has_ended_never_changes(world: World, batches: list[list[Re
 
 
 @given(worlds(), BATCHES)
-def test_memory_comes_back_by_the_proof_of_its_own_claim_and_by_nothing_else(
+def test_memory_comes_back_only_by_the_proof_of_its_own_claim(
     world: World, batches: list[list[Report]]
 ) -> None:
     for batch in batches:

@@ -78,7 +78,7 @@ def test_both_use_the_same_retries_and_the_last_time_limit_is_the_end() -> None:
     assert after(world, STOPPED).state is TaskState.FAILED
 
 
-def test_the_outcome_of_a_run_that_is_tried_again_says_that_its_time_was_over() -> None:
+def test_outcome_of_a_timed_out_run_that_is_retried_says_so() -> None:
     world = timed_out(retry_on=TIMEOUT)
     [decision] = apply_reports(world, [STOPPED, GONE], NOW, Policy())
     assert decision.outcome is not None

@@ -79,7 +79,7 @@ def test_what_was_told_before_is_not_kept_again() -> None:
     assert is_kept(told(b"old", 0, is_final=True), known, None), "the whole log replaces its parts"
 
 
-def test_an_answer_that_comes_after_the_whole_log_of_an_ended_run_is_not_kept() -> None:
+def test_log_answer_after_the_whole_log_of_an_ended_run_is_not_kept() -> None:
     """Such a run is not wanted any more, and what is kept of it is not known."""
     assert not is_kept(told(b"late"), KnownLog(), None)
 

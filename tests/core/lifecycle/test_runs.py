@@ -99,7 +99,7 @@ def test_a_start_says_when_the_agent_had_the_order() -> None:
     assert task_of(tell(world, first)).ordered_at == NOW - 3.5
 
 
-def test_a_task_whose_entrypoint_was_withdrawn_fails_although_retries_are_left() -> None:
+def test_task_whose_entrypoint_was_withdrawn_fails_despite_retries() -> None:
     world = a_world(a_run(TaskState.ADMITTED, max_retries=3))
     withdrawn = ended(Ending.FAILED, failure=Failure("entrypoint_not_allowed", "ask"))
     (decision,) = tell(world, withdrawn, gone(proof=Proof.NEVER_STARTED))
@@ -112,7 +112,7 @@ def test_a_repeated_start_writes_nothing() -> None:
     assert tell(a_world(a_run()), started()) == []
 
 
-def test_a_start_that_was_overtaken_by_a_stop_only_says_that_the_memory_is_held() -> None:
+def test_start_overtaken_by_a_stop_only_says_that_the_memory_is_held() -> None:
     stopping = a_stopping_run(StopReason.CANCEL, started_at=None, lease_state=LeaseState.RESERVED)
     world = a_world(stopping)
     decisions = tell(world, started())
@@ -121,9 +121,7 @@ def test_a_start_that_was_overtaken_by_a_stop_only_says_that_the_memory_is_held(
 
 
 @pytest.mark.parametrize(("said", "written"), [(NOW - 5000.0, NOW - 100.0), (NOW + 5000.0, NOW)])
-def test_a_wrong_clock_of_an_agent_moves_no_time_before_the_admission_or_after_now(
-    said: float, written: float
-) -> None:
+def test_wrong_agent_clock_moves_no_time_before_admission_or_after_now(said: float, written: float) -> None:
     decisions = tell(a_world(a_run(TaskState.ADMITTED)), started(at=said))
     assert task_of(decisions).started_at == written
 
@@ -238,7 +236,7 @@ def test_a_run_past_its_limit_is_timed_out_whatever_it_reports() -> None:
     assert decision.outcome.failure == Failure("timeout", "the run passed its limit of 60 s")
 
 
-def test_a_preempted_run_comes_back_with_its_checkpoint_and_all_its_retries() -> None:
+def test_preempted_run_comes_back_with_its_checkpoint_and_all_its_retries() -> None:
     saved_at = Instant(NOW - 20.0)
     run = a_stopping_run(
         StopReason.PREEMPT, freeing_for=TaskId("high"), checkpoint_at=saved_at, preemptions=1
@@ -338,7 +336,7 @@ def test_samples_and_progress_make_no_decision() -> None:
     assert tell(a_world(a_run()), progress, Sampled(NodeName("n1"), NOW, ())) == []
 
 
-def test_reports_about_several_tasks_make_one_decision_each_in_order_of_first_mention() -> None:
+def test_reports_on_several_tasks_make_one_decision_each_in_their_order() -> None:
     other = holding(a_task("other", gpu_mb=8 * GIB), "gpu0")
     world = a_world(a_run(TaskState.ADMITTED), other)
     end = Ended(TaskId("other"), Fence(1), NOW, Ending.SUCCEEDED)

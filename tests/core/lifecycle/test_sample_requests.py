@@ -42,7 +42,8 @@ def test_a_node_is_asked_when_a_model_has_left_until_it_has_measured() -> None:
     assert asked.after(AGAIN_SECONDS) == []
 
 
-def test_a_sample_that_is_too_old_by_a_hair_is_asked_for_again_after_twice_the_time() -> None:
+def test_sample_that_is_slightly_too_old_is_requested_again_after_a_pause() -> None:
+    """The second request follows after twice the usual time."""
     asked = Asked(unloaded(10.0))
     assert asked.after(0.0) == ["n1"]
     measure(asked.world, 9.999)
@@ -51,7 +52,7 @@ def test_a_sample_that_is_too_old_by_a_hair_is_asked_for_again_after_twice_the_t
     assert asked.after(0.2 * AGAIN_SECONDS) == ["n1"]
 
 
-def test_nodes_are_not_asked_about_devices_that_hold_what_was_measured_or_are_gone() -> None:
+def test_devices_that_are_gone_or_hold_measured_memory_need_no_sample() -> None:
     world = loaded()
     assert Asked(world).after(0.0) == []
     ask(world, "cancel", 9.0)

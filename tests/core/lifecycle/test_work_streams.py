@@ -40,7 +40,7 @@ def weights(world: World) -> Mapping[str, float | None]:
     return {name: stream.curriculum for name, stream in known.items()}
 
 
-def test_a_weight_that_is_put_replaces_that_of_the_settings_and_makes_new_streams() -> None:
+def test_stream_weight_by_request_replaces_the_setting_or_makes_a_stream() -> None:
     world = a_world()
     assert weights(world) == {"nightly": 0.5}
     ask(world, put("nightly", 2.0), put("ladder", 3.0))
@@ -54,7 +54,7 @@ def test_what_is_deleted_has_the_weight_of_the_settings_again_or_is_gone() -> No
     assert (weights(world), world.streams) == ({"nightly": 0.5}, {})
 
 
-def test_who_put_or_deleted_a_weight_is_in_the_audit_log_and_signals_are_not() -> None:
+def test_stream_weight_changes_are_audited_with_their_actor_unlike_signals() -> None:
     world = a_world()
     [put_, told] = ask(world, put("ladder", 3.0), signal("nightly", quality=0.5))
     [note] = put_.audit
@@ -82,7 +82,7 @@ def test_signals_of_one_cycle_all_count() -> None:
     assert world.streams["ladder"] == StreamState("ladder", 3.0, 9.0, NOW, quality=0.5)
 
 
-def test_a_signal_keeps_the_weight_of_the_settings_as_it_may_be_after_a_restart() -> None:
+def test_stream_signal_leaves_the_weight_to_the_settings_after_a_restart() -> None:
     world = a_world()
     ask(world, signal("nightly", quality=0.5))
     assert world.streams["nightly"].curriculum is None
@@ -127,7 +127,7 @@ def test_progress_told_twice_for_one_instant_replaces_itself() -> None:
     assert (stream.progress, stream.velocity_per_hour) == (9.0, 0.0)
 
 
-def test_progress_counts_from_when_it_was_measured_but_never_from_the_future() -> None:
+def test_progress_counts_from_its_measurement_but_never_from_the_future() -> None:
     late = told((1, {"progress": 0.0}), (3, {"progress": 60.0, "progress_at": 2 * HOUR}))
     assert (late.progress_at, late.velocity_per_hour) == (2 * HOUR, pytest.approx(60 * (1 - exp(-1))))
     early = told((1, {"progress": 60.0, "progress_at": 9 * HOUR}))

@@ -166,7 +166,7 @@ def test_the_newest_run_leaves_first_and_what_only_waits_before_it() -> None:
     assert step(world) == []
 
 
-def test_a_worker_that_leaves_is_requeued_held_and_counts_as_preempted_by_nobody() -> None:
+def test_leaving_worker_is_requeued_held_and_not_counted_as_preempted() -> None:
     workers = a_set("a", count=0)
     world = of(workers, a_device("gpu0"), running("a", "gpu0"))
     step(world)
@@ -203,7 +203,7 @@ def test_a_cancelled_worker_is_let_go() -> None:
     assert step(world) == []
 
 
-def test_memory_that_is_being_freed_for_a_worker_is_given_back_when_it_is_not_wanted() -> None:
+def test_pledge_of_a_worker_that_is_no_longer_wanted_is_withdrawn() -> None:
     task = a_task("a", gpu_mb=GIB)
     world = of(a_set("a", count=0), a_device("gpu0"), task, a_pledge(task, "gpu0", GIB))
     [decision] = step(world)
@@ -297,7 +297,7 @@ def test_workers_follow_a_posted_signal() -> None:
     assert held(world) == {"c"}
 
 
-def test_the_log_says_that_a_worker_has_joined_or_left_with_the_move_by_which_it_has() -> None:
+def test_worker_joined_and_left_are_logged_with_the_move_that_caused_them() -> None:
     world = of(a_set("a", count=1), a_device("gpu0"), running("a", "gpu0"), running("other", "gpu0"))
     a, other = world.tasks[TaskId("a")], world.tasks[TaskId("other")]
 
@@ -317,7 +317,8 @@ def test_the_log_says_that_a_worker_has_joined_or_left_with_the_move_by_which_it
     assert said(starts) == [("worker.joined", "a", {"set": "a", "attempt": 2, "node": "n2"})]
 
 
-def test_only_the_event_that_forms_a_set_has_its_places_and_others_what_changed() -> None:
+def test_only_the_event_that_forms_a_worker_set_has_all_its_fields() -> None:
+    """The others have what changed."""
     workers = a_set("a", "b", count=1, scaling=Scaling("signal", 10.0, Seconds(60.0)))
     world = a_world(a_task("a"))
     events: list[Any] = []

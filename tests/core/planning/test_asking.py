@@ -32,9 +32,10 @@ def who_waits(world: World) -> list[Task]:
 
 @given(clusters(), stories)
 @settings(max_examples=12, deadline=None)
-def test_an_answer_is_the_same_whatever_was_asked_before_and_happened_since(
+def test_survey_answers_do_not_depend_on_earlier_questions_or_events(
     world: World, story: list[Chapter]
 ) -> None:
+    """The cache answers as a fresh survey does, whatever was asked before and happened since."""
     course, asking = Story(world), SurveyCache()
     for chapter in story:
         for _ in course.happens(chapter):
@@ -46,7 +47,7 @@ def test_an_answer_is_the_same_whatever_was_asked_before_and_happened_since(
         course.measure()
 
 
-def test_what_was_found_of_a_node_serves_the_next_question_until_the_node_changes() -> None:
+def test_survey_of_a_node_is_reused_until_the_node_changes() -> None:
     world, asking = a_world(holding(a_task("run", gpu_mb=60), "gpu0"), a_device(mb=80)), SurveyCache()
     small, large = a_task("small", gpu_mb=20), a_task("large", gpu_mb=80)
     submit(world, small, large)

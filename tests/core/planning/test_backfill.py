@@ -100,7 +100,7 @@ def test_a_forecast_from_past_runs_tells_of_how_many() -> None:
     assert abs(forecast.p90_at - NOW - 900) < 20
 
 
-def test_a_run_that_outlasts_its_estimate_becomes_a_guess_and_the_forecast_moves_on() -> None:
+def test_run_that_outlasts_its_estimate_makes_the_forecast_a_later_guess() -> None:
     world = a_world(a_device(), a_run("one", "gpu0", left=30.0), a_task("next", gpu_mb=80 * GIB))
     [before] = foreseen(world)
     world.measure([a_sample("gpu0", NOW + 330)])
@@ -122,7 +122,7 @@ def test_a_run_is_gone_by_its_time_limit_at_the_latest() -> None:
     assert (forecast.start_at, forecast.basis) == (NOW + 100, Basis.GUESS), "a lease is renewed"
 
 
-def test_a_task_that_waits_for_memory_that_is_never_released_has_no_forecast() -> None:
+def test_task_that_waits_for_memory_never_released_has_no_forecast() -> None:
     stuck = holding(a_task("one", gpu_mb=80 * GIB), "gpu0", lease_state=LeaseState.QUARANTINED)
     away: list[Any] = [a_device("gpu0", "n2"), a_node("n2", cordoned=True)]
     assert foreseen(a_world(a_device(), stuck, *away, a_task("next", gpu_mb=80 * GIB))) == []
@@ -156,7 +156,8 @@ def test_each_forecast_leaves_the_earlier_ones_alone() -> None:
     assert [f.task for f in foreseen(world)] == ["first"]
 
 
-def test_a_short_task_is_foretold_to_start_before_an_earlier_forecast_needs_its_room() -> None:
+def test_short_task_is_forecast_to_start_before_an_earlier_reservation() -> None:
+    """It starts now because it ends before the room is needed for the task ahead."""
     short = a_task("short", gpu_mb=80 * GIB, expected_seconds=Seconds(60.0))
     world = a_world(*gpus(), a_run("one", "gpu0", left=600.0), a_wide_task(), short)
     assert [(f.task, f.start_at) for f in foreseen(world)] == [("wide", NOW + 600), ("short", NOW)]
@@ -168,7 +169,8 @@ def test_a_task_with_pledges_has_no_forecast() -> None:
     assert foreseen(a_world(a_device(), running, waiting, a_pledge(waiting, "gpu0", 80 * GIB))) == []
 
 
-def test_a_task_that_ends_before_a_reservation_is_backfilled_and_a_longer_one_waits() -> None:
+def test_backfill_starts_tasks_that_end_before_the_reservation_only() -> None:
+    """A longer task and one of unknown length wait."""
     world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
     submit(world, a_task("long", gpu_mb=GIB, expected_seconds=Seconds(2 * HOUR)))
     submit(world, a_task("short", gpu_mb=GIB, expected_seconds=Seconds(600.0)))
@@ -200,7 +202,9 @@ def test_a_task_without_gpus_is_foretold_by_the_runs_of_a_node() -> None:
     assert (forecast.start_at, forecast.places[0].devices, forecast.basis) == (NOW + 60, (), Basis.STATED)
 
 
-def test_who_gives_way_fills_what_is_kept_unless_it_would_be_shielded_by_then() -> None:
+def test_preemptible_task_is_backfilled_unless_shielded_at_the_reservation() -> None:
+    """A task fills reserved room if it could be preempted by the time the reservation begins."""
+
     def fillers(left: float, policy: Policy = POLICY, priority: int = 50) -> list[str]:
         running = a_run("one", "gpu0", left=left, priority=priority)
         world = a_world(*gpus(), running, a_wide_task(priority=priority))
@@ -244,7 +248,7 @@ def test_a_run_that_is_shielded_for_a_while_is_in_the_way_for_as_long() -> None:
     assert foreseen(world, young)[0].start_at == NOW + 200 + 40, "it has run for 100 s"
 
 
-def test_who_stands_ahead_spares_a_forecast_if_there_is_room_elsewhere_and_takes_it_if_not() -> None:
+def test_task_ahead_of_a_forecast_takes_its_room_only_if_no_other_is_free() -> None:
     running = a_run("one", "gpu0", left=HOUR), a_run("two", "n2/gpu0", left=2 * HOUR)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task())
     forecasts = foreseen(world)
@@ -299,7 +303,7 @@ def test_a_task_behind_a_reservation_does_not_preempt_on_its_node() -> None:
     assert decision.why == "preempt"
 
 
-def test_once_the_backfill_depth_is_reached_no_task_is_tried_on_reserved_nodes() -> None:
+def test_at_the_backfill_depth_no_task_is_tried_on_reserved_nodes() -> None:
     policy, cache = replace(POLICY, backfill_depth=2), PlanCache()
     world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
     for number in range(5):
@@ -322,7 +326,7 @@ def test_a_forecast_ends_with_the_start_of_its_task() -> None:
     assert {d.subject for d in plan.decisions} == {"early", "wide"}
 
 
-def test_once_the_backfill_depth_is_reached_tasks_still_start_on_unreserved_nodes() -> None:
+def test_at_the_backfill_depth_tasks_still_start_on_unreserved_nodes() -> None:
     small = [a_device("gpu0", "n2", mb=40 * GIB)]
     world = a_world(*gpus(), *small, a_run("one", "gpu0", left=HOUR), a_wide_task())
     submit(world, a_task("kept", gpu_mb=60 * GIB))
@@ -348,7 +352,7 @@ def test_a_task_refused_by_a_reservation_waits_for_room_coming_elsewhere() -> No
     assert [(d.why, d.subject) for d in plan.decisions][:1] == [("admit", "first")]
 
 
-def test_a_gang_behind_a_forecast_takes_no_room_and_stops_no_runs_where_it_stands() -> None:
+def test_gang_behind_a_forecast_takes_no_room_and_stops_no_run_there() -> None:
     """Elsewhere it may."""
     running = a_run("one", "gpu0", left=HOUR), a_run("low", "gpu1", left=HOUR, priority=20)
     gang = a_gang("gang", *bundles(1, gpu_mb=80 * GIB))
@@ -390,7 +394,8 @@ def test_the_maker_of_forecasts_pauses_every_few_nodes() -> None:
     assert first is whole
 
 
-def test_an_equal_task_refused_from_the_cache_counts_and_a_shorter_one_is_backfilled() -> None:
+def test_equal_tasks_refused_from_the_cache_count_towards_backfill_depth() -> None:
+    """A shorter task behind the equal ones is still backfilled if the depth allows it."""
     waits = a_task("next", gpus=1, submitted_at=NOW - 9)
     world = a_world(a_device(), a_run("one", "gpu0", left=100.0, gpu_mb=60 * GIB), waits)
     for name, said in (("l1", 500.0), ("l2", None), ("l3", 400.0), ("short", 50.0)):

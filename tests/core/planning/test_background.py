@@ -70,7 +70,8 @@ def test_a_part_that_is_closed_leaves_the_rest_open() -> None:
     assert reason(world, "t8")[0] is Reason.WAITING_FOR_MEMORY
 
 
-def test_what_is_let_in_later_starts_then_although_the_planner_remembers_its_refusal() -> None:
+def test_raised_background_limit_starts_tasks_the_planner_refused_before() -> None:
+    """The planner does not repeat a refusal that it remembers from before the limit was raised."""
     world, cache = a_fleet(), PlanCache()
     world.control(BackgroundRoom({"all": 0, "node:n2": 0}, EVERYWHERE), {})
     submit(world, *tasks(2))

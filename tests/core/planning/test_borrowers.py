@@ -88,13 +88,13 @@ def test_who_could_not_be_stopped_for_a_forecast_does_not_start_before_it() -> N
         assert [d.subject for d in plan.decisions if d.why == "admit"] == starts, (tenant, mb)
 
 
-def test_who_is_within_its_own_guarantee_may_stop_any_run_of_lower_priority() -> None:
+def test_tenant_within_its_guarantee_preempts_any_run_of_lower_priority() -> None:
     urgent = a_task("urgent", tenant="guest", gpu_mb=20, priority=60)
     world = a_world(a_device("gpu0", mb=40), a_run("a", "owner", 20), a_run("b", "owner", 20), urgent)
     assert len(asked_to_leave(world, POLICY)) == 1
 
 
-def test_a_borrower_stops_others_that_borrow_until_they_have_what_they_are_guaranteed() -> None:
+def test_borrower_preempts_other_borrowers_down_to_their_guarantees_only() -> None:
     runs = [a_run(f"r{n}", "guest", 10) for n in range(5)]
     policy = Policy(tenants=(*TWO, TenantPolicy("*", "lab", Mib(0))))
     world = a_world(a_device("gpu0", mb=50), *runs)
@@ -130,7 +130,7 @@ def test_a_gang_of_a_borrower_leaves_guarantees_alone_as_well() -> None:
     assert sorted(asked_to_leave(world, Policy())) == ["r0", "r1"]
 
 
-def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well() -> None:
+def test_refusal_of_a_borrower_is_cached_until_another_tenant_borrows() -> None:
     policy = Policy(tenants=(*TWO, TenantPolicy("away", "lab", Mib(60))))
     runs = a_run("mine", "owner", 20), a_run("theirs", "guest", 20, priority=60)
     world = a_world(a_device("gpu0", mb=40), a_device("gpu1", mb=40), *runs)
@@ -207,7 +207,7 @@ def _heard_of(task: Task, now: Instant) -> list[Report]:
     return []
 
 
-def test_a_borrower_refused_by_a_reservation_preempts_no_run_within_a_guarantee() -> None:
+def test_borrower_refused_by_a_reservation_preempts_no_guaranteed_run() -> None:
     """Where it could stop somebody whom none covers, another is to start before it."""
     gpus = (a_device("gpu0", mb=40), a_device("gpu1", mb=40), a_device("gpu0", "n2", mb=40))
     stays = a_run("stays", "other", 40, priority=50, expected_seconds=Seconds(5000.0))

@@ -153,7 +153,7 @@ def test_who_was_stopped_before_may_be_moved_after_an_hour() -> None:
     assert found(a_run("r0", **long_ago), a_run("r1", "gpu1", **long_ago)) == ["r0"]
 
 
-def test_a_run_that_has_hardly_begun_is_not_moved_not_even_for_a_critical_task() -> None:
+def test_run_that_has_hardly_begun_is_not_moved_even_for_a_critical_task() -> None:
     world = two_halves(a_run("r0", priority=95), a_run("r1", "gpu1", priority=95), priority=95)
     young = replace(POLICY, min_run_seconds=Seconds(200.0))
     assert consolidate(world, young, NOW) is None
@@ -178,7 +178,8 @@ def test_two_runs_are_not_sent_to_the_same_place() -> None:
     assert next_move(world) is None
 
 
-def test_runs_of_which_each_has_a_place_but_not_all_at_once_stay_where_they_are() -> None:
+def test_runs_that_do_not_all_fit_elsewhere_at_once_are_not_moved() -> None:
+    """Each of them alone has a place."""
     devices = [a_device("gpu0", node, mb=80) for node in ("n1", "n2", "n3")]
     stay = [a_run(f"on-{node}", f"{node}/gpu0", mb=mb, saved=None) for node, mb in (("n2", 35), ("n3", 45))]
     runs = [a_run("a", "n1/gpu0", mb=40), a_run("b", "n1/gpu0", mb=40)]
@@ -222,7 +223,8 @@ def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert found(a_run("r0"), a_run("r1", "gpu1")) == []
 
 
-def test_moves_are_searched_once_a_second_limited_per_hour_and_can_be_switched_off() -> None:
+def test_consolidation_looks_once_a_second_within_its_hourly_limit() -> None:
+    """A limit of zero switches consolidation off."""
     world = two_halves(a_run("r0"), a_run("r1", "gpu1"))
     moves = Consolidation()
     assert moves.next_move(world, Policy(), NOW) is None

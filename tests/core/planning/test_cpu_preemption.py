@@ -51,7 +51,7 @@ def two_runs(*others: Any, **demand: Any) -> World:
 
 
 @pytest.mark.parametrize("lacks", [{"cpu": 8.0}, {"cpu": 0.0, "memory_mb": 8 * GIB}])
-def test_a_critical_task_without_gpus_starts_when_all_its_victims_have_left(lacks: dict[str, Any]) -> None:
+def test_critical_task_without_gpus_starts_once_all_its_victims_have_left(lacks: dict[str, Any]) -> None:
     world = two_runs(a_task("high", priority=95, **lacks))
     assert stopped(cycle(world)) == ["low0", "low1"]
     one = {"cpu": 1.0, "memory_mb": GIB}
@@ -88,7 +88,7 @@ def test_idle_work_makes_room_for_every_task_that_lacks_cpu() -> None:
     assert cycle(world, now=NOW + 2.0) == [], "it has no way where the others run"
 
 
-def test_no_run_is_stopped_for_cpu_where_preemption_is_off_or_would_not_help() -> None:
+def test_no_run_is_stopped_for_cpu_if_preemption_is_off_or_does_not_help() -> None:
     assert cycle(two_runs(a_task("high", priority=95, cpu=8.0)), policy=Policy(preemption=False)) == []
     assert cycle(two_runs(a_task("high", priority=95, cpu=9.0))) == []
     world = two_runs(a_run("peer", priority=95, cpu=0.0, memory_mb=0), a_task("high", priority=95, cpu=8.0))
@@ -108,7 +108,7 @@ def test_a_critical_gang_without_gpus_makes_room_on_several_nodes() -> None:
     assert where(world) == ["n1", "n2"]
 
 
-def test_what_is_kept_of_a_node_is_given_back_with_its_preemptor_and_with_the_node() -> None:
+def test_node_room_kept_for_a_preemptor_ends_with_it_or_with_the_node() -> None:
     world = two_runs(a_task("high", priority=95, cpu=8.0))
     cycle(world)
     assert list(world.pledges[TaskId("high")]) == [node_key(NodeName("n1"))]
@@ -163,7 +163,7 @@ def licensed(*others: Any, gpu_mb: int = 0) -> World:
 
 
 @pytest.mark.parametrize("gpu_mb", [0, GIB])
-def test_a_critical_task_takes_a_used_up_custom_resource_wherever_it_is_used(gpu_mb: int) -> None:
+def test_critical_task_takes_a_used_up_custom_resource_wherever_it_is_used(gpu_mb: int) -> None:
     demand: dict[str, Any] = {"custom": {"licence": 2.0}, **({"gpu_mb": gpu_mb} if gpu_mb else {"cpu": 1.0})}
     world = licensed(a_task("high", priority=95, **demand), gpu_mb=gpu_mb)
     assert stopped(cycle(world, policy=LICENCES)) == ["low0", "low1"]

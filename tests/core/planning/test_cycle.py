@@ -51,7 +51,7 @@ def ends(decisions: list[Decision]) -> list[tuple[str, PledgeEnd]]:
     return [(w.pledge.preemptor, w.end) for d in decisions for w in d.pledges if w.end is not None]
 
 
-def test_an_admission_is_a_new_claim_with_its_leases_and_the_order_to_start() -> None:
+def test_admission_is_a_new_claim_with_its_leases_and_the_order_to_start() -> None:
     again = a_task(
         "again",
         gpu_mb=30 * GIB,
@@ -147,7 +147,7 @@ def test_a_preemptor_with_live_pledges_stops_nobody_else() -> None:
     assert cycle(world) == []
 
 
-def test_freed_memory_goes_to_the_preemptor_and_not_to_the_victim_that_left_first() -> None:
+def test_freed_memory_goes_to_the_preemptor_not_to_the_first_victim() -> None:
     """The case of kubernetes-sigs/kueue#13662: two victims end at different times; the first comes back."""
     world = a_world(
         a_device(),
@@ -176,7 +176,7 @@ def test_what_the_victims_leave_over_is_free_for_all() -> None:
     assert started(cycle(world)) == ["high", "small"]
 
 
-def test_room_that_was_free_already_is_kept_only_as_far_as_the_victims_do_not_bring_it() -> None:
+def test_preemptor_keeps_only_the_free_room_its_victims_do_not_bring() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=60 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=70 * GIB),
@@ -188,7 +188,7 @@ def test_room_that_was_free_already_is_kept_only_as_far_as_the_victims_do_not_br
     assert started(decisions) == ["small"]
 
 
-def test_a_strictly_higher_priority_takes_pledged_memory_and_the_pledge_ends() -> None:
+def test_strictly_higher_priority_takes_pledged_memory_and_ends_the_pledge() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=80 * GIB),
@@ -215,7 +215,7 @@ def test_a_higher_priority_that_leaves_enough_takes_no_pledge() -> None:
     assert ends(decisions) == [("high", PledgeEnd.CONSUMED)]
 
 
-def test_a_preemptor_that_loses_one_of_its_pledges_loses_all_and_is_planned_anew() -> None:
+def test_preemptor_that_loses_one_pledge_loses_all_and_is_planned_anew() -> None:
     world = a_world(
         a_device(),
         a_device("gpu1"),
@@ -269,7 +269,8 @@ def test_a_preemptor_that_finds_room_elsewhere_gives_its_pledge_back() -> None:
     assert ends(decisions) == [("high", PledgeEnd.WITHDRAWN)]
 
 
-def test_pledges_of_a_task_that_no_longer_waits_are_withdrawn_and_their_memory_is_planned() -> None:
+def test_pledges_of_a_task_that_no_longer_waits_are_withdrawn() -> None:
+    """Their memory is planned for others in the same cycle."""
     tasks = [a_task("held", held=True), a_task("late", not_before=Instant(NOW + 9.0)), a_task("gone")]
     pledges = [a_pledge(task, "gpu0", 20 * GIB, priority=80) for task in tasks]
     world = a_world(a_device(), *tasks[:2], *pledges, a_task("new", gpu_mb=80 * GIB))
@@ -305,7 +306,7 @@ def test_a_preemptor_that_waits_holds_back_none_of_its_likes() -> None:
     assert stopped(cycle(world)) == ["low"]
 
 
-def test_a_preemptor_whose_room_has_come_starts_even_if_its_like_was_refused() -> None:
+def test_preemptor_with_free_room_starts_though_an_equal_task_is_refused() -> None:
     early = a_task("early", priority=80, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 9.0))
     pledged = a_task("pledged", priority=80, gpu_mb=80 * GIB)
     world = a_world(a_device(), early, pledged, a_pledge(pledged, "gpu0", 80 * GIB))
@@ -378,7 +379,7 @@ def test_what_was_refused_costs_no_look_in_the_next_cycle() -> None:
     assert started(list(plan_cycle(world, POLICY, NOW, budget=2, cache=cache).decisions)) == ["late"]
 
 
-def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice() -> None:
+def test_task_admitted_in_a_cycle_is_not_stopped_in_a_later_slice_of_it() -> None:
     aged = a_task("aged", priority=60, gpu_mb=50 * GIB, submitted_at=Instant(NOW - 1e6))
     world = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB))
     policy = Policy(shield_seconds=Seconds(0.0))
@@ -389,7 +390,7 @@ def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice() ->
     assert stopped(cycle(world, now=NOW + 2.0, policy=policy)) == ["aged"]
 
 
-def test_a_pledge_that_was_taken_in_this_cycle_does_not_spare_its_task_the_refusal() -> None:
+def test_task_whose_pledge_was_just_taken_is_refused_like_its_equals() -> None:
     """`mid` stood for itself while it had a pledge; without one it is one of its likes again."""
     mid = a_task("mid", priority=50, gpu_mb=40 * GIB)
     like = a_task("like", priority=60, gpu_mb=40 * GIB)

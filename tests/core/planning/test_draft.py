@@ -63,7 +63,7 @@ def test_the_holder_of_a_lease_is_the_task_whose_newest_claim_it_is() -> None:
     assert draft.holder(a_lease(a_task("nobody"), "gpu0", 1)) is None
 
 
-def test_what_is_promised_of_a_resource_keeps_nobody_away_who_does_not_ask_for_it() -> None:
+def test_pledged_custom_resource_is_only_closed_to_tasks_that_ask_for_it() -> None:
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB, custom={"fpga": 1.0}), "gpu0")
     high = a_task("high", priority=80, gpu_mb=80 * GIB, custom={"fpga": 1.0})
     pledge = a_pledge(high, "gpu0", 80 * GIB)

@@ -107,7 +107,7 @@ def test_where_some_nodes_are_cordoned_and_others_silent_both_are_said() -> None
     )
 
 
-def test_pledges_on_a_node_that_is_closed_are_dissolved_and_on_one_that_is_opened_are_kept() -> None:
+def test_pledges_on_a_cordoned_node_are_dissolved_and_uncordon_keeps_them() -> None:
     def pledged() -> World:
         waiting = a_task("waiting", priority=80, gpu_mb=80 * GIB)
         return a_world(
@@ -157,7 +157,8 @@ def test_a_drained_node_asks_its_runs_to_leave_with_their_grace_period() -> None
     assert leave(world, NOW + 1) == [], "it is told once"
 
 
-def test_critical_and_protected_work_stays_until_a_grace_period_before_the_deadline() -> None:
+def test_drain_lets_critical_and_protected_runs_stay_until_the_deadline() -> None:
+    """They get notice at most a grace period before the deadline of the drain."""
     world = a_world(
         a_run("critical", priority=95, grace_seconds=Seconds(30.0)),
         a_run("often", grace_seconds=Seconds(30.0), preemptions=3),
@@ -177,7 +178,8 @@ def test_without_a_deadline_critical_work_stays() -> None:
     assert still_on(world, N1) == {"critical"}
 
 
-def test_an_earlier_deadline_of_a_later_drain_shortens_notices_and_the_time_it_began_stays() -> None:
+def test_later_drain_with_an_earlier_deadline_shortens_notices() -> None:
+    """The time at which draining began stays."""
     world = a_world(a_run(grace_seconds=Seconds(300.0)))
     ask(world, "drain")
     leave(world)
@@ -249,7 +251,7 @@ def test_an_elastic_gang_goes_on_without_the_ranks_of_a_drained_node() -> None:
     assert leave(gang.world, gang.now + 1.0) == []
 
 
-def test_a_gang_that_cannot_do_without_the_ranks_of_a_drained_node_leaves_as_a_whole() -> None:
+def test_gang_that_cannot_lose_the_ranks_of_a_drained_node_leaves_entirely() -> None:
     gang = at_work()
     assert stops(drained(gang, "n1")) == {("gang", rank): gang.task.grace_seconds for rank in range(4)}
     assert gang.task.state is TaskState.STOPPING
@@ -271,7 +273,7 @@ def test_ranks_that_leave_anyway_leave_by_the_deadline() -> None:
     assert {member.stop_deadline_at for member in members_of(gang.task)[2:]} == {gang.now + 60.0}
 
 
-def test_a_critical_gang_keeps_its_ranks_until_a_grace_period_before_the_deadline() -> None:
+def test_critical_gang_under_drain_stays_until_grace_before_the_deadline() -> None:
     gang = at_work(replace(elastic(grace_seconds=Seconds(30.0)), priority=95))
     assert drained(gang, "n2", deadline_seconds=100.0) == []
     assert stops(leave(gang.world, gang.now + 75.0)) == {("gang", 2): 25.0, ("gang", 3): 25.0}

@@ -109,7 +109,7 @@ class Leader:
             check_ledger(self.world)
 
 
-def test_victims_that_leave_one_after_the_other_are_not_let_back_into_the_hole() -> None:
+def test_victims_that_leave_one_by_one_are_not_let_back_into_their_room() -> None:
     """kubernetes-sigs/kueue#13662: the first victim to be gone was admitted again while its preemptor still
     waited for the second, was preempted again, and so on for ever."""
     victims = [holding(a_task(name, priority=10, gpu_mb=40 * GIB), "gpu0") for name in ("a", "b")]
@@ -125,7 +125,7 @@ def test_victims_that_leave_one_after_the_other_are_not_let_back_into_the_hole()
     assert leader.admitted() == ["high"]
 
 
-def test_borrowers_that_leave_one_after_the_other_do_not_take_back_what_is_reclaimed() -> None:
+def test_borrowers_that_leave_one_by_one_do_not_retake_reclaimed_memory() -> None:
     """The same of kueue#13662 where the victims are of a higher priority than the owner of what they had
     borrowed: it is below its guarantee, and their priority gives them no right to the hole."""
     policy = Policy(tenants=(TenantPolicy("owner", "lab", Mib(50)), TenantPolicy("guest", "lab", Mib(30))))

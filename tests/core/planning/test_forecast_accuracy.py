@@ -36,7 +36,7 @@ def test_each_start_tells_how_true_the_first_word_about_it_was() -> None:
     assert shares.share_until(1.0) == 1.0
 
 
-def test_a_task_without_a_forecast_or_with_an_immediate_start_adds_no_error() -> None:
+def test_task_with_no_forecast_or_an_immediate_start_adds_no_error() -> None:
     world, rounds = a_world(a_task("next", gpu_mb=GIB), a_task("other", gpu_mb=GIB)), ForecastRounds()
     rounds.take([a_forecast(0.5, 0.5)], world, NOW)
     decisions = plan_cycle(world, Policy(), NOW).decisions
@@ -86,7 +86,7 @@ def test_a_round_of_forecasts_that_meets_another_inventory_begins_again() -> Non
     assert [place.node for forecast in rounds.forecasts for place in forecast.places] == ["n8"]
 
 
-def test_nothing_is_known_before_the_first_forecasts_and_when_nodes_have_come_or_gone() -> None:
+def test_forecasts_are_outdated_before_the_first_round_and_by_new_nodes() -> None:
     world, rounds = a_world(a_device()), ForecastRounds()
     assert not rounds.is_outdated(world), "no task waits"
     submit(world, a_task("next", gpu_mb=GIB))

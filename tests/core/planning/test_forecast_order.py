@@ -39,7 +39,7 @@ def test_forecasts_are_made_in_the_naive_twins_order(world: World, story: list[C
 
 
 @pytest.mark.parametrize("guaranteed_mb", [None, Mib(80)], ids=["room", "quota"])
-def test_a_run_of_a_lower_band_passes_a_task_if_it_was_admitted_after_the_task_came(
+def test_lower_band_run_passes_a_task_only_if_admitted_after_the_task_came(
     guaranteed_mb: Mib | None,
 ) -> None:
     """It may have come long before."""

@@ -32,7 +32,7 @@ from tests.builders import (
 from tests.core.planning.test_backfill import POLICY, a_run, foreseen, gpus
 
 
-def test_what_changes_while_forecasts_are_made_is_seen_by_those_that_are_made_after_it() -> None:
+def test_forecast_round_sees_changes_made_while_it_is_computed() -> None:
     nodes = [device for number in range(5) for device in gpus(1, f"n{number}")]
     runs = [a_run(f"r{number}", f"n{number}/gpu0", left=600.0) for number in range(5)]
     world = a_world(*nodes, *runs, a_task("one", gpus=1), a_task("two", gpus=1))
@@ -73,14 +73,14 @@ def a_full_node(**hog: Any) -> World:
     return a_world(a_node("n1", cpu=16.0), a_device(), runs, waits)
 
 
-def test_a_task_for_gpus_alone_does_not_wait_for_a_task_that_waits_for_cpus() -> None:
+def test_gpu_task_does_not_wait_behind_a_task_that_waits_for_cpus() -> None:
     for seconds in (0.0, 0.5, 30.0, 3600.0):
         world = a_full_node()
         submit(world, a_task("gpu", gpu_mb=20 * GIB))
         assert admitted_at(world, seconds) == ["gpu"]
 
 
-def test_who_takes_what_is_left_beside_a_forecast_starts_however_long_ago_it_was_guessed() -> None:
+def test_task_that_fits_beside_a_guessed_forecast_starts_whatever_its_age() -> None:
     """The longer the run lasts, the later it is expected to end: of whom the forecast was sure enough is not
     taken to be there still when it comes true."""
     for seconds in (0.0, 0.5, 30.0):

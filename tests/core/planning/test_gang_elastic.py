@@ -135,7 +135,7 @@ def test_a_tenant_takes_back_what_was_borrowed_rank_by_rank() -> None:
 # How it leaves
 
 
-def test_the_memory_comes_back_when_the_rank_is_gone_and_goes_to_whom_it_was_pledged() -> None:
+def test_memory_of_a_gone_rank_goes_to_the_task_it_was_pledged_to() -> None:
     gang = shrunk()
     assert leases(gang)[2] is LeaseState.HELD
     gang.tell(gang.ended(2, Ending.STOPPED))

@@ -83,7 +83,7 @@ def test_a_gang_that_never_fits_has_no_forecast() -> None:
     assert foreseen(world) == []
 
 
-def test_each_forecast_leaves_those_of_gangs_alone_and_gangs_leave_those_of_others() -> None:
+def test_forecasts_of_gangs_and_of_single_tasks_do_not_overlap() -> None:
     gang = ranks(2, strategy="strict_pack", expected_seconds=Seconds(1000.0))
     wide = a_task("wide", gpus=2, gpu_mb=80 * GIB, submitted_at=NOW - 5, expected_seconds=Seconds(50.0))
     last = a_gang("last", *bundles(2, gpus=1), strategy="strict_pack", submitted_at=NOW - 4)
@@ -95,7 +95,7 @@ def test_each_forecast_leaves_those_of_gangs_alone_and_gangs_leave_those_of_othe
     ]
 
 
-def test_the_forecast_of_a_gang_stays_on_its_nodes_until_others_are_clearly_better() -> None:
+def test_gang_forecast_stays_on_its_nodes_until_others_are_clearly_better() -> None:
     def stands_on(**until: float) -> set[str]:
         gang = ranks(2, strategy="strict_pack")
         before = foreseen(a_world(*NODES, *busy(**FULL), gang))
@@ -150,14 +150,14 @@ def test_an_elastic_gang_takes_as_many_ranks_as_delay_no_reservation() -> None:
     assert behind(*bundles(4, gpu_mb=15 * GIB), min_ranks=1) == 2
 
 
-def test_once_the_backfill_depth_is_reached_a_gang_is_not_tried_on_reserved_nodes() -> None:
+def test_at_the_backfill_depth_a_gang_is_not_tried_on_reserved_nodes() -> None:
     world = a_kept_gpu()
     submit(world, a_task("ahead", gpu_mb=70 * GIB), a_gang("gang", *bundles(1, gpu_mb=GIB)))
     assert admitted(world, replace(POLICY, backfill_depth=2)) == {"gang": ["n1/gpu1"]}
     assert admitted(world, replace(POLICY, backfill_depth=1)) == {}
 
 
-def test_of_two_equal_gangs_the_one_that_ends_before_the_reservation_is_backfilled() -> None:
+def test_equal_gang_that_ends_before_the_reservation_is_backfilled() -> None:
     """That the one before it was kept away tells nothing of it."""
     world = a_kept_gpu()
     alike = bundles(2, gpu_mb=30 * GIB)
@@ -172,13 +172,13 @@ def test_ranks_of_a_gang_are_placed_where_they_delay_no_reservation() -> None:
     assert admitted(world) == {"gang": ["n1/gpu1", "n2/gpu0"]}
 
 
-def test_runs_of_lower_priority_are_in_the_way_of_a_gang_for_their_grace_period_only() -> None:
+def test_lower_priority_runs_delay_a_gang_by_their_grace_period_only() -> None:
     low = [a_run(f"low{n}", f"n{n}/gpu0", left=HOUR, priority=20, grace_seconds=Seconds(9.0)) for n in (0, 1)]
     world = a_world(*gpus(1, "n0"), *gpus(1, "n1"), *low, ranks(2))
     assert foreseen(world)[0].start_at == Instant(NOW + 9)
 
 
-def test_a_rank_under_notice_is_in_the_way_until_its_own_deadline_though_its_gang_could_be_stopped() -> None:
+def test_rank_under_notice_holds_its_room_until_its_own_deadline() -> None:
     """All that is free is kept for a task that starts before that rank has left."""
     parts = a_demand(gpu_mb=80 * GIB), a_demand(gpu_mb=20 * GIB)
     ends_soon = a_run("one", "gpu0", left=5.0, gpu_mb=20 * GIB, priority=90)

@@ -141,7 +141,8 @@ def test_ranks_apart_leave_whole_devices_whole_where_these_are_usual(strategy: s
     assert sorted(nodes(placed(held(0, 60, 60), gang, WHOLE))) == ["n2", "n3"]
 
 
-def test_of_nodes_that_take_as_many_ranks_the_one_where_they_strand_the_least_is_taken() -> None:
+def test_gang_takes_the_node_where_it_strands_the_least_memory() -> None:
+    """The nodes take equally many of its ranks."""
     gang = a_gang("gang", *bundles(1, gpu_mb=20 * GIB))
     usual = {"gpu_mb": 30 * GIB}
     assert nodes(placed(held(50, 30), gang, usual)) == ["n2"], "on n1 10 GiB would be left, and 30 are there"
@@ -160,7 +161,7 @@ def test_on_a_node_a_rank_takes_the_device_where_it_strands_the_least() -> None:
         assert [key for key, _ in found[0].devices] == [f"test/n1/{device}"]
 
 
-def test_ranks_that_are_alike_lie_device_by_device_so_that_the_last_ones_free_whole_devices() -> None:
+def test_equal_ranks_fill_device_by_device_so_the_last_free_whole_devices() -> None:
     gang = a_gang("gang", *bundles(4, gpu_mb=30 * GIB, placement="spread"))
     found = placed(a_cluster(2), gang)
     assert found is not None
@@ -327,7 +328,7 @@ def test_nodes_that_take_fewer_than_was_counted_are_left_as_they_were(strategy: 
     assert (gang_node.free, gang_node.ranks) == (before, [])
 
 
-def test_ranks_that_are_alike_lie_each_on_a_node_with_as_few_others_as_may_be() -> None:
+def test_equal_ranks_are_spread_evenly_over_the_nodes() -> None:
     world = a_cluster(2, 2, 1)
     found = placed(world, a_gang("gang", *bundles(5, gpu_mb=60 * GIB), strategy="spread"))
     assert Counter(nodes(found)) == {"n1": 2, "n2": 2, "n3": 1}
@@ -338,7 +339,7 @@ def test_two_sorts_of_ranks_that_fit_alone_and_not_together_have_no_place() -> N
     assert placed(a_cluster(1, 1), a_gang("gang", *unlike)) is None
 
 
-def test_ranks_without_gpus_of_which_each_would_fit_alone_have_no_place_together() -> None:
+def test_ranks_without_gpus_that_only_fit_one_at_a_time_have_no_place() -> None:
     parts = *bundles(1, cpu=3.0), *bundles(1, cpu=2.0)
     assert placed(a_world(a_node("n1", cpu=4.0)), a_gang("gang", *parts)) is None
     assert nodes(placed(a_world(a_node("n1", cpu=5.0)), a_gang("gang", *parts))) == ["n1", "n1"]

@@ -120,7 +120,7 @@ def test_a_gang_waits_for_runs_that_are_leaving() -> None:
     assert {pledge.pledge.deadline_at for d in decisions for pledge in d.pledges} == {until}
 
 
-def test_the_gang_starts_on_what_was_freed_for_it_and_its_pledges_are_consumed() -> None:
+def test_gang_starts_on_the_memory_freed_for_it_and_consumes_its_pledges() -> None:
     runs = [a_run("a", "n1/gpu0"), a_run("b", "n1/gpu1")]
     world = four_devices(*runs, HIGH)
     [stopped] = victims(plan(world))
@@ -240,7 +240,8 @@ def lower(world: World) -> set[str]:
 
 
 @given(crowded())
-def test_victims_suffice_none_is_needless_and_there_are_none_where_all_would_not_do(world: World) -> None:
+def test_victims_of_a_gang_suffice_and_none_of_them_is_needless(world: World) -> None:
+    """There are none where stopping all of lower priority would not do."""
     before = {task.id: task for task in world.tasks.values()}
     decisions = plan_cycle(world, Policy(), LATER).decisions
     stopped = set(victims(list(decisions)))
@@ -324,7 +325,7 @@ def test_a_gang_looks_again_when_the_room_that_was_coming_changes() -> None:
     assert victims(list(plan_cycle(world, Policy(), LATER, cache=cache).decisions)) == []
 
 
-def test_among_many_candidates_a_victim_that_other_places_do_not_need_is_put_back() -> None:
+def test_victim_that_other_places_do_not_need_is_put_back_among_many() -> None:
     """Both ranks would lie together where two runs left; one alone will do if they lie apart."""
 
     def on(node: str, name: str, mb: int, seconds: float) -> Any:
@@ -339,7 +340,7 @@ def test_among_many_candidates_a_victim_that_other_places_do_not_need_is_put_bac
     assert [write.task.id for write in decision.tasks] == ["b"]
 
 
-def test_among_many_candidates_a_victim_that_frees_nothing_for_the_gang_is_put_back() -> None:
+def test_victim_that_frees_nothing_for_the_gang_is_put_back_among_many() -> None:
     """However cheap it is."""
 
     def on(node: str, name: str, mb: int, seconds: float) -> Any:
@@ -354,7 +355,7 @@ def test_among_many_candidates_a_victim_that_frees_nothing_for_the_gang_is_put_b
     assert [write.task.id for write in decision.tasks] == ["needed"]
 
 
-def test_among_many_candidates_a_gang_beside_the_places_of_another_is_put_back() -> None:
+def test_victim_gang_outside_the_chosen_places_is_put_back_among_many() -> None:
     """On all of its nodes: the memory that it holds there is of no use."""
     by_room, spread = Policy(placement="best_fit"), {"strategy": "strict_spread"}
     useless = a_gang("useless", *bundles(2, gpu_mb=15), priority=4, **spread)

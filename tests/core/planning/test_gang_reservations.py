@@ -57,7 +57,7 @@ def stopped(
     return [write.task.id for d in plan.decisions if d.why == "preempt" for write in d.tasks]
 
 
-def test_a_gang_has_others_stopped_where_no_forecast_stands_if_that_costs_more() -> None:
+def test_gang_preempts_where_no_forecast_stands_even_at_a_higher_cost() -> None:
     world = two_nodes(*full("n1", 10.0), *full("n2", 500.0), GANG)
     told = WhatIf(Draft(world), POLICY, NOW, on("n1")).way(GANG).eviction
     assert stopped(world, on("n1")) == ["n2-0", "n2-1"]
@@ -83,7 +83,7 @@ def another(gang: Task = GANG) -> Task:
     return replace(gang, id="gang2", submitted_at=Instant(NOW + 1.0))
 
 
-def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(monkeypatch: Any) -> None:
+def test_refusal_of_a_gang_behind_forecasts_is_cached_until_they_change(monkeypatch: Any) -> None:
     world = two_nodes(*full("n1", 10.0), *full("n2", 500.0, priority=90), GANG, another())
     cache, asked = PlanCache(), Asked(monkeypatch)
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(mon
     assert stopped(world, (), cache) == ["n1-0", "n1-1"]
 
 
-def test_room_coming_for_a_gang_does_not_count_for_a_gang_to_which_that_node_is_closed() -> None:
+def test_room_coming_for_one_gang_is_no_reason_for_another_to_wait() -> None:
     """The second one has been stopped so often that it would not give way to who starts there."""
     leaves = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 9.0)}
     leaving = [
@@ -133,7 +133,7 @@ def test_a_gang_refused_by_a_reservation_reclaims_what_is_lent_later() -> None:
     assert stopped(world, on("n1"), cache, policy) == ["held"]
 
 
-def test_room_that_is_kept_from_a_gang_is_remembered_until_something_changes_there() -> None:
+def test_room_kept_from_a_gang_is_cached_until_its_nodes_change() -> None:
     low = a_task("low", priority=10, gpus=1, exclusive=True)
     hogs = [one for node in ("n1", "n2") for one in full(node, 10.0, priority=90)[:1]]
     wide = a_gang("wide", *bundles(2, cpu=20.0), priority=60)

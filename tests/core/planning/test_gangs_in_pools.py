@@ -71,7 +71,7 @@ def test_a_gang_that_shrank_gives_its_pool_back_what_it_no_longer_holds() -> Non
     assert (gang.world.tasks[TaskId("next")].state, used(gang)) == (TaskState.ADMITTED, 2.0)
 
 
-def test_a_rank_joins_when_the_pool_has_room_for_it_and_the_explanation_says_so_till_then() -> None:
+def test_rank_joins_once_its_pool_has_room_and_is_explained_until_then() -> None:
     gang = at_work(a_pooled_gang(3, 1), one("before", submitted_at=NOW - 10.0))
     assert plan(gang) == []
     message = explain(gang.world, gang.id, POLICY, gang.now).message
@@ -100,7 +100,7 @@ def test_a_gang_of_an_earlier_release_counts_its_pool_for_all_its_ranks() -> Non
     assert used(gang) == 2.0
 
 
-def test_a_critical_task_has_a_rank_leave_that_holds_what_it_lacks_of_the_pool() -> None:
+def test_critical_task_makes_a_rank_leave_that_holds_its_pool_share() -> None:
     gang = at_work(a_pooled_gang(2, 1))
     submit(gang.world, replace(one("critical"), priority=95))
     plan(gang)

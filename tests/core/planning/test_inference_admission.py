@@ -104,7 +104,7 @@ def test_without_a_server_of_models_it_waits_and_is_told_what_to_set() -> None:
     assert "set triton.servers" in found.message
 
 
-def test_of_one_model_no_more_are_asked_at_once_than_is_allowed_and_the_most_urgent_first() -> None:
+def test_model_concurrency_limit_admits_the_most_urgent_inferences() -> None:
     world = loaded()
     submit(world, an_inference("low", priority=10), an_inference("mid"), an_inference("high", priority=95))
     assert admit(world) == ["high", "mid"]
@@ -163,7 +163,7 @@ def test_one_whose_model_nobody_has_asked_for_is_told_so_and_sent_nowhere() -> N
     assert "the load is retried" in explain(world, TaskId("ask"), POLICY, at(5)).message
 
 
-def test_while_inferences_wait_their_model_stays_wanted_at_the_highest_of_their_priorities() -> None:
+def test_waiting_inferences_keep_their_model_wanted_at_highest_priority() -> None:
     world = loaded()
     submit(world, an_inference("low", priority=10), an_inference("high", priority=85, submitted_at=at(1)))
     commit(world, keep_models_wanted(world, POLICY, at(5)), at(5))
@@ -202,7 +202,7 @@ def test_who_asks_directly_is_not_made_less_urgent_by_those_in_the_queue() -> No
     assert the(world).priority == 10, "nobody has asked directly for so long"
 
 
-def test_inferences_keep_their_priority_though_others_who_ask_for_less_keep_the_model_wanted() -> None:
+def test_inferences_keep_the_model_priority_against_lower_want_requests() -> None:
     world = loaded()
     submit(world, an_inference("high", priority=85))
     commit(world, keep_models_wanted(world, POLICY, at(5)), at(5))
@@ -221,7 +221,7 @@ def test_a_model_that_answers_inferences_is_wanted_until_they_have_ended() -> No
     assert keep_models_wanted(world, POLICY, at(0.9 * WANTED)) == []
 
 
-def test_a_pinned_model_need_not_be_wanted_and_a_server_out_of_the_ledger_is_told_nothing() -> None:
+def test_want_is_not_renewed_for_pinned_models_and_servers_off_the_ledger() -> None:
     world = asked()
     ask(world, "pin", pinned=True, by="admin")
     assert keep_models_wanted(world, POLICY, at(10 * WANTED)) == []
@@ -251,7 +251,7 @@ def test_a_request_that_the_model_does_not_take_is_not_sent_again() -> None:
     assert decision.outcome.failure == NO_SUCH_INPUT
 
 
-def test_one_at_which_its_model_fails_is_sent_again_as_often_as_its_retries_allow() -> None:
+def test_inference_on_which_its_model_fails_is_retried_up_to_max_retries() -> None:
     world = asked(max_retries=1)
     end(world, ending=Ending.FAILED, failure=Failure("inference_failed", "division by zero"))
     task = the(world, "ask")
@@ -262,7 +262,8 @@ def test_one_at_which_its_model_fails_is_sent_again_as_often_as_its_retries_allo
     assert TaskId("ask") not in world.tasks
 
 
-def test_one_whose_server_broke_off_is_sent_again_whatever_it_asked_for_but_not_for_ever() -> None:
+def test_inference_whose_server_broke_off_is_retried_but_not_for_ever() -> None:
+    """The limit is the same whatever number of retries the inference asked for."""
     world = asked()
     for tried in range(1, LOST_RETRIES + 2):
         [decision] = end(
@@ -287,7 +288,7 @@ def test_a_model_whose_process_is_reported_gone_is_checked_by_its_server() -> No
     assert check_failed_models(world, [replace(report, failure=BROKE_OFF)], POLICY, at(7)) == []
 
 
-def test_one_that_its_server_could_not_take_waits_a_moment_and_uses_up_nothing() -> None:
+def test_inference_its_server_could_not_take_waits_and_loses_no_retry() -> None:
     world = asked()
     end(world, ending=Ending.NEVER_STARTED, seconds=6.0)
     task = the(world, "ask")
@@ -329,7 +330,7 @@ def test_its_limits_of_time_hold_for_it_as_for_runs() -> None:
     assert gone.tasks[0].task.state is TaskState.FAILED
 
 
-def test_what_a_leader_finds_under_way_when_it_begins_waits_again_under_a_new_fence() -> None:
+def test_new_leader_requeues_inferences_under_way_with_a_new_fence() -> None:
     world = asked()
     submit(world, an_inference("stopping"))
     admit(world)

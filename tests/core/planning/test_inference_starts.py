@@ -24,7 +24,7 @@ def start(world: World, seconds: float, *forecasts: Forecast, task: str = "ask")
     return expected_send_at(world, the(world, task), POLICY, forecasts, at(seconds))
 
 
-def test_one_that_waits_for_its_model_starts_when_that_is_expected_to_be_there() -> None:
+def test_inference_waiting_for_its_model_starts_when_that_is_expected() -> None:
     world = a_world()
     submit(world, a_timed_model(), an_inference())
     assert start(world, 1.0) is None, "nobody can tell when there is room"

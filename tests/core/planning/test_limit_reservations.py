@@ -108,7 +108,7 @@ QUOTA = replace(POLICY, tenants=(TenantPolicy("solo", guaranteed_mb=Mib(320 * GI
     ],
     ids=["pool", "quota"],
 )
-def test_who_asks_for_all_of_a_limit_or_quota_is_not_passed_for_ever_by_smaller_demands_of_it(
+def test_large_demand_of_a_limit_or_quota_is_not_starved_by_smaller_ones(
     policy: Policy, large: dict[str, Any], small: dict[str, Any]
 ) -> None:
     started = a_stream(policy, a_task("large", gpus=4, **large), **small)
@@ -128,7 +128,8 @@ def a_line(*behind: Task, **ahead: Any) -> World:
 TWO = replace(POLICY, custom_limits=(CustomLimit("licence", 2.0),))
 
 
-def test_who_stands_behind_the_first_in_a_line_takes_nothing_of_it_unless_it_is_gone_in_time() -> None:
+def test_task_behind_the_first_in_a_line_takes_nothing_unless_it_is_short() -> None:
+    """The line is for a limit; a task that stands ahead of the first one may use it."""
     world = a_line()
     for name, said in (("long", 600.0), ("short", 50.0), ("unknown", None)):
         fields = {"custom": LICENCE, "gpu_mb": GIB, "expected_seconds": said}
@@ -183,7 +184,7 @@ def test_a_task_behind_the_first_for_a_limit_shows_that_as_its_reason() -> None:
     assert told.remedies[0].change == {"expected_seconds": 60.0}
 
 
-def test_what_runs_that_are_over_still_hold_of_a_quota_counts_as_given_back() -> None:
+def test_quota_held_by_runs_that_are_over_counts_as_given_back() -> None:
     """Else there would be no line while anybody leaves, and whoever comes next would pass."""
     ended = a_task("over", gpu_mb=160 * GIB, tenant="solo")
     over = holding(ended, "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING)
@@ -205,7 +206,7 @@ def test_a_limit_that_is_gone_or_kept_for_higher_priorities_never_opens(
     assert foreseen(world, replace(POLICY, custom_limits=limits)) == []
 
 
-def test_the_basis_of_a_forecast_for_a_limit_is_that_of_runs_that_use_the_limit() -> None:
+def test_limit_forecast_takes_its_basis_from_the_runs_that_use_the_limit() -> None:
     guessed = a_run("guessed", "gpu0"), a_task("first", gpus=1, expected_seconds=Seconds(50.0))
     running = a_run("one", "n2/gpu0", left=600.0, custom=LICENCE)
     waits = a_task(
@@ -216,7 +217,8 @@ def test_the_basis_of_a_forecast_for_a_limit_is_that_of_runs_that_use_the_limit(
     assert told == [("first", 100, 900, Basis.GUESS), ("waits", 600, 600, Basis.STATED)]
 
 
-def test_who_was_admitted_while_forecasts_were_made_counts_against_a_limit_before_it_gives_back() -> None:
+def test_run_admitted_while_forecasts_are_made_counts_against_the_limit() -> None:
+    """It counts until it is expected to give its share back."""
     nodes = [device for number in range(9) for device in gpus(1, f"n{number}")]
     running = a_run("one", "n0/gpu0", left=60.0, custom=LICENCE)
     first = a_task("first", gpus=1, gpu_mb=80 * GIB, submitted_at=NOW - 9)

@@ -38,7 +38,7 @@ def asked_to_leave(world: World, policy: Policy = POLICY, cache: PlanCache | Non
     return [write.task.id for decision in decisions if decision.why == "preempt" for write in decision.tasks]
 
 
-def test_above_its_quota_a_task_stops_runs_of_its_own_tenant_until_the_quota_has_room() -> None:
+def test_task_above_its_quota_stops_runs_of_its_own_tenant_to_make_room() -> None:
     world = a_cluster(a_run("old"), a_run("new", seconds=5.0), urgent())
     assert asked_to_leave(world) == ["new"]
     assert asked_to_leave(a_cluster(a_run("old"), a_run("new"), urgent(40))) == ["new", "old"]
@@ -134,7 +134,7 @@ def test_what_its_cohort_lends_is_room_in_the_quota_too() -> None:
     assert len(asked_to_leave(world, Policy(tenants=tenants))) == 1
 
 
-def test_that_forecasts_close_nodes_to_a_shielded_task_says_nothing_of_one_that_gives_way_to_them() -> None:
+def test_refusal_of_a_shielded_task_is_not_reused_for_one_that_gives_way() -> None:
     """The first could not be stopped for `wide` by the time that is to start; its likes could be."""
     wide = a_task("wide", tenant="large", priority=65, gpu_mb=80, custom={"licence": 1.0})
     there, start = (Placement(NodeName("n1"), ((DeviceKey("test/n1/gpu0"), Mib(80)),)),), Instant(NOW + 60.0)

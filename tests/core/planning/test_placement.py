@@ -139,7 +139,7 @@ def test_equal_devices_go_to_the_busier_node_and_spread_to_the_idler() -> None:
     assert devices(world, gpus=1, placement="spread") == ["n1/gpu0"]
 
 
-def test_spread_goes_to_the_node_with_fewer_runs_before_the_one_that_comes_first() -> None:
+def test_spread_prefers_the_node_with_fewer_runs_to_the_first_in_order() -> None:
     runs = [holding(a_task(f"run{n}", gpu_mb=80 * GIB), f"n1/gpu{n}") for n in range(2)]
     other = holding(a_task("other", gpu_mb=80 * GIB), "n2/gpu0")
     world = a_world(*filled(0, 0, 0, 0), *filled(0, 0, node="n2"), *runs, other)
@@ -270,7 +270,8 @@ def test_a_custom_resource_that_is_used_up_limits_concurrency() -> None:
     assert isinstance(found(world, custom={"licence": 1.0}), Placement)
 
 
-def test_a_task_without_gpu_goes_to_the_node_with_least_cpu_left_and_spread_to_the_other() -> None:
+def test_task_without_gpu_takes_the_node_with_least_cpu_left() -> None:
+    """With placement "spread" it takes the node with most CPU left."""
     world = a_world(a_node("n1", cpu=8.0), a_node("n2", cpu=4.0), a_node("n3", cpu=1.0))
     assert found(world, cpu=2.0) == Placement(NodeName("n2"), ())
     assert found(world, cpu=2.0, placement="spread") == Placement(NodeName("n1"), ())

@@ -58,7 +58,7 @@ def test_a_run_that_comes_out_of_its_shield_may_be_stopped() -> None:
     assert [decision.why for decision in plan(world, cache, later)] == ["preempt"]
 
 
-def test_a_run_whose_turn_is_over_may_be_stopped_by_those_before_whom_it_went() -> None:
+def test_run_loses_its_shield_in_time_to_the_tasks_it_went_before() -> None:
     run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 9_999.0))
     fresh = a_task("fresh", priority=60, gpu_mb=10 * GIB)
     begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
@@ -69,7 +69,7 @@ def test_a_run_whose_turn_is_over_may_be_stopped_by_those_before_whom_it_went() 
         assert [d.why for d in plan_cycle(world, policy, at, cache=cache).decisions] == whys
 
 
-def test_a_run_that_is_no_longer_young_may_be_stopped_by_those_before_whom_it_did_not_go() -> None:
+def test_run_past_its_minimum_time_is_stopped_by_tasks_it_did_not_pass() -> None:
     run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
     begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
     before = a_task("p55", priority=55, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
@@ -92,7 +92,7 @@ def test_a_run_whose_start_is_heard_of_late_has_run_long_enough() -> None:
     assert [d.why for d in plan_cycle(world, policy, later, cache=cache).decisions] == ["preempt"]
 
 
-def test_a_device_that_is_heard_of_again_is_used_again_and_one_that_is_not_is_no_longer() -> None:
+def test_device_is_used_only_while_its_samples_are_fresh() -> None:
     world, cache = a_world(a_device(), a_task("a", gpu_mb=GIB)), PlanCache()
     assert len(plan(world, cache)) == 1
     assert plan(world, cache, NOW + 60.0) == ()
@@ -127,7 +127,7 @@ def test_room_that_was_coming_and_goes_to_another_is_looked_for_elsewhere() -> N
     assert [decision.why for decision in plan(world, cache, NOW + 1.0)] == ["admit", "preempt"]
 
 
-def test_another_world_another_policy_and_an_earlier_time_find_an_empty_memory() -> None:
+def test_plan_cache_starts_empty_for_another_world_policy_or_earlier_time() -> None:
     cache = PlanCache()
     assert plan(a_world(a_device(mb=GIB), a_task("a", gpu_mb=2 * GIB)), cache) == ()
     world = a_world(a_device(), a_task("a", gpu_mb=2 * GIB))
@@ -145,7 +145,7 @@ def coming(*parts: Any) -> tuple[World, PlanCache]:
     return world, cache
 
 
-def test_who_waits_for_room_that_is_coming_still_does_when_something_else_changes_there() -> None:
+def test_task_waiting_for_coming_room_still_waits_after_other_changes() -> None:
     run = holding(a_task("run", gpu_mb=70 * GIB), "gpu1")
     world, cache = coming(a_device("gpu1"), run)
     for name in ("small", "tiny"):
@@ -157,7 +157,7 @@ def test_who_waits_for_room_that_is_coming_still_does_when_something_else_change
     assert [decision.subject for decision in plan(world, cache)] == ["waits"]
 
 
-def test_room_that_is_coming_is_asked_for_again_in_the_slice_after_a_start_on_its_node() -> None:
+def test_coming_room_is_searched_again_after_a_start_on_its_node() -> None:
     run = holding(a_task("run", gpu_mb=70 * GIB), "gpu1")
     world, cache = coming(a_device("gpu1"), run)
     submit(world, *(a_task(name, priority=60, gpu_mb=2 * GIB) for name in ("small", "tiny")))
@@ -176,7 +176,7 @@ def test_who_waits_for_room_that_is_coming_takes_what_is_there_before() -> None:
     assert {lease.device for lease in world.leases_of(world.tasks[TaskId("waits")])} == {key("n2/gpu0")}
 
 
-def test_who_had_a_turn_has_no_other_in_the_cycle_where_nobody_remembers_it() -> None:
+def test_without_a_cache_no_task_has_a_second_turn_in_the_same_cycle() -> None:
     likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=60 * GIB) for tenant in "ab"]
     world = a_world(a_device(), holding(a_task("run", gpu_mb=70 * GIB), "gpu0"), *likes)
     part = plan_cycle(world, POLICY, NOW, budget=0)
@@ -213,7 +213,7 @@ def test_who_leaves_the_queue_between_two_slices_is_passed_over() -> None:
     assert slices(world, PlanCache(), cancels(world, "b")) == ["a", "c"]
 
 
-def test_who_counts_against_a_limit_and_leaves_the_queue_between_two_slices_is_passed_over() -> None:
+def test_limited_task_that_leaves_the_queue_between_slices_is_passed_over() -> None:
     """Being the last of its group, whose next turn had come already."""
     counted = [a_task(name, cpu=cpu, slots=(("label:run=x", 1.0),)) for name, cpu in (("a", 1.0), ("b", 2.0))]
     world = a_world(a_node(), *counted)
@@ -221,7 +221,7 @@ def test_who_counts_against_a_limit_and_leaves_the_queue_between_two_slices_is_p
 
 
 @pytest.mark.parametrize("priority", [50, 20])
-def test_who_gives_up_what_is_kept_for_him_between_two_slices_is_passed_over(priority: int) -> None:
+def test_task_that_gives_up_its_pledge_between_slices_is_passed_over(priority: int) -> None:
     kept = a_task("kept", priority=priority, gpu_mb=10 * GIB)
     world = a_world(a_device(), a_task("a", priority=60, gpu_mb=GIB), kept, a_pledge(kept, "gpu0", 10 * GIB))
     assert slices(world, PlanCache(), cancels(world, "kept")) == ["a"]
@@ -239,7 +239,7 @@ def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room() -> Non
     assert slices(world, PlanCache(), lambda: None, room) == ["small0", "small1", "small2"]
 
 
-def test_what_is_known_of_demands_that_no_task_has_any_more_is_forgotten_in_the_end() -> None:
+def test_plan_cache_forgets_demands_that_no_task_has_any_more() -> None:
     world, cache = a_world(a_device(), a_task("a", gpu_mb=GIB)), PlanCache()
     plan(world, cache)
     cache.places.update({TaskId(f"gone{n}"): PlaceTable() for n in range(MOST_UNASKED + 10)})
@@ -247,7 +247,7 @@ def test_what_is_known_of_demands_that_no_task_has_any_more_is_forgotten_in_the_
     assert len(cache.places) < 10
 
 
-def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken() -> None:
+def test_task_shut_out_is_passed_over_in_every_band_and_at_every_wakeup() -> None:
     run = holding(a_task("run", priority=90, gpu_mb=80 * GIB), "gpu0")
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
     waits = [a_task(f"waits{at}", priority=at, gpus=2, gpu_mb=60 * GIB) for at in (80, 60, 20)]
@@ -267,7 +267,8 @@ def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken() -> No
     assert [decision.subject for decision in plan(world, PlanCache())] == ["one"]
 
 
-def test_that_no_rank_can_join_a_gang_is_remembered_until_a_node_has_more_or_is_no_longer_reserved() -> None:
+def test_refusal_of_a_joining_rank_is_cached_until_a_node_has_more_room() -> None:
+    """A node that is no longer reserved counts as well."""
     gang = on_one_node()
     world, now, cache = gang.world, gang.now, PlanCache()
 

@@ -95,9 +95,10 @@ def test_the_plan_is_the_naive_twins_whatever_happened_before(
 
 @given(clusters(), stories, st.integers(1, 4), st.integers(1, 3))
 @settings(max_examples=120, deadline=None)
-def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_not_matter(
+def test_nothing_is_leased_twice_and_slices_and_row_order_do_not_matter(
     world: World, story: list[Chapter], budget: int, turns: int
 ) -> None:
+    """No byte is leased or promised twice in any world."""
     tale = Story(world)
     forecasts: list[Forecast] = []
     for chapter in story:

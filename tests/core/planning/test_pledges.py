@@ -51,7 +51,7 @@ def a_small(name: str, priority: int, **fields: Any) -> Task:
     return a_task(name, priority=priority, gpu_mb=40 * GIB, **fields)
 
 
-def test_who_stands_behind_it_in_its_band_takes_nothing_that_is_freed_for_a_task() -> None:
+def test_freed_memory_is_kept_from_tasks_behind_the_preemptor_in_its_band() -> None:
     world = freed_for(a_wide("aged", 55, submitted_at=HOURS_AGO))
     submit(world, a_small("fresh", 69))
     assert cycle(world, now=NOW + 2.0) == []
@@ -74,7 +74,7 @@ def test_a_higher_band_takes_what_is_freed_for_a_task_however_old_that_is() -> N
     assert started(cycle(world, now=NOW + 2.0)) == ["above"]
 
 
-def test_where_tenants_share_what_is_freed_for_a_task_is_kept_from_its_whole_band() -> None:
+def test_with_tenant_shares_freed_memory_is_kept_from_the_whole_band() -> None:
     """Priority comes after the shares of tenants: `later` stands behind `first`."""
     held = holding(a_task("run", tenant="busy", gpu_mb=70 * GIB, priority=69), "gpu1")
     world = freed_for(a_wide("first", 55, tenant="idle"), a_device("gpu1"), held)
@@ -82,7 +82,7 @@ def test_where_tenants_share_what_is_freed_for_a_task_is_kept_from_its_whole_ban
     assert cycle(world, now=NOW + 2.0) == []
 
 
-def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone() -> None:
+def test_inherited_urgency_keeps_freed_memory_from_its_own_band_only() -> None:
     heir = a_wide("heir", 85, **after("needed"))
     world = freed_for(a_wide("needed", 55), heir)
     submit(world, a_small("behind", 69))
@@ -91,7 +91,7 @@ def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone
     assert started(cycle(world, now=NOW + 4.0)) == ["above"]
 
 
-def test_what_is_freed_for_an_owner_is_kept_from_a_borrower_that_only_comes_then() -> None:
+def test_memory_freed_for_an_owner_is_kept_from_a_later_borrower() -> None:
     """When it was asked for nobody else had ever held anything: there was nothing to go by but priority."""
     owner, borrower = TenantPolicy("owner", "lab", Mib(200 * GIB)), TenantPolicy("borrower", "lab", Mib(0))
     policy, mine = Policy(tenants=(owner, borrower)), {"tenant": "owner", "gpu_mb": 40 * GIB}
@@ -133,9 +133,10 @@ def test_who_stood_behind_it_in_its_band_does_not_stop_what_has_just_begun(prior
 
 
 @pytest.mark.parametrize(("priority", "submitted_at"), [(70, HOURS_AGO), (95, HOURS_AGO), (60, NOW - 120.0)])
-def test_a_higher_band_and_who_would_have_stood_before_it_stop_what_has_just_begun(
+def test_run_started_from_its_pledge_is_stopped_by_tasks_ranked_above_it(
     priority: int, submitted_at: float
 ) -> None:
+    """They are those of a higher band and those that would have stood before it."""
     world = started_from_its_pledge(submitted_at=Instant(submitted_at))
     submit(world, a_small("fresh", priority))
     assert stopped_at(world, 8.0) == ["aged"]
@@ -161,7 +162,7 @@ def test_nobody_keeps_its_turn_where_the_operator_gives_it_no_time() -> None:
     assert stopped_at(world, 8.0, Policy(shield_seconds=Seconds(0.0))) == ["aged"]
 
 
-def test_what_is_pledged_to_a_task_is_not_taken_twice_from_what_its_reservation_leaves() -> None:
+def test_pledged_room_is_not_subtracted_twice_beside_a_reservation() -> None:
     """Three run slots: for a run that is stopped, for the task it is stopped for, and for a task behind."""
     first, behind = a_task("first", priority=95, gpu_mb=80 * GIB), a_task("behind", priority=50, cpu=1.0)
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=Seconds(30.0)), "gpu0")

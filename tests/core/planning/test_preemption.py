@@ -172,7 +172,7 @@ def test_a_critical_task_ignores_the_shield() -> None:
     assert victims(a_world(shielded), gpu_mb=10 * GIB, priority=90) == ["shielded"]
 
 
-def test_idle_work_makes_room_for_all_other_work_however_often_it_had_to_before() -> None:
+def test_idle_work_makes_room_for_all_other_work_however_often_preempted() -> None:
     policy = replace(POLICY, min_run_seconds=Seconds(300.0))
     world = a_world(a_run("idle", "gpu0", 80, priority=9, preemptions=9))
     assert victims(world, policy=policy, gpu_mb=10 * GIB, priority=10) == ["idle"]
@@ -198,7 +198,7 @@ def test_a_task_goes_where_it_would_go_without_idle_work() -> None:
     assert [write.task.id for write in decision.tasks] == ["old"]
 
 
-def test_a_run_is_left_alone_until_it_has_run_for_a_while_except_by_critical_tasks() -> None:
+def test_young_run_is_only_preempted_by_critical_tasks() -> None:
     patient = Policy(min_run_seconds=Seconds(60.0))
     young = a_world(a_run("young", "gpu0", 80, seconds=59.0))
     assert chosen(young, policy=patient, gpu_mb=10 * GIB) is Reason.WAITING_FOR_MEMORY
@@ -239,7 +239,7 @@ def test_nobody_is_stopped_for_room_that_is_coming_anyway() -> None:
     assert victims(world, gpu_mb=50 * GIB) == ["low"]
 
 
-def test_nobody_is_stopped_for_room_that_a_finished_run_is_about_to_release() -> None:
+def test_no_run_is_stopped_for_room_a_finished_run_is_about_to_release() -> None:
     over = a_task("over", gpu_mb=40 * GIB, fence=1, state=TaskState.SUCCEEDED)
     releasing = a_lease(over, "gpu0", 40 * GIB, state=LeaseState.RELEASING)
     world = a_world(a_device(), over, releasing, a_run("low", "gpu0", 40))
@@ -264,7 +264,7 @@ def stopping_for(preemptor: str, name: str, device: str, gib: int) -> Holding:
 
 
 @pytest.mark.parametrize(("priority", "expected"), [(80, ["low"]), (79, Reason.WAITING_FOR_MEMORY)])
-def test_memory_that_is_being_freed_for_another_is_left_to_it_unless_its_priority_is_lower(
+def test_memory_freed_for_another_task_is_only_taken_by_a_higher_priority(
     priority: int, expected: Any
 ) -> None:
     other = a_task("other", priority=priority, gpu_mb=40 * GIB)
@@ -289,9 +289,7 @@ def test_the_deadline_is_that_of_whoever_leaves_last() -> None:
 
 
 @pytest.mark.parametrize(("gib", "seconds"), [(70, 5.0), (71, 500.0)])
-def test_the_deadline_includes_who_leaves_anyway_only_if_that_room_is_needed(
-    gib: int, seconds: float
-) -> None:
+def test_deadline_counts_runs_already_leaving_only_if_their_room_is_needed(gib: int, seconds: float) -> None:
     """10 GiB are free, 60 come from the victim, 10 from a run that was cancelled."""
     until = Instant(NOW + 500.0)
     cancelled = a_run("cancelled", "gpu0", 10, state=TaskState.STOPPING, stop_deadline_at=until)
@@ -388,7 +386,7 @@ def test_where_everybody_together_is_too_little_nobody_is_chosen() -> None:
     assert cheapest([], lambda _gone: False) is None
 
 
-def test_several_devices_are_not_cleared_where_they_cost_more_together_than_on_another_node() -> None:
+def test_devices_that_cost_more_together_than_another_node_are_not_cleared() -> None:
     """Each of the other node's devices alone costs less than both of this one, so it is looked at as well."""
     parts: list[Any] = [a_device(f"gpu{at}", node) for node in ("n1", "n2") for at in (0, 1)]
     for device, seconds in (("n1/gpu0", 10.0), ("n1/gpu1", 11.0), ("n2/gpu0", 12.0), ("n2/gpu1", 12.0)):

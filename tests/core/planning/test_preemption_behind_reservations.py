@@ -55,7 +55,7 @@ def test_a_waiting_cpu_task_keeps_no_gpu_task_from_preempting() -> None:
     assert victims(world) == ["hog"]
 
 
-def test_where_a_cpu_task_could_have_its_room_made_only_other_runs_are_preempted() -> None:
+def test_behind_a_cpu_task_runs_that_could_make_its_room_are_not_preempted() -> None:
     """Idle work makes room for every task, so what it holds stays reserved for the task ahead."""
     idle = holding(a_task("idle", priority=5, cpu=1.0))
     hog = holding(a_task("hog", priority=20, cpu=1.0))
@@ -80,7 +80,7 @@ def behind_a_gpu_task() -> World:
     return a_machine(HOG, peer, wide, GPU_TASK)
 
 
-def test_a_gang_preempts_behind_a_cpu_task_and_so_does_one_behind_a_gang_without_gpus() -> None:
+def test_gang_with_gpus_preempts_behind_a_cpu_task_and_behind_a_cpu_gang() -> None:
     gang = a_gang("gang", *bundles(1, cpu=1.0, gpu_mb=GIB), priority=79, submitted_at=NOW - 10)
     assert victims(a_machine(HOG, CPU_TASK, gang)) == ["hog"]
     wide = a_gang("wide", *bundles(1, cpu=2.0), priority=79, submitted_at=NOW - 20)
@@ -109,7 +109,7 @@ def test_a_task_over_its_quota_makes_room_in_it_behind_a_cpu_task() -> None:
     assert victims(a_machine(mine, CPU_TASK, more), policy) == ["mine"]
 
 
-def test_once_the_backfill_depth_is_reached_nodes_with_reservations_stay_closed() -> None:
+def test_at_the_backfill_depth_nodes_with_reservations_stay_closed() -> None:
     others = [a_task(f"small{n}", priority=79, cpu=1.0, submitted_at=NOW - 15 + n) for n in range(2)]
     large = replace(GPU_TASK, demand=replace(GPU_TASK.demand, cpu=2.0))
     hog = holding(a_task("hog", priority=20, cpu=1.0))

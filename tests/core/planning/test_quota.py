@@ -183,7 +183,7 @@ def test_quota_that_comes_back_is_given_in_the_next_cycle() -> None:
     assert started(world) == ["solo0", "solo1"]
 
 
-def test_an_elastic_gang_counts_the_ranks_it_needs_and_gets_no_more_than_its_quota_leaves() -> None:
+def test_elastic_gang_counts_its_required_ranks_and_grows_within_its_quota() -> None:
     gang = a_gang("gang", *bundles(4, gpu_mb=10), tenant="solo", min_ranks=1)
     world = a_cluster(gang)
     assert QuotaNeeds().of(world, gang.demand) == 10
@@ -223,7 +223,7 @@ OVERDRAWN = Policy(
 )
 
 
-def test_a_cohort_that_holds_more_than_its_guarantees_is_explained_by_who_borrowed() -> None:
+def test_overdrawn_cohort_is_explained_by_the_tenants_that_borrowed() -> None:
     [lab] = cohort_holdings({"acme": 20 * GIB, "beta": 45 * GIB, "free": 90 * GIB}, OVERDRAWN)
     assert (lab.name, lab.guaranteed_mb, lab.held_mb) == ("lab", 50 * GIB, 65 * GIB)
     assert lab.message is not None

@@ -49,7 +49,7 @@ def wants(mb: int = 20, **fields: Any) -> Any:
     return a_task("wants", **{"tenant": "owner", "gpu_mb": mb, "priority": 45, **fields})
 
 
-def test_who_is_below_its_guarantee_takes_back_from_borrowers_whatever_their_priority() -> None:
+def test_tenant_below_guarantee_reclaims_from_borrowers_of_any_priority() -> None:
     world = a_full_device(a_run("old", "guest", 40), a_run("new", "guest", 40, seconds=5.0), wants())
     assert stopped(world) == ["new"]
 
@@ -149,7 +149,7 @@ def test_nobody_is_said_to_be_stopped_for_a_tenant_without_quota_left() -> None:
     assert WhatIf(Draft(world), POLICY, NOW).way(task) == Wait(WaitReason.QUOTA, by_tenant=True)
 
 
-def test_who_gives_back_first_does_not_take_it_again_before_the_others_have() -> None:
+def test_borrower_that_leaves_first_does_not_retake_memory_being_reclaimed() -> None:
     """What is being freed for a guarantee is not free to those from whom it is taken back, whatever their
     priority."""
     runs = [a_run(f"r{n}", "guest", 20, priority=60, seconds=n + 1.0) for n in range(4)]
@@ -183,7 +183,7 @@ FOUR = (
 )
 
 
-def test_a_gang_takes_back_room_on_several_nodes_at_once_whatever_the_priority_of_borrowers() -> None:
+def test_gang_reclaims_on_several_nodes_from_borrowers_of_any_priority() -> None:
     world = two_nodes(*FOUR, GANG)
     told = WhatIf(Draft(world), POLICY, NOW).way(GANG).eviction
     asked = stopped(world)
@@ -203,7 +203,7 @@ def test_a_gang_leaves_borrowers_what_they_are_guaranteed() -> None:
     assert stopped(two_nodes(*FOUR, alone), policy) == ["a"]
 
 
-def test_a_gang_for_which_nothing_can_be_taken_back_may_still_stop_runs_of_lower_priority() -> None:
+def test_gang_that_can_reclaim_nothing_still_preempts_lower_priority() -> None:
     low = on("n1/gpu0", "low", "other", priority=5), on("n2/gpu0", "low2", "other", priority=5)
     world = two_nodes(FOUR[0], FOUR[2], *low, GANG)
     told = WhatIf(Draft(world), POLICY, NOW).way(GANG).eviction
@@ -238,7 +238,7 @@ def test_a_gang_leaves_guarantees_whole_among_many_borrowers_too() -> None:
     assert stopped(world, poorer) == []
 
 
-def test_an_owner_for_whose_likes_there_is_nothing_waits_if_too_little_is_lent() -> None:
+def test_owner_waits_if_too_little_is_lent_though_its_equal_was_refused() -> None:
     """The more urgent of another tenant was refused the same before; only the owner may ask `guest`."""
     fixed = a_run("fixed", "outsider", 40, priority=90)
     lent = [a_run("lent", "guest", 35), wants(60)]

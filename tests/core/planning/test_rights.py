@@ -35,7 +35,7 @@ GANG: dict[str, Any] = {"bundles": bundles(2, gpu_mb=20)}
         ("borrower", "outsider", GANG, "choose_for_gang"),
     ],
 )
-def test_of_those_to_whom_forecasts_close_the_same_nodes_one_searches_for_all(
+def test_one_search_serves_all_tasks_closed_out_of_the_same_nodes(
     tenant: str, holder: str, asks: dict[str, Any], search: str, monkeypatch: Any
 ) -> None:
     """They could not be stopped for `first` in time, and so may have nobody stopped where it is to start."""

@@ -79,7 +79,7 @@ def test_a_stopping_run_still_has_an_end_in_sight() -> None:
     assert remaining_seconds(task, times(500.0), NOW) is not None
 
 
-def test_a_run_that_begins_now_takes_what_was_stated_or_else_what_enough_runs_like_it_took() -> None:
+def test_run_estimate_is_the_stated_time_or_that_of_enough_similar_runs() -> None:
     task = a_task(subject="resnet")
     known = run_seconds(task, times(*[100.0] * 5), POLICY)
     assert known is not None

@@ -43,7 +43,7 @@ def step_by_step(
         pauses += 1
 
 
-def test_a_search_that_pauses_at_each_step_finds_what_one_in_a_single_go_finds() -> None:
+def test_search_that_pauses_at_each_step_finds_what_an_unbroken_one_finds() -> None:
     world, high = three_nodes(n1=30.0, n2=10.0, n3=20.0), a_task("high", priority=80, gpu_mb=80 * GIB)
     eviction, pauses = step_by_step(high, world, ("n1", "n2", "n3"))
     assert isinstance(eviction, Eviction)

@@ -27,7 +27,7 @@ from tests.core.plans import eviction_for
 POLICY = Policy()
 
 
-def test_who_is_refused_in_the_middle_of_a_slice_is_refused_in_the_next_one_too() -> None:
+def test_task_refused_in_the_middle_of_a_slice_is_refused_in_the_next_too() -> None:
     likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=60 * GIB) for tenant in "abcd"]
     world, cache = a_world(a_device(), *likes), PlanCache()
     started, cursor = [], None
@@ -43,9 +43,8 @@ def test_who_is_refused_in_the_middle_of_a_slice_is_refused_in_the_next_one_too(
 
 
 @pytest.mark.parametrize(("gone", "left"), [("a", "b"), ("b", "a")])
-def test_who_leaves_the_queue_before_or_after_its_demand_is_let_in_is_not_waited_for(
-    gone: str, left: str
-) -> None:
+def test_task_that_leaves_the_queue_around_its_turn_is_not_waited_for(gone: str, left: str) -> None:
+    """It leaves before or after its demand is admitted."""
     world, cache = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), PlanCache()
     cursor = plan_cycle(world, POLICY, NOW, budget=0, cache=cache).cursor
     cancelled = write_move(world.tasks[TaskId(gone)], Move.CANCELLED, finished_at=NOW)
@@ -69,7 +68,7 @@ def test_who_waits_for_room_that_is_coming_is_left_alone_until_it_has_come() -> 
     assert [decision.subject for decision in plan.decisions] == ["first", "second-80"]
 
 
-def test_where_nothing_is_left_for_the_most_urgent_their_likes_in_lower_bands_are_not_asked() -> None:
+def test_equals_of_a_refused_urgent_task_in_lower_bands_are_not_searched() -> None:
     busy = holding(a_task("busy", priority=95, gpu_mb=80 * GIB), "gpu0")
     likes = [a_task(f"at-{priority}", priority=priority, gpu_mb=30 * GIB) for priority in (80, 50)]
     world, cache = a_world(a_node(), a_device(), busy, *likes), PlanCache()
@@ -86,7 +85,7 @@ def test_who_had_nothing_is_not_asked_again_when_too_little_is_given_back() -> N
     assert [(decision.subject, decision.why) for decision in plan.decisions] == [("small", "preempt")]
 
 
-def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_latest() -> None:
+def test_task_that_comes_between_two_slices_is_planned_in_the_next_cycle() -> None:
     world, cache = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), PlanCache()
     cursor, started = plan_cycle(world, POLICY, NOW, budget=0, cache=cache).cursor, []
     submit(world, a_task("late", priority=80, cpu=3.0))
@@ -101,7 +100,7 @@ def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_late
     assert started == ["a", "b", "late"]
 
 
-def test_a_cycle_that_was_given_up_leaves_no_order_to_the_next_one_even_of_the_same_moment() -> None:
+def test_abandoned_cycle_leaves_no_order_to_the_next_at_the_same_moment() -> None:
     world, cache = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), PlanCache()
     assert plan_cycle(world, POLICY, NOW, budget=0, cache=cache).cursor is not None
     submit(world, a_task("late", priority=80, cpu=3.0))
@@ -109,7 +108,7 @@ def test_a_cycle_that_was_given_up_leaves_no_order_to_the_next_one_even_of_the_s
     assert [decision.subject for decision in plan.decisions] == ["late", "a", "b"]
 
 
-def test_a_search_for_places_is_left_at_the_end_of_a_turn_and_goes_on_in_the_next() -> None:
+def test_place_search_stops_at_the_end_of_a_turn_and_resumes_in_the_next() -> None:
     nodes = [f"n{number}" for number in range(24)]
     world = a_world(*(a_node(node) for node in nodes), *(a_device("gpu0", node) for node in nodes))
     submit(world, a_task("wide", gpu_mb=60 * GIB), a_task("next", gpu_mb=30 * GIB))
@@ -148,7 +147,7 @@ def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node() -> Non
 
 
 @pytest.mark.parametrize("lasts", [5.0, 500.0])
-def test_a_place_that_was_given_is_taken_from_what_the_node_will_have_unless_it_is_back_by_then(
+def test_placement_reduces_future_capacity_unless_it_ends_by_then(
     lasts: float,
 ) -> None:
     long = holding(a_task("long", gpu_mb=30 * GIB, expected_seconds=Seconds(900.0)), "gpu0")
@@ -198,7 +197,7 @@ def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next() -> None:
     assert [victim.id for victim in eviction.victims] == ["n2"]
 
 
-def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycles() -> None:
+def test_slices_and_explanations_leave_no_cycles_to_the_garbage_collector() -> None:
     """It comes rarely: see `make_full_collections_rare`."""
     run = holding(a_task("run", priority=10, gpu_mb=60 * GIB), key("gpu0", "n1"))
     waits = a_task("waits", priority=80, gpu_mb=60 * GIB)
@@ -212,7 +211,7 @@ def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycl
     assert left.objects == 0
 
 
-def test_what_stands_behind_forecasts_leaves_nothing_to_the_collector_of_cycles_either() -> None:
+def test_forecasts_leave_no_cycles_to_the_garbage_collector() -> None:
     run = holding(a_task("run", gpu_mb=60 * GIB, expected_seconds=100.0), key("gpu0"))
     waits, small = a_task("waits", gpu_mb=70 * GIB), a_task("small", gpu_mb=5 * GIB, priority=20)
     world, rounds = a_world(a_device("gpu0"), run, waits, small), ForecastRounds()
@@ -225,7 +224,7 @@ def test_what_stands_behind_forecasts_leaves_nothing_to_the_collector_of_cycles_
     assert left.objects == 0
 
 
-def test_of_a_demand_for_whose_limit_nothing_is_left_by_now_nobody_is_admitted() -> None:
+def test_demand_whose_limit_is_used_up_is_admitted_at_no_priority() -> None:
     """Whatever their priorities."""
     taker = a_task("taker", gpu_mb=10, priority=65, custom={"licence": 1.0})
     late = [a_task(f"late{at}", gpu_mb=20, priority=at, custom={"licence": 1.0}) for at in (60, 50)]

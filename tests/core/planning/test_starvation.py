@@ -98,7 +98,7 @@ def a_stream_of_small_tasks(hours: Hours, *, state: bool) -> float:
     return sum(shares) / len(shares)
 
 
-def test_a_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill() -> None:
+def test_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill() -> None:
     for state in (True, False):
         world = a_world(*gpus())
         hours = Hours(world, {"wide": 60.0})
@@ -123,7 +123,7 @@ def test_a_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill() -
         assert "wide" not in unprotected.started, "without forecasts it never gets both GPUs"
 
 
-def test_a_gang_over_several_nodes_is_not_starved_by_a_stream_of_single_tasks() -> None:
+def test_gang_over_several_nodes_is_not_starved_by_single_tasks() -> None:
     """Four ranks of a whole GPU each; a task of one GPU comes every 70 s to eight, and takes 600 s."""
     for forecasts in (8, 0):
         devices = [device for number in range(4) for device in gpus(2, f"n{number}")]
@@ -288,7 +288,7 @@ def test_ageing_and_shares_starve_no_task_within_a_band(wide: dict[str, Any], co
     starts_at(wide, coming)
 
 
-def test_a_tenant_whose_runs_have_just_ended_does_not_take_the_room_reserved_for_another() -> None:
+def test_tenant_whose_runs_just_ended_does_not_take_others_reserved_room() -> None:
     """It has less than its share for that moment, every time: the wide task waited 12,000 s."""
     coming = (
         ("acme", {"gpu_mb": 30 * GIB}, 37.0, False),
