@@ -166,7 +166,7 @@ def a_model(sender: None = None, **fields: Any) -> Any:
     return {**usual, "sender": sender, "holder": terms, **fields}
 
 
-def test_a_model_is_wanted_for_as_long_as_its_terms_say_and_needs_no_permission() -> None:
+def test_model_is_wanted_as_long_as_its_terms_say_and_needs_no_permission() -> None:
     task = admitted(**a_model(demand=Asked(gpus=1, gpu_mb=GIB, cpu=0.0), tenant="modest")).task
     assert (task.priority, task.max_retries, task.timeout_seconds, task.expires_at) == (
         100,
@@ -178,14 +178,14 @@ def test_a_model_is_wanted_for_as_long_as_its_terms_say_and_needs_no_permission(
     assert (base.expires_at, base.held) == (None, True)
 
 
-def test_a_model_that_fits_nowhere_is_refused_unless_it_is_in_memory_already() -> None:
+def test_model_that_fits_nowhere_is_refused_unless_it_is_already_loaded() -> None:
     large = a_model(demand=Asked(gpus=1, gpu_mb=999 * GIB, cpu=0.0))
     found = refused(**large)
     assert (found.code, found.faults[0].field) == ("exceeds-capacity", "/gpu_mb")
     assert admitted(**large, held=True).task.demand.gpu_mb == 999 * GIB
 
 
-def test_what_no_node_could_take_is_admitted_if_an_autoscaler_is_named_and_a_model_is_not() -> None:
+def test_autoscaler_admits_tasks_that_no_node_could_take_but_no_models() -> None:
     policy = replace(RULES.permissions.policy, autoscaler="keda")
     rules = replace(RULES, permissions=replace(RULES.permissions, policy=policy))
     large = Asked(gpus=1, gpu_mb=999 * GIB, cpu=0.0)
@@ -212,7 +212,7 @@ def test_a_task_that_is_done_again_keeps_its_demand_and_its_limits() -> None:
         ({"spec": replace(CALL, env={"SEED": "secret:seed"})}, "forbidden", ""),
     ],
 )
-def test_what_the_token_does_not_allow_is_refused_with_the_task_that_it_would_be(
+def test_submission_the_token_forbids_is_refused_with_the_task_it_would_be(
     fields: dict[str, Any], code: str, field: str
 ) -> None:
     found = refused(Token(("tasks:write",), max_priority=80), **fields)
@@ -239,7 +239,8 @@ def test_of_many_missing_objects_ten_are_named() -> None:
     assert [fault.field for fault in unknown_objects(missing, 60.0)] == [f"/items/{at}" for at in range(10)]
 
 
-def test_what_is_for_higher_priorities_or_over_the_quota_or_the_maximum_is_refused() -> None:
+def test_submission_over_the_quota_or_the_maximum_is_refused() -> None:
+    """A device kept for higher priorities admits these only."""
     seat = Asked(custom=(("seat", 1.0),))
     found = refused(demand=seat, priority=3)
     assert (found.code, found.faults[0].field) == ("priority-too-low", "/resources/custom/seat")

@@ -75,7 +75,7 @@ def test_each_rank_of_a_gang_has_a_demand_and_custom_resources_add_up() -> None:
     assert demand(bundles=(Asked(), Asked()), min_ranks=2).min_ranks is None
 
 
-def test_restrictions_beside_the_ranks_hold_for_each_that_has_none_of_its_own() -> None:
+def test_outer_restrictions_hold_for_each_rank_that_has_none_of_its_own() -> None:
     zone = PlacementConstraints(kinds=("L4",), nodes=(("zone", ("a",)),))
     first, second = demand(bundles=(Asked(gpus=1, where=H100), Asked(gpus=1)), where=zone).bundles
     assert (first.where, second.where) == (replace(zone, kinds=("H100",)), zone)
@@ -90,7 +90,7 @@ def test_restrictions_beside_the_ranks_hold_for_each_that_has_none_of_its_own() 
         ((Asked(gpu_mb=5), Asked(where=L4)), [5, 100]),
     ],
 )
-def test_the_default_size_is_for_ranks_that_only_restrict_devices_or_for_all(
+def test_default_size_is_for_ranks_that_only_restrict_devices_or_for_all(
     bundles: tuple[Asked, ...], sizes: list[int | None]
 ) -> None:
     assert [rank.gpu_mb for rank in demand(TYPE, bundles=bundles).bundles] == sizes

@@ -34,7 +34,7 @@ def refused(**demand: Any) -> Refusal:
     return refusal
 
 
-def test_a_demand_larger_than_any_device_is_refused_and_the_largest_device_is_named() -> None:
+def test_demand_larger_than_any_device_is_refused_naming_the_largest() -> None:
     refusal = refused(gpu_mb=79 * GIB)
     assert (refusal.code, refusal.field) == ("exceeds-capacity", "gpu_mb")
     assert refusal.message == (
@@ -281,7 +281,7 @@ def test_a_run_may_not_take_repeat_or_linger_longer_than_is_allowed(asked: dict[
     assert refusal.message.startswith(said)
 
 
-def test_as_long_as_is_allowed_is_not_too_long_and_no_time_limit_is_no_offence() -> None:
+def test_times_at_the_maximum_and_no_time_limit_are_allowed() -> None:
     policy = Policy(
         maximum=TaskMaximum(timeout_seconds=Seconds(3600.0), max_retries=3, grace_seconds=Seconds(60.0))
     )
@@ -290,7 +290,7 @@ def test_as_long_as_is_allowed_is_not_too_long_and_no_time_limit_is_no_offence()
     assert check_times(Seconds(3600.0), 3, Seconds(60.0), Policy()) is None
 
 
-def test_new_nodes_could_take_what_no_limit_forbids_if_an_autoscaler_is_named() -> None:
+def test_with_an_autoscaler_new_nodes_could_take_what_no_limit_forbids() -> None:
     large, gang = a_demand(gpus=9), a_demand(bundles=(a_demand(gpus=4), a_demand(gpus=4)))
     assert not new_nodes_could_take(large, POLICY)
     named = replace(POLICY, autoscaler="keda")

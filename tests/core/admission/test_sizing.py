@@ -62,7 +62,7 @@ def test_of_several_kinds_the_one_on_which_runs_took_most_counts() -> None:
     assert (size.kind, size.p95_mb) == ("L4", pytest.approx(6 * GIB, rel=RELATIVE_ERROR))
 
 
-def test_ranks_of_one_size_give_one_message_and_of_several_sizes_the_largest_counts() -> None:
+def test_ranks_of_one_size_give_one_message_and_the_largest_size_counts() -> None:
     known, few = size_of(sizes(*[4.0] * 9)), size_of({})
     assert size_of_ranks({}) is None
     assert size_of_ranks({"rank 0": known, "rank 1": known}) == known
@@ -83,7 +83,7 @@ def test_the_margin_never_asks_for_more_than_the_device_had() -> None:
     assert size_of(sizes(*[23.0] * 9, kind="L4")).gpu_mb == 24 * GIB
 
 
-def test_what_a_process_costs_of_itself_is_leased_apart_and_not_learned_twice() -> None:
+def test_memory_a_process_costs_itself_is_leased_apart_and_learned_once() -> None:
     device = a_device(kind="H100", context_mb=512)
     size = learned_size(sizes(*[4.0] * 9), "default", "resnet", [device], POLICY)
     assert size.gpu_mb == pytest.approx(1.15 * 4 * GIB - 512, rel=2 * RELATIVE_ERROR)

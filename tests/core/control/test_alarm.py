@@ -17,7 +17,7 @@ def follow(*values: tuple[float, float | None], threshold: Threshold = THRESHOLD
     return found
 
 
-def test_it_goes_on_after_the_whole_time_above_and_off_after_the_whole_time_below() -> None:
+def test_alarm_turns_on_after_its_time_above_and_off_after_its_time_below() -> None:
     assert follow((0, 10), (4.9, 11), (5, 10)) == [False, False, True]
     assert follow((0, 10), (5, 10), (6, 7.9), (10.9, 7), (11, 0)) == [False, True, True, True, False]
 

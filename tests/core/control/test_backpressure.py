@@ -34,7 +34,7 @@ def test_a_pressure_is_about_one_tenant_or_about_all(name: str, tenant: str) -> 
     assert pressure.tenant == tenant
 
 
-def test_the_longest_wait_is_of_a_task_above_background_that_only_its_turn_keeps_waiting() -> None:
+def test_longest_wait_counts_tasks_above_background_that_only_wait_a_turn() -> None:
     def longest(*tasks: Task) -> float:
         world, now = a_world(*tasks), Instant(NOW + 100.0)
         world.enter_due(now)

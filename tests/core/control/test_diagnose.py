@@ -82,7 +82,8 @@ def test_a_holder_that_came_to_an_idle_gpu_has_time_to_prepare() -> None:
     assert findings(world, fleet=idle(key("gpu0"))) == []
 
 
-def test_what_leaves_or_comes_and_a_servers_own_memory_and_idle_work_do_not_count_as_held() -> None:
+def test_moving_runs_server_memory_and_idle_work_do_not_count_as_held() -> None:
+    """Runs that come or leave hold nothing for this finding."""
     coming = holding(a_task("coming"), "gpu0", mb=GIB, lease_state=LeaseState.RESERVED)
     leaving = holding(a_task("leaving"), "gpu0", mb=GIB, state=TaskState.STOPPING)
     server = holding(a_task("server"), mb=GIB)
@@ -209,7 +210,7 @@ def test_free_run_slots_do_not_matter_without_free_memory() -> None:
 
 @pytest.mark.parametrize(("used", "count"), [(0.2, 1), (0.8, 0), (None, 0)])
 @pytest.mark.parametrize("busy", ["cpu", "network"])
-def test_busy_cpus_or_a_busy_network_beside_waiting_gpus_are_the_bottleneck(
+def test_busy_cpus_or_a_busy_network_beside_waiting_gpus_are_a_bottleneck(
     used: float | None, count: int, busy: str
 ) -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("t"), "gpu0", mb=GIB))
@@ -242,7 +243,7 @@ def test_calls_that_wait_are_told_with_what_their_workers_lack(percent: float, w
     assert found.remedy.startswith(remedy)
 
 
-def test_a_node_that_answers_and_that_other_nodes_cannot_reach_is_found_once() -> None:
+def test_node_that_answers_but_is_unreachable_from_nodes_is_found_once() -> None:
     world = a_world(*(a_node(name, ready=name != "n4") for name in ("n1", "n2", "n3", "n4")))
     for name in ("n1", "n2"):
         seen = ((other, f"10.0.0.3:{port}", "refused") for other, port in (("n3", 8), ("n4", 9), ("n5", 9)))
@@ -264,7 +265,7 @@ def test_a_limit_that_is_used_up_is_a_finding_while_a_task_asks_for_it() -> None
     assert findings(a_world(run), policy) == []
 
 
-def test_full_disks_and_a_spilling_object_store_are_found_while_they_are_measured() -> None:
+def test_full_disks_and_a_spilling_object_store_are_found_while_measured() -> None:
     disks = DiskSample("/", 100, 50), DiskSample("/data", 1000, 50), DiskSample("/tmp/ray", 1000, 5)
     world = a_world()
     node_shows(world, disks=disks, store=StoreSample(128, 64))

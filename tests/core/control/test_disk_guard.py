@@ -181,7 +181,7 @@ def test_all_files_of_the_newest_checkpoint_of_a_directory_stay() -> None:
     assert gone == {f"{job}/step-1-rank-{rank}.pt" for job in ("job", "team/job") for rank in range(4)}
 
 
-def test_what_a_live_task_has_told_may_be_what_the_names_of_its_files_begin_with() -> None:
+def test_checkpoint_prefix_told_by_a_live_task_protects_its_files() -> None:
     paths = [f"job/step-{step}-rank-{rank}.pt" for step in (1, 2) for rank in range(2)]
     files = [a_file(path, FileClass.CHECKPOINT, days=20 - day) for day, path in enumerate(paths)]
     cleaning = chosen(files, ["/scratch/job/step-1"])
@@ -225,7 +225,7 @@ def test_a_disk_leaves_a_level_when_it_is_one_percent_below_it() -> None:
     assert levels == [0, 1, 1, 1, 0, 2, 2, 2, 1, 3, 0]
 
 
-def test_only_nodes_that_answer_and_were_measured_are_cleaned_and_none_without_roots() -> None:
+def test_only_nodes_that_answer_with_a_full_disk_under_a_root_are_cleaned() -> None:
     root = WatchedRoot("/a", FileClass.LOG)
     world = a_world(
         a_node("n1"), replace(a_node("n2"), ready=False), a_node("n3"), a_node("n4"), a_node("n5")

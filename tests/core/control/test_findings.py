@@ -14,7 +14,7 @@ def a_finding(kind: str, severity: Severity = Severity.WARNING) -> Finding:
     return Finding(kind, "gpu0", severity, "It is idle.", {}, "gpubroker cancel x")
 
 
-def test_a_finding_keeps_the_time_at_which_it_was_first_seen_and_loses_it_when_it_is_gone() -> None:
+def test_finding_keeps_the_time_it_was_first_seen_until_it_is_gone() -> None:
     found, known = remember({}, [a_finding("a")], Instant(1.0))
     assert [one.first_seen for one in found] == [1.0]
     found, known = remember(known, [a_finding("b"), a_finding("a")], Instant(2.0))

@@ -63,7 +63,7 @@ def test_work_streams_count_as_signals_say_and_all_processes_are_told() -> None:
     assert control.seen.stream_weights == {"ladder": 0.4, "nightly": 0.5}
 
 
-def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_above() -> None:
+def test_background_room_grows_below_the_fleet_target_and_shrinks_above() -> None:
     background = holding(a_task("b", priority=20), "gpu0", mb=40 * GIB)
     world = a_fleet(background, holding(a_task("high", priority=50), "gpu0", mb=20 * GIB))
     control = a_control(FleetRules((UTILIZATION,), controller=True))
@@ -81,7 +81,7 @@ def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_
     assert (target.is_in, target.share is None) == (False, False)
 
 
-def test_a_model_that_makes_room_for_all_takes_nothing_from_background_work() -> None:
+def test_model_that_makes_room_for_all_takes_nothing_from_background_work() -> None:
     model = holding(a_task("model", priority=-1), "gpu0", mb=40 * GIB)
     world, control = a_fleet(model), a_control(FleetRules((UTILIZATION,), controller=True))
     control.step(world, {}, shows(world, NOW, n1=0.2, n2=0.2))
@@ -102,7 +102,7 @@ def test_what_is_not_measured_leaves_the_share_as_it_is_and_begins_none() -> Non
     assert (first, control.seen.targets[0].share) == (0.0, 0.0)
 
 
-def test_nothing_is_held_back_unless_the_controller_is_on_and_by_memory_never() -> None:
+def test_background_is_limited_only_by_the_controller_and_never_by_memory() -> None:
     world = a_fleet()
     memory = FleetTarget(Measure.GPU_MEMORY, 0.0, 0.8)
     for rules in (FleetRules((UTILIZATION,)), FleetRules((memory,), controller=True), FleetRules()):
@@ -174,7 +174,7 @@ def test_idle_devices_and_nodes_are_looked_for_now_and_then_and_told_once() -> N
     assert [control.is_idle_check_due(Instant(NOW + at)) for at in (461, 530)] == [False, True]
 
 
-def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with_time() -> None:
+def test_backpressure_tells_its_begin_and_end_and_closes_bands_with_time() -> None:
     rules = FleetRules(
         thresholds={"queue_length": Threshold(10.0, 5.0), "queue:*": Threshold(3.0, 2.0)},
         next_band_seconds=Seconds(60.0),
@@ -198,7 +198,7 @@ def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with
     assert control.seen.pressure_values == {"queue:acme": 3.0}
 
 
-def test_the_next_leader_goes_on_with_what_the_last_one_published_and_tells_it_no_second_time() -> None:
+def test_next_leader_continues_the_published_state_and_repeats_no_event() -> None:
     rules = FleetRules(
         (FleetTarget(Measure.DISK, 0.0, 0.8), FleetTarget(Measure.HOST_MEMORY, 0.0, 0.8)),
         constraint_seconds=Seconds(0.0),
@@ -252,7 +252,7 @@ def test_a_disk_that_fills_up_is_in_the_log_once_for_each_rise() -> None:
     assert (low.node, low.path, low.level) == ("n1", "/data", DiskLevel.CLEAN)
 
 
-def test_a_full_disk_closes_its_node_only_if_there_is_something_that_may_be_deleted() -> None:
+def test_full_disk_closes_its_node_only_if_something_may_be_deleted() -> None:
     root = WatchedRoot("/scratch", FileClass.LOG)
     for roots, full in (((), {}), ((root,), {"n1": "/data (70% used, 70% allowed)"})):
         world, control = a_fleet(), a_control(FleetRules(disk=DiskGuard(roots=roots)))
@@ -271,7 +271,7 @@ def test_a_disk_that_is_slow_to_answer_keeps_its_level_and_is_told_once() -> Non
     assert kinds(heard) == [("fleet.DISK_SPACE_LOW", "n1")]
 
 
-def test_a_disk_that_is_missing_for_long_is_gone_and_closes_its_node_no_more() -> None:
+def test_disk_missing_for_long_is_gone_and_no_longer_closes_its_node() -> None:
     guard = DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),))
     world, control = a_fleet(), a_control(FleetRules(disk=guard))
     control.step(world, {}, with_disks(world, NOW, n1=0.9))
@@ -292,7 +292,7 @@ def test_a_node_that_is_not_measured_keeps_its_level_until_it_is_gone() -> None:
     assert control.seen.full_disks == {}
 
 
-def test_a_node_that_has_not_answered_for_long_is_neither_idle_nor_full_nor_overloaded() -> None:
+def test_node_silent_for_long_is_neither_idle_nor_full_nor_overloaded() -> None:
     rules = FleetRules(
         overload_thresholds={"cpu": Threshold(0.9, 0.8)},
         disk=DiskGuard(roots=(WatchedRoot("/scratch", FileClass.LOG),)),
@@ -313,7 +313,7 @@ def test_a_node_that_has_not_answered_for_long_is_neither_idle_nor_full_nor_over
             assert {bool(seen.idle), bool(seen.full_disks), bool(seen.overloaded)} == {found}, after
 
 
-def test_a_disk_blocks_only_where_its_node_is_closed_and_keeps_its_level_while_it_does_not_answer() -> None:
+def test_disk_blocks_only_on_a_closed_node_and_keeps_its_level_if_silent() -> None:
     low = tuple(
         DiskStanding(NodeName(node), path, 0.9, level, 0.7)
         for node, path, level in (

@@ -80,7 +80,7 @@ def test_the_history_of_a_fleet_has_each_sample_once() -> None:
     assert sorted(history.means(key("gpu1"), now)) == ["used_mb", "utilization"]
 
 
-def test_what_was_never_measured_has_no_history_and_what_is_gone_has_none_any_more() -> None:
+def test_things_never_measured_or_gone_have_no_history() -> None:
     world, history = a_world(a_node("n2"), a_device("gpu0"), a_device("gpu1")), FleetHistory()
     world.ledgers[key("gpu1")].sample = None
     world.measure([a_sample("gpu0", NOW + 1)])

@@ -187,7 +187,7 @@ def a_gpu_with(*priorities: int) -> World:
     return a_world(a_node(), a_device("gpu0"), *runs)
 
 
-def test_a_gpu_stays_idle_while_a_template_fills_it_and_goes_on_when_its_task_ends() -> None:
+def test_gpu_stays_idle_while_a_template_fills_it_and_after_its_task_ends() -> None:
     course = Course()
     assert course.look(a_gpu_with(), 50, use=0.0).missing == 0
     assert course.look(a_gpu_with(), 40, use=0.0).missing == 1
@@ -235,7 +235,7 @@ def test_the_cpus_of_a_node_are_filled_whether_its_gpus_may_be_or_not() -> None:
     assert course.look(world, 100, use=1.0).missing == 1
 
 
-def test_a_template_whose_tasks_fail_pauses_longer_each_time_until_one_succeeds() -> None:
+def test_template_whose_tasks_fail_pauses_longer_until_one_succeeds() -> None:
     world, control = a_world(), IdleFill(2.0)
     control.templates = [a_template("bad"), a_template("good", weight=1000)]
     failed = a_task("t", name="idle/bad", priority=0, state=TaskState.FAILED)

@@ -66,7 +66,7 @@ def busy(world: World, at: float, cpu: float, used_mb: int = 10) -> Instant:
     return Instant(at)
 
 
-def test_a_node_is_overloaded_once_it_has_been_so_for_a_while_until_it_is_well_below() -> None:
+def test_node_is_overloaded_after_a_while_and_until_it_is_well_below() -> None:
     world, watch = a_world(a_node("n1")), a_watch(cpu=Threshold(0.9, 0.7, Seconds(60.0)))
     list(watch.follow(world, NOW))
     heard: list[Any] = []

@@ -48,7 +48,7 @@ def test_quality_scales_the_weight_but_never_to_nothing() -> None:
     assert factors_of(NEW, Instant(0.0), RULES).quality == 1.0
 
 
-def test_weights_in_the_queue_change_only_when_they_differ_by_more_than_a_little() -> None:
+def test_stream_weights_in_the_queue_change_only_by_more_than_a_little() -> None:
     policy = Policy(streams=(("nightly", 0.5),))
     ladder = replace(NEW, curriculum=2.0, data_at=Instant(0.0))
     first = steady_weights({}, {"ladder": ladder}, policy, Instant(0.0))
@@ -106,7 +106,7 @@ def test_no_stream_starves_in_the_queue(
         del came[first]
 
 
-def test_equal_numbers_give_equal_draws_and_all_are_drawn_as_often_as_they_count() -> None:
+def test_equal_draws_choose_equal_streams_and_each_as_often_as_it_counts() -> None:
     streams = {"a": replace(NEW, name="a", curriculum=3.0), "b": replace(NEW, name="b")}
     chances = draws(streams, Instant(0.0), RULES)
     assert [round(one.probability, 3) for one in chances] == [0.725, 0.275]

@@ -41,7 +41,8 @@ def test_a_few_items_are_no_news() -> None:
     assert course.period(3) == []
 
 
-def test_nothing_is_told_within_a_period_and_a_clock_that_is_set_back_begins_a_new_one() -> None:
+def test_throughput_is_told_once_a_period_and_a_clock_set_back_begins_one() -> None:
+    """Nothing is told within a period, and a clock that is set back begins a new one."""
     course = Course()
     course.throughput.done[ITEMS] += 1000
     assert list(course.throughput.follow(Instant(NOW + 99))) == []

@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.submission import (
         ("jobs:train", "jobs:Train", False),
     ],
 )
-def test_a_wildcard_covers_packages_left_of_the_colon_and_one_name_right_of_it(
+def test_wildcard_covers_packages_before_the_colon_and_one_name_after_it(
     pattern: str, entrypoint: str, allowed: bool
 ) -> None:
     assert is_entrypoint_allowed(("other:f", pattern), entrypoint) is allowed
@@ -32,6 +32,6 @@ def test_nothing_is_allowed_without_patterns() -> None:
     assert (named_patterns(()), named_patterns(("a:*", "b:f"))) == ("nothing yet", "a:*, b:f")
 
 
-def test_withdrawn_entrypoints_come_with_their_tasks_the_most_frequent_first() -> None:
+def test_withdrawn_entrypoints_come_with_their_tasks_most_frequent_first() -> None:
     waiting = {"demo:a": 1, "jobs:train": 9, "demo:c": 5, "demo:b": 5}
     assert withdrawn_entrypoints(("jobs:*",), waiting) == [("demo:b", 5), ("demo:c", 5), ("demo:a", 1)]

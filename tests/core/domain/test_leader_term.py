@@ -25,7 +25,7 @@ def a_leader_term(asked_at: float = 100.0) -> LeaderTerm:
     return LeaderTerm(Term(4), RULES.trusted_until(MonotonicSeconds(asked_at)))
 
 
-def test_a_term_counts_from_when_it_was_asked_for_and_ends_before_others_may_take_it() -> None:
+def test_term_counts_from_its_request_and_ends_before_others_may_take_it() -> None:
     leader_term = a_leader_term(asked_at=100.0)
     assert not leader_term.is_over(MonotonicSeconds(102.24))
     assert leader_term.is_over(MonotonicSeconds(102.25))
@@ -37,7 +37,7 @@ def test_there_is_time_for_a_second_renewal_before_a_term_ends() -> None:
     assert rules.trusted_until(MonotonicSeconds(0.0)) >= 2 * rules.renew_seconds
 
 
-def test_the_next_renewal_is_counted_from_the_last_request_and_not_from_its_answer() -> None:
+def test_next_renewal_counts_from_the_last_request_not_from_its_answer() -> None:
     assert RULES.renew_at(a_leader_term(asked_at=100.0).until) == 101.0
 
 
@@ -50,7 +50,7 @@ def test_a_term_that_was_over_once_stays_over_whatever_is_granted_later() -> Non
     assert leader_term.until < 0
 
 
-def test_a_renewal_extends_a_term_and_an_out_of_order_one_does_not_shorten_it() -> None:
+def test_renewal_extends_a_term_and_one_out_of_order_does_not_shorten_it() -> None:
     leader_term = a_leader_term()
     leader_term.extend(MonotonicSeconds(110.0))
     leader_term.extend(MonotonicSeconds(105.0))
@@ -71,15 +71,16 @@ def test_a_candidate_waits_while_the_leader_renews() -> None:
         assert not watched.may_take(MonotonicSeconds(float(second)), RULES)
 
 
-def test_a_candidate_takes_over_when_the_lease_is_past_by_the_databases_clock() -> None:
+def test_candidate_takes_over_when_the_database_clock_is_past_the_lease() -> None:
     row = replace(ROW, at=ROW.lease_until)
     assert ObservedLeader(row, MonotonicSeconds(0.0)).may_take(MonotonicSeconds(0.0), RULES)
 
 
 @pytest.mark.parametrize(("seconds", "may_take"), [(3.0, False), (3.1, True)])
-def test_a_candidate_takes_over_without_renewals_even_if_the_databases_clock_was_set_back(
+def test_candidate_takes_over_without_renewals_even_if_the_clock_went_back(
     seconds: float, may_take: bool
 ) -> None:
+    """It is the clock of the database that went back."""
     row = replace(ROW, at=Instant(NOW - 3600.0))
     watched = ObservedLeader(row, MonotonicSeconds(0.0)).next(row, MonotonicSeconds(seconds))
     assert watched.may_take(MonotonicSeconds(seconds), RULES) is may_take

@@ -27,7 +27,7 @@ UNLOAD = UnloadOrder(TaskId("t4"), Fence(1), "main", "yolo", Seconds(0.0))
         (LOAD, replace(UNLOAD, steps=("llm",)), True),
     ],
 )
-def test_orders_wait_for_one_another_for_the_sake_of_a_model_or_of_a_measurement(
+def test_orders_wait_for_one_another_for_a_model_or_for_a_measurement(
     one: LoadOrder, other: LoadOrder | CheckOrder | UnloadOrder, waits: bool
 ) -> None:
     assert is_in_the_way(one, other) is waits

@@ -17,7 +17,8 @@ def test_the_rate_is_the_average_since_the_first_fraction() -> None:
     assert progress.eta_at == 140.0
 
 
-def test_a_resumed_run_does_not_begin_at_0_and_one_that_falls_back_begins_anew() -> None:
+def test_eta_of_a_resumed_run_counts_its_progress_since_it_began_or_fell() -> None:
+    """A resumed run does not begin at 0, and one that falls back begins anew."""
     assert told((100.0, 0.5), (110.0, 0.6)).eta_at == 150.0
     assert told((100.0, 0.5), (110.0, 0.1), (120.0, 0.2)).eta_at == 200.0
 

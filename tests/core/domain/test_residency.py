@@ -36,7 +36,7 @@ def test_a_model_used_every_minute_costs_more_than_one_used_once_just_now() -> N
     assert cost(4 * HOUR + 90, newcomer) < cost(4 * HOUR + 90, steady)
 
 
-def test_a_model_used_every_morning_costs_more_than_one_used_once_an_hour_later() -> None:
+def test_model_used_every_morning_costs_more_than_one_used_once_since() -> None:
     daily = used(*(DAY * day for day in range(10)))
     once = used(9 * DAY + HOUR)
     assert cost(9 * DAY + 10 * HOUR, once) < cost(9 * DAY + 10 * HOUR, daily)
@@ -54,7 +54,7 @@ def test_of_two_models_with_equal_use_the_one_that_loads_faster_costs_less() -> 
     assert cost(600.0, usage, load_seconds=2) < cost(600.0, usage, load_seconds=40)
 
 
-def test_a_model_that_loads_slowly_costs_more_than_one_that_is_used_more_often() -> None:
+def test_model_that_loads_slowly_costs_more_than_one_used_more_often() -> None:
     seldom, often = used(0.0, 4000.0), used(0.0, 2000.0, 4000.0)
     assert cost(5000.0, often, load_seconds=2) < cost(5000.0, seldom, load_seconds=100)
 
@@ -68,7 +68,7 @@ def test_evicting_a_model_that_was_never_used_costs_nothing() -> None:
     assert cost(9 * DAY, ModelUsage()) == 0
 
 
-def test_a_model_stays_for_the_least_time_or_twice_its_load_time_whichever_is_longer() -> None:
+def test_model_stays_for_the_least_time_or_twice_its_load_time_if_longer() -> None:
     assert min_residency_seconds(Seconds(1.0), Seconds(5.0)) == 5
     assert min_residency_seconds(Seconds(30.0), Seconds(5.0)) == 60
     assert min_residency_seconds(Seconds(30.0), Seconds(0.0)) == 0
@@ -109,7 +109,7 @@ def test_a_clock_that_was_set_back_does_not_change_the_counts() -> None:
     assert usage.used(Instant(10.0)).at == 1000.0
 
 
-def test_a_model_in_steady_use_costs_its_load_time_times_the_chance_of_a_use() -> None:
+def test_model_in_steady_use_costs_its_load_time_times_the_chance_of_a_use() -> None:
     """Every 20 minutes for four weeks: about every second horizon of ten minutes sees a use."""
     every = 2 * HORIZON_SECONDS
     usage = used(*(every * n for n in range(int(28 * DAY / every))))

@@ -44,7 +44,7 @@ TERMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_what_a_process_is_told_of_its_specification_is_read_back_from_a_stored_row(name: str) -> None:
+def test_specification_told_to_a_process_is_read_back_from_a_stored_row(name: str) -> None:
     spec = RunSpec("entrypoint", env={"SEED": "4"}, **{name: TERMS[name]})
     assert spec.is_told_more
     told = told_variables(spec)

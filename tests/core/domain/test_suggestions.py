@@ -10,7 +10,7 @@ def test_the_most_similar_name_is_meant_if_one_is_similar() -> None:
     assert did_you_mean("x", [], otherwise="none are known") == "none are known"
 
 
-def test_an_unknown_field_is_looked_for_here_then_inside_then_by_similarity() -> None:
+def test_unknown_field_is_looked_for_here_then_inside_then_by_similarity() -> None:
     inner = {"resources": ["gpu_mb", "cpu"]}
     assert meant_field("name", ["name", "resources"], inner) == 'did you mean "name"?'
     assert meant_field("cpu", ["name", "resources"], inner) == 'did you mean "resources.cpu"?'

@@ -19,7 +19,7 @@ def test_a_time_has_the_unit_that_leaves_a_few_digits(seconds: float, words: str
     assert in_time(seconds) == words
 
 
-def test_releases_are_compared_by_their_numbers_and_an_unknown_one_is_the_first() -> None:
+def test_releases_compare_by_their_numbers_and_an_unknown_one_is_first() -> None:
     releases = ["", "0.2.0", "0.3.0.dev0", "0.10.1", "1.0"]
     assert sorted(releases, key=release_numbers) == releases
     assert release_numbers("0.3.0.dev0") == release_numbers("0.3.0")

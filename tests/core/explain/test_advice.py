@@ -175,7 +175,7 @@ def test_a_later_device_does_not_hide_a_sooner_one() -> None:
     assert advice(world).start == starting_in(20.0)
 
 
-def test_a_task_that_lacks_a_shared_limit_starts_when_the_run_that_has_it_ends() -> None:
+def test_task_short_of_a_shared_limit_starts_when_the_run_that_has_it_ends() -> None:
     user = run("a", left=30.0, gib=10, custom={"licence": 1.0})
     world = a_world(
         user, run("b", left=10.0, gib=10), a_task("new", gpu_mb=10 * GIB, custom={"licence": 1.0})

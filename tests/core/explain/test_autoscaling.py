@@ -113,7 +113,7 @@ def test_what_a_limit_or_a_quota_keeps_back_no_node_would_help() -> None:
     )
 
 
-def test_an_autoscaler_is_asked_for_a_bundle_of_each_run_and_each_waiting_task() -> None:
+def test_autoscaler_is_asked_for_a_bundle_per_run_and_per_waiting_task() -> None:
     part: dict[str, Any] = {"gpus": 1, "gpu_mb": 40 * GIB, "cpu": 1.0, "memory_mb": GIB}
     tasks = [waiting("a", **part), waiting("b", **part), waiting("none", cpu=0.0)]
     tasks.append(waiting("parts", gpus=3, gpu_mb=30 * GIB, cpu=0.0))
@@ -176,7 +176,9 @@ def test_a_label_without_a_limit_limits_nothing() -> None:
     assert (found.tasks, found.limited_tasks) == (2, 0)
 
 
-def test_ranks_that_a_running_elastic_gang_lacks_count_as_far_as_its_quota_allows() -> None:
+def test_missing_ranks_of_an_elastic_gang_count_within_its_quota() -> None:
+    """The gang is running."""
+
     def lacking(policy: Policy = POLICY, **scope: Any) -> AutoscalingDemand:
         return demand_of(gang.world, policy, **scope)
 
@@ -195,7 +197,7 @@ def test_ranks_that_a_running_elastic_gang_lacks_count_as_far_as_its_quota_allow
     assert (lacking().unmet, [node.name for node in lacking().spare]) == ((), ["n2"])
 
 
-def test_a_node_with_gpus_is_spare_while_a_task_without_any_waits_that_is_too_large_for_it() -> None:
+def test_gpu_node_is_spare_while_only_a_cpu_task_too_large_for_it_waits() -> None:
     found = demand_of(a_world(a_node(cpu=8.0), a_device(), waiting("large", cpu=9.0)))
     assert [node.name for node in found.spare] == ["n1"]
     assert (found.tasks, found.unmet[0].cpu) == (1, 9.0)

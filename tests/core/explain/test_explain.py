@@ -45,7 +45,7 @@ def reasons(explanation: Explanation) -> list[Reason]:
     return [blocker.reason for blocker in explanation.blockers]
 
 
-def test_a_task_that_waits_for_memory_reads_its_need_and_the_largest_free_block() -> None:
+def test_task_waiting_for_memory_reads_its_need_and_the_largest_free_block() -> None:
     runs = holding(a_task("a", gpu_mb=70 * GIB), "gpu0"), holding(a_task("b", gpu_mb=76 * GIB), "gpu1")
     world = a_world(a_device(), a_device("gpu1"), *runs, a_task("new", gpu_mb=18 * GIB))
     explanation = explained(world)
@@ -104,7 +104,7 @@ def test_a_blocker_names_the_device_whose_memory_is_being_released() -> None:
     assert "which is being released on n1/gpu0" in explained(world).message
 
 
-def test_a_blocker_names_the_preemptor_that_has_the_pledge_and_its_priority() -> None:
+def test_blocker_names_the_preemptor_with_the_pledge_and_its_priority() -> None:
     preemptor = a_task("first", priority=80, gpu_mb=60 * GIB)
     world = a_world(
         a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB), a_task("new", gpu_mb=30 * GIB)
@@ -304,7 +304,7 @@ def test_a_whole_device_in_use_without_a_lease_says_by_what_and_what_to_do() -> 
     )
 
 
-def test_a_whole_device_with_a_lease_on_it_does_not_mention_other_processes() -> None:
+def test_whole_device_with_a_lease_on_it_does_not_mention_other_processes() -> None:
     run = holding(a_task("run", gpu_mb=8 * GIB), "gpu0")
     world = a_world(a_device(), run, a_sample("gpu0", foreign_mb=512), a_task("new", gpus=1))
     assert explained(world).message == "needs a whole GPU; the largest free block is 71.5 GiB (n1/gpu0)"
@@ -391,7 +391,7 @@ def test_a_gpu_that_does_not_match_the_demand_says_so() -> None:
     assert found.devices[0].message == "does not match the demand (kinds A100)"
 
 
-def test_what_no_node_could_take_waits_for_one_that_the_named_autoscaler_may_add() -> None:
+def test_task_too_large_for_any_node_waits_for_one_the_autoscaler_may_add() -> None:
     policy = Policy(autoscaler="keda")
     for demand in ({"gpus": 9}, {"bundles": (a_demand(gpus=9),)}):
         world = a_world(a_device(), a_task("new", **demand))
@@ -401,7 +401,7 @@ def test_what_no_node_could_take_waits_for_one_that_the_named_autoscaler_may_add
         assert "keda" not in explain(world, TaskId("new"), Policy(), NOW).message
 
 
-def test_a_task_that_runs_after_an_array_or_a_set_says_what_is_left_of_them() -> None:
+def test_task_after_an_array_or_a_worker_set_says_what_is_left_of_them() -> None:
     workers = [a_task(name, holder=WorkerSeat(TaskId("w0"))) for name in ("w0", "w1")]
     places = (TaskId("s0"),)
     after = (Dependency(TaskId("s0")), Dependency(TaskId("w0")))

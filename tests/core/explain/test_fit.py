@@ -74,13 +74,13 @@ def test_what_is_hardest_to_place_is_placed_first() -> None:
     assert plan.fits
 
 
-def test_components_of_higher_priority_are_placed_first_so_that_none_displaces_another() -> None:
+def test_components_of_higher_priority_are_placed_first_and_not_displaced() -> None:
     low, high = a_component("low", 2, 20, gpu_mb=GIB), a_component("high", 1, 80, gpus=1)
     plan = planned(a_fleet(a_machine()), low, high)
     assert ([p.component for p in plan.placed], unplaced(plan), plan.displaced) == (["high"], {"low": 2}, ())
 
 
-def test_what_finds_no_room_displaces_runs_of_lower_priority_and_is_put_where_they_were() -> None:
+def test_component_without_room_displaces_and_replaces_lower_priority_runs() -> None:
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0")
     world = a_world(a_device(), run)
     plan = planned(world, a_component("new", 2, gpu_mb=40 * GIB))
@@ -119,7 +119,7 @@ def test_a_fraction_is_one_of_the_largest_gpu_that_it_may_use() -> None:
     assert planned(a_fleet(a_machine(gpus=0)), half).totals.gpu_mb == 0
 
 
-def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known() -> None:
+def test_planned_fleet_has_the_costs_of_the_gpu_kinds_that_are_known() -> None:
     known = GpuKind("H100", 9, Mib(GIB))
     world = fleet_of([a_machine()], [known], NOW)
     [ledger] = world.ledgers.values()
@@ -128,7 +128,7 @@ def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known()
     assert planned(world, a_component("rest", gpu_mb=79 * GIB)).fits
 
 
-def test_a_plan_names_the_missing_amounts_and_the_reason_of_the_first_unplaced_task() -> None:
+def test_plan_names_missing_amounts_and_the_reason_of_the_first_unplaced() -> None:
     gpus = (("H100", Mib(80 * GIB)), ("A100", Mib(40 * GIB)))
     machine = Machine(a_node("m1", cpu=8.0, memory_mb=Mib(64 * GIB)), gpus)
     trainer = a_component(
@@ -157,14 +157,14 @@ def test_what_is_there_in_sum_but_not_in_one_piece_is_no_missing_amount() -> Non
     assert plan.message == f"it does not fit: there is no place for 1 of part; {plan.unplaced[0].message}"
 
 
-def test_where_only_a_quota_is_in_the_way_nothing_is_missing_and_the_reason_says_so() -> None:
+def test_plan_stopped_by_a_quota_alone_misses_nothing_and_says_so() -> None:
     policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(50 * GIB)),))
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=40 * GIB), policy=policy)
     assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((), 0.0, 0))
     assert plan.unplaced[0].reason is Reason.QUOTA_EXHAUSTED
 
 
-def test_demands_with_the_fewest_usable_gpus_take_what_is_left_of_them_first() -> None:
+def test_demands_with_the_fewest_usable_gpus_take_the_rest_first() -> None:
     machine = Machine(a_node("m1", cpu=0.0, memory_mb=Mib(0)), (("H100", Mib(80 * GIB)),) * 2)
     picky = a_component("picky", gpus=1, cpu=1.0, where=PlacementConstraints(kinds=("H100",)))
     rare = a_component("rare", gpus=1, cpu=1.0, where=PlacementConstraints(kinds=("B200",)))
@@ -226,14 +226,14 @@ def test_a_gang_gives_up_the_ranks_that_the_planner_would_ask_and_no_more(count:
         assert plan.message == f"it fits if 1 gang gives up {count} rank{'s' * (count > 1)}"
 
 
-def test_a_gang_that_may_be_stopped_is_displaced_as_a_whole_when_its_surplus_is_not_enough() -> None:
+def test_preemptible_gang_is_displaced_whole_if_its_surplus_is_too_little() -> None:
     gang = elastic_fleet()
     plan = planned(gang.world, a_component("new", 3, 80, gpu_mb=60 * GIB), now=gang.now)
     assert plan.fits
     assert [(one.run.id, one.ranks) for one in plan.displaced] == [("gang", None)]
 
 
-def test_runs_under_notice_count_as_gone_and_what_they_free_for_others_is_kept_for_those() -> None:
+def test_run_under_notice_counts_as_gone_but_pledged_memory_is_kept() -> None:
     leaver = holding(
         a_task("leaver", priority=10, gpu_mb=80 * GIB),
         "gpu0",

@@ -112,7 +112,7 @@ def quota(mb: int) -> Policy:
     )
 
 
-def test_remedies_for_a_used_up_quota_are_what_it_leaves_and_the_run_that_ends_first() -> None:
+def test_remedies_for_a_used_up_quota_are_its_rest_and_the_next_run_to_end() -> None:
     mine = run("mine", "n1/gpu0", 40.0)
     world = a_cluster(mine, a_task("new", gpu_mb=BIG))
     found = advice(world, quota(100 * GIB))

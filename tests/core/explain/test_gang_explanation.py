@@ -226,7 +226,7 @@ def test_an_active_gang_says_where_it_is_and_how_far() -> None:
     assert explained(world).message == "running on n1, n2, n3 and 2 more, 5 ranks for 0 s"
 
 
-def test_a_running_elastic_gang_says_why_ranks_are_missing_and_what_would_let_them_join() -> None:
+def test_running_elastic_gang_says_why_ranks_are_missing_and_what_helps() -> None:
     gang = on_one_node()
     lack = "2 of its 4 ranks are missing and join when there is room that no waiting task can use"
 

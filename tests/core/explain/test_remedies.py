@@ -100,7 +100,7 @@ def test_a_task_that_has_room_needs_no_remedy() -> None:
     )
 
 
-def test_remedies_of_less_memory_and_more_priority_name_the_place_and_the_victims() -> None:
+def test_remedies_of_memory_and_priority_name_the_place_and_the_victims() -> None:
     world = a_world(
         holding(a_task("low", priority=60, gpu_mb=60 * GIB), "gpu0"), a_task("new", gpu_mb=40 * GIB)
     )
@@ -114,7 +114,7 @@ def test_remedies_of_less_memory_and_more_priority_name_the_place_and_the_victim
     assert set(remedies_of(world, highest=60)) == {"gpu_mb"}
 
 
-def test_a_higher_priority_as_a_remedy_is_high_enough_for_runs_with_turn_protection() -> None:
+def test_priority_remedy_is_high_enough_for_runs_with_turn_protection() -> None:
     since = Instant(NOW - 30.0)
     run = a_task("run", priority=50, gpus=1, submitted_at=Instant(NOW - 400.0))
     just_begun = holding(run, "gpu0", mb=80 * GIB, admitted_at=since, started_at=since)
@@ -260,7 +260,7 @@ def test_the_end_that_helps_is_the_first_one_that_no_task_ahead_takes() -> None:
     assert remedies_of(ahead)["after"].after is not None
 
 
-def test_a_task_ahead_that_is_too_large_for_what_comes_back_does_not_take_it() -> None:
+def test_task_ahead_too_large_for_what_comes_back_does_not_take_it() -> None:
     early = holding(a_task("early", gpu_mb=30 * GIB, priority=100, expected_seconds=150.0), "gpu0")
     parts = early, holding(a_task("rest", gpu_mb=50 * GIB, priority=100), "gpu0")
     large = a_world(*parts, a_task("first", gpu_mb=40 * GIB, priority=60), a_task("new", gpu_mb=25 * GIB))

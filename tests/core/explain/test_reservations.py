@@ -44,7 +44,7 @@ def advice(world: World, task: str = "new", policy: Policy = POLICY) -> Advice:
     )
 
 
-def test_reserved_room_is_no_place_and_the_blocker_names_the_task_it_is_for() -> None:
+def test_reserved_room_is_no_place_and_the_blocker_names_its_task() -> None:
     world = a_queue(a_task("new", gpu_mb=10 * GIB))
     assert advice(world).way.places is None
     found = explain(world, TaskId("new"), POLICY, NOW, forecasts_of(world))
@@ -70,7 +70,7 @@ def test_a_run_time_that_ends_before_the_reservation_is_a_remedy() -> None:
     assert first.message == "with expected_seconds at most 600, it starts now on n1/gpu1"
 
 
-def test_a_short_task_beyond_the_backfill_depth_is_promised_no_place_on_a_reserved_node() -> None:
+def test_short_task_beyond_the_backfill_depth_is_promised_no_reserved_node() -> None:
     """The planner tries no more tasks there in this cycle than the depth."""
     ahead = [a_task(f"ahead{n}", gpu_mb=10 * GIB, submitted_at=NOW - 5 + n) for n in range(2)]
     world = a_queue(*ahead, a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(60.0)))
@@ -101,7 +101,7 @@ def test_a_task_that_ends_before_the_forecast_begins_may_use_its_place() -> None
     assert advice(world).way.places is not None
 
 
-def test_a_place_without_a_reservation_is_taken_before_one_that_a_task_behind_waits_for() -> None:
+def test_unreserved_place_is_taken_before_one_a_task_behind_waits_for() -> None:
     def placed_on(world: World) -> list[str]:
         kept = forecasts_of(world)
         submit(world, a_task("new", gpu_mb=10 * GIB, priority=60))

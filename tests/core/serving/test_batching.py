@@ -117,13 +117,13 @@ def test_a_batch_has_no_more_rows_than_its_model_takes() -> None:
         InferenceRequest(()),
     ],
 )
-def test_one_that_has_no_rows_of_its_own_or_is_one_of_a_sequence_is_asked_alone(
+def test_request_without_rows_or_of_a_sequence_is_not_batched(
     alone: InferenceRequest,
 ) -> None:
     assert batches([alone, alone], 8) == [[0], [1]]
 
 
-def test_a_batch_has_all_rows_and_each_request_gets_its_part_of_the_response() -> None:
+def test_batch_has_all_rows_and_each_request_gets_its_part_of_the_response() -> None:
     asked = [a_request(1, id="a"), a_request(2, 3, id="b")]
     whole = joined(asked)
     assert (whole.id, values_of(whole.inputs[0])) == ("", [1, 2, 3])

@@ -48,7 +48,7 @@ class Model:
 
 
 @pytest.mark.parametrize("instances", [8, 16, 32, 64, 150])
-def test_a_model_that_works_on_many_requests_at_once_gets_about_as_many_slots(instances: int) -> None:
+def test_model_that_serves_many_requests_at_once_gets_about_as_many_slots(instances: int) -> None:
     assert 0.7 * instances <= Model(instances).limit_after(10_000) <= 1.5 * instances
 
 

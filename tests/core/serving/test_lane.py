@@ -70,7 +70,7 @@ def test_a_request_does_not_overtake_those_that_wait() -> None:
     assert lane.start_next(NOW) is None
 
 
-def test_the_highest_priority_is_first_and_among_equals_the_first_to_arrive() -> None:
+def test_lane_starts_the_highest_priority_first_and_equals_by_arrival() -> None:
     lane = a_lane(busy="z")
     low, high, as_high = waits(lane, 10), waits(lane, 90), waits(lane, 90, "b")
     assert lane.start_next(NOW) is None
@@ -88,7 +88,7 @@ def test_a_withdrawn_request_is_passed_over() -> None:
     assert all_in_order(lane) == [second]
 
 
-def test_a_tenant_that_holds_its_share_of_the_slots_comes_after_other_tenants() -> None:
+def test_tenant_that_holds_its_share_of_the_slots_comes_after_others() -> None:
     lane = a_lane(4, busy="aaaa")
     urgent, other = waits(lane, 90, "a"), waits(lane, 10, "b")
     lane.finish("a", 1.0, NOW)
@@ -97,7 +97,7 @@ def test_a_tenant_that_holds_its_share_of_the_slots_comes_after_other_tenants() 
     assert lane.start_next(NOW) == urgent  # no other tenant waits: no slot stays free
 
 
-def test_a_tenant_has_its_share_of_the_places_and_the_rest_is_kept_for_others() -> None:
+def test_tenant_has_its_share_of_the_places_and_the_rest_is_for_others() -> None:
     lane = a_lane(busy="z", places=4)
     for _ in range(3):
         waits(lane)
@@ -124,7 +124,8 @@ def test_a_higher_priority_takes_the_last_place_of_a_full_lane() -> None:
     assert lane.waiting == 2
 
 
-def test_a_tenant_whose_share_is_full_loses_a_place_of_its_own_to_its_higher_priority() -> None:
+def test_tenant_with_a_full_share_loses_a_place_to_its_own_higher_priority() -> None:
+    """A request of higher priority takes the last place of its own tenant."""
     lane = a_lane(busy="z", places=4, tenant_share=0.5)
     waits(lane, 5, "b")
     waits(lane, 30)
@@ -134,7 +135,7 @@ def test_a_tenant_whose_share_is_full_loses_a_place_of_its_own_to_its_higher_pri
     assert queued.displaced == last
 
 
-def test_the_estimate_is_the_position_times_the_recent_duration_of_requests() -> None:
+def test_estimate_is_the_position_times_the_recent_duration_of_requests() -> None:
     lane = a_lane(2, busy="zz")
     lane.finish("z", 4.0, NOW)
     assert lane.try_start("z")
@@ -193,7 +194,7 @@ def test_waiting_long_gains_order_up_to_the_top_of_the_band(
     assert (lane.start_next(now) == old) is is_first
 
 
-def test_a_lone_tenant_may_fill_the_lane_and_another_one_still_gets_a_place() -> None:
+def test_lone_tenant_may_fill_the_lane_and_another_still_gets_a_place() -> None:
     lane = a_lane(busy="a", places=4)
     places = [waits(lane, 90) for _ in range(4)]
     assert not is_full(lane, 90).is_share

@@ -34,7 +34,7 @@ def test_one_gateway_gets_all_slots() -> None:
     assert given_to(leading(), a_claim("a")) == {"a": 8}
 
 
-def test_a_gateway_that_wants_more_gets_more_and_spare_slots_are_shared_evenly() -> None:
+def test_gateway_that_wants_more_gets_more_and_spare_slots_are_shared() -> None:
     assert goal_shares(8, {"a": 0, "b": 0}) == {"a": 4, "b": 4}
     assert goal_shares(8, {"a": 100, "b": 0}) == {"a": 7, "b": 1}
     assert goal_shares(8, {"a": 100, "b": 100, "c": 50}) == {"a": 3, "b": 3, "c": 2}
@@ -63,12 +63,12 @@ def test_given_shares_count_until_no_gateway_acts_upon_them() -> None:
     assert given_to(shares, a_claim("a", later), a_claim("b", later, wants=9), at=later) == {"a": 1, "b": 7}
 
 
-def test_a_new_leader_gives_nothing_until_the_shares_of_older_leaders_are_stale() -> None:
+def test_new_leader_gives_no_slots_until_shares_of_older_leaders_are_stale() -> None:
     claims = a_claim("a", NOW, holds=4), a_claim("b", NOW, wants=9)
     assert given_to(leading(), *claims, at=NOW) == {"a": 1, "b": 1}
 
 
-def test_a_silent_gateway_keeps_its_slots_until_it_is_down_to_one_by_itself() -> None:
+def test_silent_gateway_keeps_its_slots_until_it_falls_to_one_by_itself() -> None:
     shares = leading()
     gone = LATER - AWAY_SECONDS
     assert given_to(shares, a_claim("a", gone, holds=6), a_claim("b", wants=9)) == {"b": 2}

@@ -40,7 +40,7 @@ def test_values_come_back_as_they_were(datatype: str, values: list[Any]) -> None
     assert checked(tensor) == tensor
 
 
-def test_numbers_are_little_endian_and_strings_are_preceded_by_their_lengths() -> None:
+def test_numbers_are_little_endian_and_strings_follow_their_lengths() -> None:
     assert tensor_of("x", "INT32", [2], [1, -1]).data == b"\x01\0\0\0\xff\xff\xff\xff"
     assert tensor_of("x", "BYTES", [1], ["ab"]).data == b"\x02\0\0\0ab"
     assert tensor_of("x", "BF16", [1], [1.0]).data == b"\x80\x3f"

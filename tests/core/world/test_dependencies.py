@@ -244,7 +244,7 @@ def test_a_cancelled_dependent_leaves_the_index_in_both_directions() -> None:
     assert world.awaited.unknown == set()
 
 
-def test_a_held_dependent_is_queued_on_release_and_a_delayed_one_at_its_time() -> None:
+def test_held_dependent_is_queued_on_release_and_a_delayed_one_at_its_time() -> None:
     world = a_world(
         a_task("a"), a_task("h", held=True, **after("a")), a_task("d", not_before=LATER, **after("a"))
     )

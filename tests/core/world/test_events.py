@@ -55,14 +55,14 @@ def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes() -> 
     assert lines[4].fields == {"state": "released", "proof": "process_absent"}
 
 
-def test_a_decisions_device_delta_adds_new_leases_and_subtracts_released_ones() -> None:
+def test_device_delta_adds_new_leases_and_subtracts_released_ones() -> None:
     run = a_task("t")
     kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
     leases = (a_lease(run, "gpu0", 20, version=1), kept, release(gone, Proof.PROCESS_ABSENT))
     assert device_delta_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
 
 
-def test_a_decisions_tenant_delta_adds_new_leases_and_subtracts_released_ones() -> None:
+def test_tenant_delta_adds_new_leases_and_subtracts_released_ones() -> None:
     mine, others = a_task("mine", tenant="acme"), a_task("others", tenant="beta")
     given, kept = a_lease(mine, "gpu0", 20, version=1), a_lease(mine, "gpu1", 30, state=LeaseState.RELEASING)
     gone = [release(a_lease(whose, "gpu2", 40), Proof.PROCESS_ABSENT) for whose in (mine, others)]

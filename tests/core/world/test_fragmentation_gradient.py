@@ -190,7 +190,7 @@ def test_a_demand_for_a_share_leaves_whole_devices_whole() -> None:
     assert spot.devices == (1,)
 
 
-def test_a_demand_that_fits_anywhere_leaves_rare_devices_to_those_that_need_them() -> None:
+def test_demand_that_fits_anywhere_leaves_rare_devices_to_others() -> None:
     small, large = a_shape(8), a_shape(BIG)
     measure = tasks_lost(typical_shapes({small: 1, large: 1}), FLEET)
     on_rare = measure.spot(small, Remainder(32, (BIG, BIG), "big"))
@@ -217,7 +217,7 @@ def test_a_placement_that_strands_out_of_all_proportion_scores_nothing() -> None
     assert spot.score == 0
 
 
-def test_typical_shapes_are_the_most_frequent_until_nearly_all_tasks_are_covered() -> None:
+def test_typical_shapes_are_the_most_frequent_that_cover_nearly_all_tasks() -> None:
     often, seldom, rare = a_shape(8), a_shape(), CPU_ONLY
     known = typical_shapes({rare: 4, often: 80, seldom: 16})
     assert list(known) == [often, seldom]

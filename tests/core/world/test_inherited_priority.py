@@ -104,7 +104,7 @@ def test_an_inherited_priority_preempts_nothing() -> None:
     assert started(world) == ["a"]
 
 
-def test_a_task_of_higher_priority_is_tried_though_those_before_it_cannot_start() -> None:
+def test_higher_priority_is_tried_though_tasks_before_it_cannot_start() -> None:
     """Tasks with an inherited priority only; they may preempt nothing."""
     world = a_world(a_device(), holding(a_task("run", priority=45, gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_task("a", priority=40, gpu_mb=60 * GIB), a_task("b", priority=95, **after("a")))
@@ -123,7 +123,7 @@ def test_a_dependent_may_be_known_before_its_dependency() -> None:
 
 @given(clusters(), stories)
 @settings(max_examples=100, deadline=None)
-def test_after_any_course_each_task_has_the_place_that_a_naive_computation_gives(
+def test_task_standing_equals_a_naive_computation_after_any_course(
     world: World, story: list[Chapter]
 ) -> None:
     tale = Story(world)

@@ -89,7 +89,7 @@ def test_a_loading_model_explains_no_measured_use() -> None:
     assert (ledger.foreign_mb, ledger.free_mb()) == (30, 30)
 
 
-def test_where_use_cannot_be_attributed_a_model_explains_its_lease_as_a_run_does() -> None:
+def test_model_explains_its_lease_like_a_run_where_use_is_not_attributed() -> None:
     ledger = a_served_book(None, 45)
     assert (ledger.foreign_mb, ledger.unexplained_mb, ledger.free_mb()) == (0, 5, 55)
     [model] = ledger.holdings
@@ -124,7 +124,7 @@ def test_a_runs_use_is_free_only_after_a_sample_without_it() -> None:
     ("used_mb", "unexplained_mb", "free_mb", "free_without_it_mb"),
     [(60, 0, 40, 100), (40, 0, 40, 100), (75, 15, 25, 85), (0, 0, 40, 100)],
 )
-def test_the_memory_of_a_process_that_is_just_ending_is_its_runs_and_counts_once(
+def test_memory_of_a_process_that_is_ending_is_its_runs_and_counts_once(
     used_mb: int, unexplained_mb: int, free_mb: int, free_without_it_mb: int
 ) -> None:
     """The run has ended and its process is no longer listed, but the driver has not freed all of it."""
@@ -178,7 +178,7 @@ def test_where_use_cannot_be_attributed_declared_use_is_not_counted_twice() -> N
         (LeaseState.RELEASED, 75),
     ],
 )
-def test_where_use_cannot_be_attributed_only_a_run_that_may_use_memory_explains_any(
+def test_only_a_run_that_may_use_memory_explains_use_nobody_can_attribute(
     state: LeaseState, unexplained_mb: int
 ) -> None:
     ledger = a_measured_book(75, None)
@@ -216,7 +216,7 @@ def test_of_a_pledge_only_the_part_that_its_victims_do_not_hold_is_kept() -> Non
     assert ledger.free_mb() == 20
 
 
-def test_a_pledge_is_free_for_its_preemptor_and_for_strictly_higher_priorities_only() -> None:
+def test_pledge_is_free_for_its_preemptor_and_strictly_higher_priorities() -> None:
     ledger = DeviceLedger(DEVICE)
     ledger.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
     assert ledger.free_mb(priority=79) == 20
@@ -242,7 +242,7 @@ def test_free_memory_is_kept_for_the_highest_priority_first() -> None:
     assert [ledger.reserved_free_mb(claim) for claim in claims] == [0, 20, 10]
 
 
-def test_memory_that_is_being_freed_counts_as_free_soon_without_its_pledges() -> None:
+def test_memory_being_freed_counts_as_free_soon_without_its_pledges() -> None:
     ledger = a_book(state=LeaseState.RELEASING)
     assert (ledger.free_mb(), ledger.free_after_releases_mb()) == (30, 90)
     ledger.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)

@@ -83,7 +83,8 @@ def test_a_pause_and_its_end_are_audited_once_with_who_asked_and_why() -> None:
     assert ask(world, "pause", "stream:night").audit[0].tenant == "ops"
 
 
-def test_a_held_or_delayed_task_of_a_paused_tenant_waits_on_when_that_is_over() -> None:
+def test_held_or_delayed_task_of_a_paused_tenant_waits_on_afterwards() -> None:
+    """It waits for the end of the pause when it is released or its time has come."""
     world = a_world(of("acme", "held", held=True), of("acme", "late", not_before=Instant(NOW - 1.0)))
     ask(world, "pause", "tenant:acme")
     request = Request("r2", TaskId("held"), "acme", "change", {"held": False}, NOW)

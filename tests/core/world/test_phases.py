@@ -47,7 +47,7 @@ def test_a_task_of_one_attempt_is_known_from_its_row() -> None:
     assert seconds(course_of_row(done), 99.0) == [5.0, 0.5, 1.5, 2.0, 0.0]
 
 
-def test_without_the_time_of_its_order_a_run_was_starting_since_its_admission() -> None:
+def test_run_without_its_order_time_was_starting_since_its_admission() -> None:
     """An agent of an earlier release does not say it."""
     times: dict[str, Any] = {"fence": Fence(1), "admitted_at": NOW + 5.0, "started_at": NOW + 7.0}
     assert seconds(course_of_row(a_task(state=TaskState.RUNNING, **times)), 8.0) == [5.0, 0.0, 2.0, 1.0, 0.0]
@@ -60,7 +60,7 @@ def test_a_model_is_starting_while_its_server_loads_it() -> None:
     assert seconds(course_of_row(loads), 3.0) == [0.0, 0.0, 3.0, 0.0, 0.0]
 
 
-def test_a_row_does_not_know_the_past_of_a_task_that_was_stopped_or_came_back() -> None:
+def test_row_does_not_know_the_past_of_a_task_that_stopped_or_came_back() -> None:
     assert course_of_row(a_task(fence=Fence(2), admitted_at=NOW)) is None
     assert course_of_row(a_task(fence=Fence(1))) is None, "it waits again"
     stops = a_task(state=TaskState.STOPPING, fence=Fence(1), admitted_at=NOW, stop_reason=StopReason.CANCEL)

@@ -134,7 +134,8 @@ def test_scores_stay_the_same_until_enough_submissions_are_new() -> None:
     assert scores_of(world, Policy()) is not after
 
 
-def test_after_a_restart_typical_demands_come_from_pending_and_running_tasks() -> None:
+def test_after_a_restart_typical_demands_are_those_of_unfinished_tasks() -> None:
+    """They come from pending and running tasks."""
     world = a_world(a_device("gpu0"), holding(a_task("runs", gpu_mb=GIB), "gpu0"), a_task("waits", gpus=1))
     assert world.mix.edition == {a_demand(gpu_mb=GIB): 1, a_demand(gpus=1): 1}
     assert scores_of(world, Policy()) is not None

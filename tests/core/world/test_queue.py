@@ -32,7 +32,7 @@ def test_a_higher_band_goes_first_however_long_the_other_has_waited() -> None:
     assert in_order(old, a_task("new", priority=70)) == ["new", "old"]
 
 
-def test_a_heavier_stream_goes_first_until_the_lighter_one_has_aged_to_the_top_of_its_band() -> None:
+def test_heavier_stream_goes_first_until_a_lighter_one_has_aged() -> None:
     heavy, light = a_task("heavy", stream="h"), a_task("light", stream="l", submitted_at=NOW - 59.0)
     assert in_order(light, heavy, h=2.0) == ["heavy", "light"]
     old = a_task("old", stream="l", submitted_at=NOW - 3600.0)

@@ -93,7 +93,7 @@ def test_a_gap_in_the_log_raises_and_nothing_of_the_batch_is_applied() -> None:
     assert (world.position, set(world.nodes)) == (2, {"n1", "n2"})
 
 
-def test_an_event_that_does_not_fit_the_world_is_named_and_earlier_ones_are_applied() -> None:
+def test_event_that_does_not_fit_the_world_is_named_after_applying_earlier() -> None:
     world = World()
     lease = a_lease(a_task("run"), "gpu7", 1, version=1)
     strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", encode(lease))
@@ -118,7 +118,7 @@ def test_nodes_devices_and_requests_come_from_the_log() -> None:
     assert world.requests == {}
 
 
-def test_a_node_event_has_only_fields_that_release_0_2_0_knows_and_keeps_the_cordon() -> None:
+def test_node_event_has_only_fields_of_release_0_2_0_and_keeps_the_cordon() -> None:
     """That release ends with an event of a node that has others."""
     drained = a_node(cordoned=True, cordon_reason="a fan", draining_since=NOW, drain_deadline_at=NOW + 1)
     known = {"name", "cpu", "memory_mb", "max_runs", "incarnation", "boot_id", "ready", "cordoned"}
@@ -148,7 +148,7 @@ def test_an_older_sample_and_one_of_an_unknown_device_change_nothing() -> None:
     assert world.ledgers[key("gpu0")].free_mb() == 80 * GIB
 
 
-def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_released() -> None:
+def test_run_under_notice_frees_its_memory_for_its_preemptor_until_release() -> None:
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=60 * GIB), "gpu0"),
         a_task("high", priority=80, gpu_mb=70 * GIB),
@@ -165,7 +165,7 @@ def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_relea
     assert ledger.releasing_mb(TaskId("high")) == 0
 
 
-def test_a_finished_task_stays_until_its_last_lease_is_released_and_is_counted_once() -> None:
+def test_finished_task_stays_until_its_last_lease_and_is_counted_once() -> None:
     world = a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
     run = world.tasks[TaskId("run")]
     leases = tuple(move_lease(lease, LeaseState.RELEASING) for lease in world.leases_of(run))
