@@ -95,7 +95,7 @@ async def test_loopback_and_configured_names_are_accepted(gateway: Gateway, host
     assert (await gateway.admin.get("/tasks", headers={"Host": host})).status_code == 200
 
 
-async def test_a_method_that_a_path_does_not_support_is_refused_with_the_supported_ones(api: Client) -> None:
+async def test_unsupported_method_of_a_path_is_refused_with_the_supported_ones(api: Client) -> None:
     for method, path, allowed in (
         ("DELETE", "/tasks", "GET, HEAD, POST"),
         ("PUT", f"/tasks/task_{'0' * 26}", "GET, HEAD, PATCH"),

@@ -28,7 +28,7 @@ async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[
         yield there, Adoption(there.gateway.residencies)
 
 
-async def test_a_model_that_is_there_at_two_checks_gets_a_holder_and_stays_where_it_is() -> None:
+async def test_model_seen_at_two_checks_gets_a_holder_and_stays_where_it_is() -> None:
     async with looking() as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
         await looks.check()
@@ -84,7 +84,8 @@ async def test_the_base_cost_of_a_server_follows_a_new_size_and_a_corrected_gpu(
             assert (base.demand.gpu_mb, base.demand.where.devices) == (base_mb, devices)
 
 
-async def test_a_model_that_waits_for_another_gpu_or_size_is_entered_again_after_a_restart() -> None:
+async def test_model_waiting_for_another_gpu_or_size_is_resubmitted_on_restart() -> None:
+    """The settings have changed its GPU or size since."""
     async with looking(devices=("gpu0",)) as (there, _):
         assert there.gateway.residencies is not None
         await there.gateway.join(a_device(), a_device("gpu1"))
@@ -138,7 +139,7 @@ async def test_the_history_of_an_adopted_model_that_has_left_is_valid() -> None:
         assert violations(await log_of(there.gateway.store)) == []
 
 
-async def test_a_model_whose_holder_was_given_up_is_adopted_with_the_memory_of_that_holder() -> None:
+async def test_model_whose_holder_was_given_up_is_adopted_with_its_memory() -> None:
     async with looking() as (there, looks):
         gateway, [residency] = there.gateway, there.residencies
         asked = asyncio.ensure_future(residency.ready("any", 50))

@@ -126,7 +126,7 @@ async def test_items_may_be_pickled_or_in_an_object(gateway: Gateway, api: Clien
         (cloudpickle.dumps([1, 2]), 2, True),
     ],
 )
-async def test_workers_are_told_whether_the_items_are_pickled_also_when_failed_ones_are_done_again(
+async def test_workers_know_whether_items_are_pickled_also_when_retried(
     gateway: Gateway, api: Client, content: bytes, count: int | None, pickled: bool
 ) -> None:
     stored = (await api.post("/objects", content=content)).json()["id"]
@@ -146,7 +146,7 @@ async def test_workers_are_told_whether_the_items_are_pickled_also_when_failed_o
     ("given", "kept"),
     [({}, ["failure", "timeout"]), ({"retry_on": ["timeout"]}, ["timeout"])],
 )
-async def test_what_uses_a_retry_of_an_item_is_told_to_workers_and_kept_for_what_is_done_again(
+async def test_workers_know_what_uses_a_retry_of_an_item_also_when_retried(
     gateway: Gateway, api: Client, given: dict[str, Any], kept: list[str]
 ) -> None:
     seen = await submitted(api, item_retries=2, **given)
@@ -265,9 +265,10 @@ async def test_failed_and_missing_items_are_done_again_when_the_array_has_ended(
     assert (nothing.status_code, nothing.json()["code"]) == (409, "nothing-to-retry")
 
 
-async def test_a_retried_array_needs_the_objects_of_its_common_arguments_and_of_the_items_that_are_left(
+async def test_retried_array_needs_the_objects_of_its_arguments_and_items_left(
     gateway: Gateway, api: Client
 ) -> None:
+    """The arguments are those that all items have in common."""
     common, was_done, left = [
         (await api.post("/objects", content=data)).json()["id"] for data in (b"common", b"done", b"left")
     ]
@@ -285,9 +286,10 @@ async def test_a_retried_array_needs_the_objects_of_its_common_arguments_and_of_
         await api.post("/objects", content=b"left")
 
 
-async def test_a_retried_function_needs_its_objects_and_those_of_its_json_items_and_none_of_pickled_ones(
+async def test_retried_function_needs_its_objects_and_those_of_its_json_items(
     gateway: Gateway, api: Client
 ) -> None:
+    """Objects that pickled items name are not looked for."""
     own = (await api.post("/objects", content=b"own")).json()["id"]
     named = {"object": (await api.post("/objects", content=b"named")).json()["id"]}
     pickled = base64.b64encode(json.dumps([named]).encode()).decode()

@@ -265,7 +265,7 @@ async def test_ids_of_one_batch_are_in_order_and_never_repeat() -> None:
     assert some == sorted(some)
 
 
-async def test_a_replayed_task_gets_its_answer_although_a_new_one_would_be_refused(
+async def test_replayed_task_is_answered_although_a_new_one_would_be_refused(
     gateway: Gateway, api: Client
 ) -> None:
     body = a_body(deadline_seconds=60.0, resources={"gpu_mb": 1024})
@@ -288,7 +288,7 @@ class TickingClock(ManualClock):
         return self.at
 
 
-async def test_tasks_of_a_batch_are_submitted_at_one_time_so_that_they_keep_their_order() -> None:
+async def test_tasks_of_a_batch_share_one_submission_time_and_keep_their_order() -> None:
     gateway = Gateway()
     gateway.clock = TickingClock()
     async with gateway:

@@ -51,7 +51,7 @@ async def test_equal_tasks_may_run_after_different_ones(gateway: Gateway, api: C
     assert [gateway.task(id).after[0].task for id in ids[2:]] == [ids[0], ids[1], ids[0]]
 
 
-async def test_what_names_no_task_before_it_is_refused_and_so_is_what_runs_after_a_refused_one(
+async def test_batch_task_after_an_unknown_or_a_refused_task_is_refused(
     api: Client,
 ) -> None:
     items = await sent(

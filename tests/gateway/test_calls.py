@@ -93,7 +93,7 @@ async def test_the_status_of_a_call_is_passed_on_unchanged() -> None:
             assert dict(error.trailing_metadata())["x-why"] == "w"
 
 
-async def test_the_client_gets_the_status_of_a_stream_that_the_server_ends_while_it_writes() -> None:
+async def test_client_gets_the_status_of_a_stream_the_server_ends_during_a_write() -> None:
     async def ends(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         await anext(messages)
         await context.abort(Status.NOT_FOUND, "no such model")
@@ -178,7 +178,9 @@ async def test_an_unreachable_server_is_reported_as_one_that_was_sent_nothing() 
             assert dict(error.trailing_metadata())["retry-after"] == "1"
 
 
-async def test_a_server_that_says_nothing_is_given_up_and_a_client_with_less_time_hears_of_its_own() -> None:
+async def test_silent_server_is_given_up_and_a_client_with_less_time_hears_of_it() -> None:
+    """The client with less time is told of its own deadline."""
+
     async def waits(_messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext) -> None:
         await asyncio.Event().wait()
 

@@ -69,7 +69,7 @@ async def test_a_call_that_was_not_sent_goes_to_the_next_server() -> None:
         assert (main.grpc.faults, main.http.faults, main.in_flight) == (1, 0, 0)
 
 
-async def test_a_call_that_broke_off_goes_to_another_server_only_if_it_may_be_done_twice() -> None:
+async def test_broken_off_call_goes_to_another_server_only_if_it_may_be_repeated() -> None:
     async with a_stage(ending(Status.UNAVAILABLE), others=[b := Heard()]) as stage:
         _, other = have(stage, {b"any"}, {b"any"})
         other.in_flight = 1
@@ -91,7 +91,7 @@ async def test_an_error_of_a_server_is_passed_on_without_asking_another() -> Non
         assert b.messages == []
 
 
-async def test_a_model_is_called_where_it_was_loaded_a_moment_ago_and_no_more_once_it_is_unloaded() -> None:
+async def test_model_is_called_where_it_was_just_loaded_until_it_is_unloaded() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         have(stage, set(), set())
         stage.fleet.servers[1].contents = Contents(frozenset({b"any"}))
@@ -151,7 +151,7 @@ async def test_a_server_is_checked_over_grpc_as_well() -> None:
         assert [server.is_up for server in stage.fleet.servers] == [True, False]
 
 
-async def test_a_model_that_was_loaded_a_moment_ago_is_found_before_the_next_check() -> None:
+async def test_model_that_was_just_loaded_is_found_before_the_next_check() -> None:
     async def unknown(_messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         await context.abort(Status.NOT_FOUND, "Request for unknown model: 'any' is not found")
 

@@ -40,9 +40,10 @@ async def test_waiting_and_running_tasks_end_and_ended_ones_are_counted(
     assert gateway.task(other).state is TaskState.PENDING
 
 
-async def test_a_task_that_ends_by_itself_before_the_leader_gets_to_it_is_counted_and_keeps_no_other_running(
+async def test_task_that_ends_before_a_bulk_cancel_is_counted_as_already_ended(
     gateway: Gateway, api: Client
 ) -> None:
+    """It keeps no other task running."""
     first = await api.submit()
     await gateway.admit(first)
     second = await api.submit()

@@ -59,7 +59,8 @@ async def test_a_request_that_has_waited_long_enough_says_when_to_retry() -> Non
         assert (told["code"], told["retry-after"]) == ("model-not-ready", "5")
 
 
-async def test_a_stream_waits_for_the_model_of_its_first_message_and_is_under_way_until_it_ends() -> None:
+async def test_stream_waits_for_the_model_of_its_first_message_and_then_counts() -> None:
+    """It counts as under way until it ends."""
     rules, host = a_host()
     async with a_stage(
         heard := Heard(), served=(rules, host), lanes=(lanes := Lanes(LaneOptions()))

@@ -21,7 +21,7 @@ from tests.gateway.resident_models import ResidentModels, resident_models
 from tests.simulated_host import SimulatedModel
 
 
-async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_as_it_came() -> None:
+async def test_request_for_a_cold_model_waits_for_the_load_and_is_sent_unchanged() -> None:
     async with resident_models(heard := Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"xyz")
@@ -44,7 +44,7 @@ async def test_many_requests_for_a_model_share_one_load() -> None:
 
 
 @pytest.mark.parametrize("path", [INFER, "/v2/repository/models/any/unload"])
-async def test_a_model_that_cannot_be_asked_for_without_the_database_may_be_asked_again(
+async def test_want_of_a_model_that_fails_without_the_database_may_be_retried(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(_given: object) -> None:
@@ -72,7 +72,8 @@ async def test_a_large_body_is_held_up_while_its_model_is_loaded() -> None:
         assert heard.bodies == [body]
 
 
-async def test_a_request_that_has_waited_long_enough_says_when_to_retry_and_the_model_stays_wanted() -> None:
+async def test_request_that_waited_long_enough_is_told_to_retry() -> None:
+    """The model stays wanted."""
     async with resident_models(Heard(), cold_seconds=Seconds(0.0)) as there:
         status, headers, body = await there.stage.ask("POST", INFER, b"x")
         told = json.loads(body)
@@ -107,7 +108,7 @@ async def test_the_leader_learns_at_once_that_a_model_which_was_idle_is_used() -
 
 
 @pytest.mark.parametrize("asks", ["while it leaves", "later"])
-async def test_a_request_for_a_model_that_made_room_for_an_equal_has_it_take_its_turn_again(
+async def test_request_for_a_model_that_made_room_for_an_equal_wants_it_back(
     asks: str,
 ) -> None:
     models = {name: ModelRules(gpu_mb=Mib(50 * GIB)) for name in ("any", "other")}
@@ -139,7 +140,7 @@ async def test_a_request_for_a_model_that_made_room_for_an_equal_has_it_take_its
         await until(lambda: bool(wants))
 
 
-async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_token_may() -> None:
+async def test_request_priority_is_that_of_its_model_up_to_what_its_token_may() -> None:
     async with resident_models(Heard(), cold_seconds=Seconds(0.0)) as there:
         await there.stage.ask("POST", INFER, b"x", X_Priority="20")
         assert (await there.wanted()).priority == 20
@@ -169,7 +170,7 @@ async def fail_to_load(there: ResidentModels) -> None:
 @pytest.mark.parametrize(
     "again", ["later", "with changed files", "by hand", "by hand over Triton's protocol"]
 )
-async def test_a_failed_load_is_told_to_later_requests_at_once_until_it_is_time_for_another_try(
+async def test_failed_load_is_told_to_later_requests_until_the_next_try_is_due(
     again: str,
 ) -> None:
     async with resident_models(Heard(), cold_seconds=LONG_ENOUGH) as there:
@@ -208,7 +209,7 @@ async def test_a_failed_load_is_reported_in_the_words_of_the_server() -> None:
         assert "no such layer" in json.loads(body)["error"]
 
 
-async def test_the_size_of_an_unknown_model_is_estimated_as_a_quarter_more_than_its_files() -> None:
+async def test_size_of_an_unknown_model_is_estimated_as_its_files_plus_a_quarter() -> None:
     async with resident_models(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
@@ -278,7 +279,7 @@ async def test_requests_that_are_no_work_for_a_model_do_not_wait() -> None:
         assert there.of() is None
 
 
-async def test_a_load_over_the_protocol_of_triton_goes_through_the_ledger_and_so_does_an_unload() -> None:
+async def test_load_and_unload_over_the_triton_protocol_go_through_the_ledger() -> None:
     async with resident_models(heard := Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", "/v2/repository/models/any/load", b"")

@@ -96,7 +96,7 @@ async def test_an_answer_is_stopped_when_its_request_is_cancelled() -> None:
     assert await asyncio.to_thread(ended.wait, 5.0)
 
 
-async def test_a_second_plan_at_the_same_time_is_refused_and_a_later_one_answered(
+async def test_second_plan_at_the_same_time_is_refused_and_a_later_one_answered(
     gateway: Gateway, api: Client
 ) -> None:
     asked = {"components": [{"name": "a", "resources": {"cpu": 1}}]}
@@ -136,7 +136,7 @@ async def test_other_requests_run_between_two_of_many_explanations(gateway: Gate
     assert all("tick" in told[one:other] for one, other in itertools.pairwise(answered))
 
 
-async def test_a_task_that_ends_while_its_explanation_is_queued_is_shown_as_ended(
+async def test_task_that_ends_while_its_explanation_is_queued_is_shown_as_ended(
     gateway: Gateway, api: Client
 ) -> None:
     task_id = await api.submit()

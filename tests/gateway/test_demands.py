@@ -59,7 +59,7 @@ async def test_more_of_a_custom_resource_than_one_node_has_is_refused(api: Clien
     assert "each node's limit of 2" in problem(response, 422, "exceeds-capacity")["detail"]
 
 
-async def test_a_resource_kept_for_higher_priorities_is_refused_with_the_threshold(api: Client) -> None:
+async def test_resource_kept_for_higher_priorities_is_refused_with_the_threshold(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(priority=69, resources={"custom": {"seat": 1}}))
     document = problem(response, 422, "priority-too-low")
     assert document["errors"][0]["pointer"] == "/resources/custom/seat"

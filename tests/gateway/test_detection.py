@@ -26,9 +26,10 @@ async def test_detection_is_normally_not_paused(api: Client) -> None:
     assert (refused.status_code, refused.json()["code"]) == (409, "nothing-paused")
 
 
-async def test_a_pause_is_shown_in_stats_readiness_and_metrics_and_the_service_stays_ready(
+async def test_detection_pause_is_shown_everywhere_and_the_service_stays_ready(
     gateway: Gateway,
 ) -> None:
+    """It is shown in stats, readiness and metrics."""
     olga = await paused(gateway)
     told = (await olga.get("/stats")).json()["detection"]
     assert (told["state"], told["nodes"], told["runs"], told["of_runs"]) == ("paused", ["n1", "n2"], 7, 20)
@@ -50,7 +51,7 @@ async def test_a_pause_is_shown_in_stats_readiness_and_metrics_and_the_service_s
     assert "gpubroker_silent_nodes 2.0" in (await olga.get("/metrics")).text
 
 
-async def test_an_operator_asks_the_leader_to_give_up_the_nodes_that_are_silent_now(
+async def test_operator_has_the_leader_give_up_the_nodes_that_are_silent_now(
     gateway: Gateway,
 ) -> None:
     olga = await paused(gateway, "cluster:write")

@@ -34,7 +34,7 @@ async def test_a_fleet_that_works_has_no_findings(api: Client) -> None:
     assert await diagnosed(api) == []
 
 
-async def test_a_finding_has_cause_evidence_and_remedy_and_is_as_old_as_what_it_found(
+async def test_finding_has_cause_evidence_remedy_and_the_age_of_what_it_found(
     gateway: Gateway, api: Client
 ) -> None:
     task = await api.submit(resources={"gpu_mb": 1024}, name="train")
@@ -60,7 +60,7 @@ async def test_findings_about_tasks_of_others_are_for_admins(gateway: Gateway) -
     assert (await (await gateway.client("p", "tasks:read")).get("/diagnostics")).status_code == 403
 
 
-async def test_a_tenant_is_told_of_its_own_tasks_however_much_is_wrong_with_those_of_others(
+async def test_tenant_is_told_of_its_own_tasks_however_many_others_have_findings(
     gateway: Gateway,
 ) -> None:
     acme = await gateway.client("a", tenant="acme")
@@ -74,9 +74,10 @@ async def test_a_tenant_is_told_of_its_own_tasks_however_much_is_wrong_with_thos
     assert len(await diagnosed(gateway.admin)) == MOST_OF_A_KIND
 
 
-async def test_the_worst_is_first_and_what_is_not_dated_is_as_old_as_its_first_answer(
+async def test_worst_finding_is_first_and_an_undated_one_is_as_old_as_its_answer(
     gateway: Gateway, api: Client
 ) -> None:
+    """Its age counts from the first answer that had it."""
     gateway.executor = {**gateway.executor, "agents": {"n1": {"outdated": True}}}
     [first] = await diagnosed(api)
     gateway.has_leader = False
@@ -114,7 +115,7 @@ async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start
 
 
 @pytest.mark.provokes("all-on-one-node")
-async def test_work_that_is_bound_to_one_of_two_nodes_is_found_while_a_task_waits(
+async def test_work_bound_to_one_of_two_nodes_is_found_while_a_task_waits(
     gateway: Gateway, api: Client
 ) -> None:
     await gateway.join(a_device("gpu0", "n2"), node=a_node("n2"))
@@ -155,7 +156,7 @@ async def test_it_says_why_no_open_node_can_run_a_task(
     assert stuck_tasks(gateway, 599.0) == []
 
 
-async def test_a_task_that_cannot_start_is_found_behind_others_that_have_waited_longer_and_can(
+async def test_task_that_cannot_start_is_found_behind_older_ones_that_can(
     gateway: Gateway,
 ) -> None:
     for number in range(5):

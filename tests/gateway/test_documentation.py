@@ -58,7 +58,7 @@ def test_every_event_about_the_health_of_the_fleet_is_counted_and_listed() -> No
     assert {kind for kind in COUNTED if not any(kind.startswith(it) for it in beginnings)} == set()
 
 
-def test_every_operation_has_a_name_a_summary_and_the_problems_it_may_answer() -> None:
+def test_operations_have_a_name_a_summary_and_the_problems_they_answer() -> None:
     names = []
     for operations in DOCUMENT["paths"].values():
         for operation in operations.values():

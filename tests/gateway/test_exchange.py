@@ -12,7 +12,8 @@ from tests.gateway.inference_stage import INFER, OK, Heard, a_request, a_stage
 from tests.patience import PATIENCE_SECONDS
 
 
-async def test_headers_arrive_as_they_were_spelled_but_for_those_of_the_connection_and_the_token() -> None:
+async def test_headers_keep_their_spelling_except_for_connection_and_token() -> None:
+    """Headers of the connection are dropped, and the token is replaced."""
     async with a_stage(heard := Heard()) as stage:
         status, headers, body = await stage.ask(
             "POST", INFER + "?a=%20b", b"xyz", X_Tenant="A", triton_Thing="1", Connection="X-Hop, close",
@@ -38,7 +39,7 @@ async def test_headers_arrive_as_they_were_spelled_but_for_those_of_the_connecti
     assert heard.bodies == [b"xyz"]
 
 
-async def test_requests_of_both_kinds_on_one_connection_are_answered_in_their_order() -> None:
+async def test_requests_of_both_kinds_on_one_connection_are_answered_in_order() -> None:
     async with a_stage(heard := Heard()) as stage:
         client = await stage.connect()
         client.send(
@@ -125,7 +126,7 @@ async def test_each_event_of_a_stream_is_passed_on_when_it_comes() -> None:
         assert seen == [b"one", b"two"]
 
 
-async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_and_then_the_end() -> None:
+async def test_client_of_http_1_0_gets_a_stream_without_chunks_and_then_the_end() -> None:
     answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
     async with a_stage(Heard(answer)) as stage:
         client = await stage.connect()
@@ -213,7 +214,7 @@ async def test_a_request_whose_client_has_gone_is_cancelled() -> None:
         await asyncio.wait_for(gone.wait(), PATIENCE_SECONDS)
 
 
-async def test_a_client_that_reads_nothing_holds_the_server_up_and_then_gets_everything() -> None:
+async def test_client_that_does_not_read_slows_the_server_and_then_gets_all() -> None:
     size, written = 64 * 2**20, 0
 
     async def pours(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -235,7 +236,7 @@ async def test_a_client_that_reads_nothing_holds_the_server_up_and_then_gets_eve
         assert len((await client.answer())[2]) == size
 
 
-async def test_a_server_that_takes_nothing_holds_the_client_up_and_then_gets_everything() -> None:
+async def test_server_that_does_not_read_slows_the_client_and_then_gets_all() -> None:
     size, go_on = 64 * 2**20, asyncio.Event()
 
     async def waits(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -309,7 +310,7 @@ async def test_a_server_behind_tls_is_asked_under_its_certificate() -> None:
     assert heard.bodies == [sent]
 
 
-async def test_connections_to_the_server_are_kept_and_no_more_are_opened_than_allowed() -> None:
+async def test_server_connections_are_reused_and_limited() -> None:
     at_once, most, let_go = 0, 0, asyncio.Event()
 
     async def counts(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -332,9 +333,8 @@ async def test_connections_to_the_server_are_kept_and_no_more_are_opened_than_al
     assert most == 2
 
 
-async def test_the_same_head_again_is_taken_like_the_first_whatever_comes_between_and_however_it_is_cut() -> (
-    None
-):
+async def test_repeated_head_is_parsed_like_the_first_however_it_is_cut() -> None:
+    """It does not matter what comes between the two."""
     async with a_stage(heard := Heard()) as stage:
         client = await stage.connect()
         head = client.head("POST", INFER, 3)

@@ -39,7 +39,7 @@ async def test_a_request_without_a_token_is_refused_and_says_which_one_to_send()
     assert heard.heads == []
 
 
-async def test_whether_the_server_is_there_may_be_asked_by_everybody_under_a_name_of_the_service() -> None:
+async def test_server_health_may_be_asked_by_everybody_under_an_allowed_host() -> None:
     async with a_stage(Heard()) as stage:
         assert (await stage.ask("GET", "/v2/health/ready", Authorization=""))[0] == 200
         refused(await stage.ask("GET", "/v2/health/ready", Host="evil.example"), 421, "host-not-allowed")
@@ -253,7 +253,9 @@ async def test_a_client_that_sends_slowly_does_not_make_a_server_silent() -> Non
     assert heard.bodies == [b"abcd"]
 
 
-async def test_an_answer_before_the_end_of_the_request_counts_and_its_connection_is_not_used_again() -> None:
+async def test_answer_before_the_end_of_the_request_is_passed_on_and_disconnects() -> None:
+    """The connection to the server is not used again."""
+
     async def hasty(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")

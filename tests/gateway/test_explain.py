@@ -113,7 +113,7 @@ async def test_an_explanation_from_a_stale_world_is_refused(gateway: Gateway, ap
     problem(await api.get(f"/tasks/{task_id}/explain"), 503, "follower-stale")
 
 
-async def test_equal_tasks_share_one_explanation_for_a_second_but_not_their_position(
+async def test_equal_tasks_share_an_explanation_for_a_second_but_not_a_position(
     gateway: Gateway, api: Client
 ) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB})
@@ -180,7 +180,7 @@ async def pending(api: Client, task_id: str) -> dict[str, Any]:
     return found
 
 
-async def test_an_external_lease_that_waits_is_explained_and_one_that_is_held_is_named(
+async def test_waiting_external_lease_is_explained_and_a_held_one_is_named(
     gateway: Gateway, api: Client
 ) -> None:
     body = {"holder": "vllm", "gpu_mb": 60 * GIB, "priority": 80}

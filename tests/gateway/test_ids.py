@@ -36,7 +36,7 @@ def test_an_id_is_a_uuid_of_version_7_that_holds_its_time() -> None:
     assert value.int >> 80 == 1_763_719_331_412
 
 
-def test_ids_of_http_requests_and_of_leader_requests_have_different_prefixes() -> None:
+def test_http_requests_and_leader_requests_have_different_id_prefixes() -> None:
     ids = Ids()
     assert ids.exchange().startswith("req_")
     assert ids.request(Instant(1.0)).startswith("ask_")

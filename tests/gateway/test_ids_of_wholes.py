@@ -161,7 +161,7 @@ async def test_a_task_after_a_set_runs_when_the_set_is_over(gateway: Gateway, ap
     assert (await api.get(f"/tasks/{second}")).json()["state"] == "cancelled"
 
 
-async def test_the_explanation_of_an_array_says_how_all_workers_stand_and_why_one_waits(
+async def test_explanation_of_an_array_counts_its_workers_and_says_why_one_waits(
     gateway: Gateway, api: Client
 ) -> None:
     _, first, last = await an_array(api, resources={"gpus": 1})
@@ -200,7 +200,7 @@ async def test_the_explanation_of_an_array_that_failed_says_how_many_items_did(
     )
 
 
-async def test_the_explanation_of_a_set_asks_nobody_to_release_workers_that_are_not_wanted(
+async def test_explanation_of_a_set_does_not_ask_to_release_unwanted_workers(
     gateway: Gateway, api: Client
 ) -> None:
     seen = await formed(gateway, api, count=1, max_count=2)
@@ -312,7 +312,7 @@ async def test_the_result_of_an_array_has_no_log_of_one_of_its_workers(gateway: 
     assert (await api.get(f"/tasks/{alone['id']}/result")).json()["log_tail"] == "printed\n"
 
 
-async def test_the_stack_of_an_array_is_that_of_the_worker_that_is_named_or_runs_alone(
+async def test_stack_of_an_array_is_that_of_the_named_or_the_only_running_worker(
     gateway: Gateway, api: Client
 ) -> None:
     _, first, last = await an_array(api, 3)

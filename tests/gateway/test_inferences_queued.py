@@ -79,7 +79,7 @@ async def end(
     await gateway.hear(report)
 
 
-async def test_an_inference_is_accepted_as_a_task_and_stored_as_the_model_gets_it() -> None:
+async def test_inference_is_accepted_as_a_task_and_stored_as_the_model_gets_it() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         id = await ask(
             gateway, 1, 2, priority="critical", labels={"team": "vision"}, name="nightly", version="3",
@@ -227,7 +227,7 @@ async def test_without_a_server_the_refusal_names_the_setting() -> None:
         assert "set triton.servers" in problem(response, 404, "not-found")["detail"]
 
 
-async def test_an_inference_needs_its_scope_and_a_priority_within_the_token_s_cap() -> None:
+async def test_inference_needs_its_scope_and_a_priority_within_the_tokens_cap() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         submitter = await gateway.client("submitter", "tasks:write")
         problem(await submitter.post("/inferences", json=a_body(1)), 403, "forbidden")
@@ -249,7 +249,7 @@ async def test_the_model_type_fills_what_an_inference_leaves_out() -> None:
         assert view["model_type"] == "nightly"
 
 
-async def test_the_same_key_and_body_are_one_inference_and_another_body_is_refused() -> None:
+async def test_same_key_and_body_are_one_inference_and_another_body_is_refused() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         key = {"Idempotency-Key": "k1"}
         first = await gateway.admin.post("/inferences", json=a_body(1), headers=key)

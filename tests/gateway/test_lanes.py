@@ -84,7 +84,7 @@ class Scene:
         return headers
 
 
-async def test_a_higher_priority_goes_first_and_the_answer_says_how_long_it_waited() -> None:
+async def test_higher_priority_goes_first_and_the_answer_says_how_long_it_waited() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         [first] = await scene.busy(stage, b"first")
@@ -281,7 +281,7 @@ async def test_of_a_large_body_that_waits_only_a_part_is_taken_until_its_turn() 
         await scene.ends(sent, large)
 
 
-async def test_a_body_in_chunks_that_becomes_too_large_while_it_waits_leaves_its_place() -> None:
+async def test_chunked_body_that_grows_too_large_while_waiting_leaves_its_place() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes, most_body_bytes=1000) as stage:
         await scene.busy(stage, b"first")
@@ -313,7 +313,7 @@ async def test_the_slot_of_a_request_that_the_server_breaks_off_is_free() -> Non
         assert not list(scene.lanes.figures())
 
 
-async def test_an_internal_error_when_its_slot_is_free_is_reported_and_the_next_request_starts(
+async def test_internal_error_at_a_free_slot_is_reported_and_the_next_one_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene()
@@ -358,7 +358,7 @@ async def test_the_number_of_idle_lanes_is_limited() -> None:
     assert not list(lanes.figures())
 
 
-async def test_an_entry_that_leaves_as_it_starts_or_loses_gives_its_slot_back_once() -> None:
+async def test_entry_that_leaves_as_it_starts_or_loses_frees_its_slot_once() -> None:
     lanes = Lanes(LaneOptions(LaneRules(1), slots={b"m": 1}))
     first = lanes.enter(b"m", SOMEBODY, NO_WISH)
     goes = lanes.enter(b"m", SOMEBODY, NO_WISH)

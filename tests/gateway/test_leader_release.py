@@ -11,7 +11,7 @@ NAMED = {**a_body(), "env": {"SEED": "secret:WANDB"}}
 
 
 @pytest.mark.parametrize("release", OLD)
-async def test_what_an_earlier_leader_does_not_know_is_refused_and_nothing_is_stored(
+async def test_request_an_earlier_leader_does_not_know_is_refused_unstored(
     gateway: Gateway, release: str
 ) -> None:
     admin, gateway.leader_release = gateway.admin, release

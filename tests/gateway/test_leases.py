@@ -212,7 +212,7 @@ async def test_the_same_key_makes_one_lease(api: Client) -> None:
     problem(other, 422, "idempotency-key-reused")
 
 
-async def test_a_replayed_lease_gets_its_answer_although_a_new_one_would_be_refused(
+async def test_replayed_lease_is_answered_although_a_new_one_would_be_refused(
     gateway: Gateway, api: Client
 ) -> None:
     key = {"Idempotency-Key": "k"}
@@ -315,7 +315,7 @@ async def test_the_body_of_a_task_is_not_a_lease(api: Client) -> None:
     problem(await api.post("/leases", json=a_body()), 422, "validation-failed")
 
 
-async def test_an_unknown_lease_and_an_invalid_state_are_refused_in_terms_of_leases(
+async def test_unknown_lease_and_invalid_state_are_refused_in_terms_of_leases(
     api: Client,
 ) -> None:
     found = problem(await api.post("/leases/foo/renew"), 404, "not-found")

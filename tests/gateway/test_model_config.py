@@ -39,7 +39,7 @@ def test_steps_and_version_policy_are_read(tmp_path: Path, text: str) -> None:
         (ModelConfig(specific=("9", "1", "7")), ("1", "9")),
     ],
 )
-def test_the_versions_that_a_load_brings_are_those_of_the_policy_that_are_there(
+def test_load_brings_the_versions_of_the_policy_that_are_there(
     tmp_path: Path, config: ModelConfig, loaded: tuple[str, ...]
 ) -> None:
     for name in ("1", "9", "10", "011", "0", "labels", "2.old"):

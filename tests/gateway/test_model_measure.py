@@ -126,7 +126,7 @@ async def measured(there: ResidentModels, body: dict[str, Any], *, samples: bool
         (8, {"batch_sizes": [2, 4]}, {2, 4}),
     ],
 )
-async def test_a_model_is_asked_at_its_batch_sizes_and_a_load_that_teaches_nothing_is_no_size(
+async def test_model_is_measured_at_its_batch_sizes_if_the_load_teaches_a_size(
     most_rows: int, body: dict[str, Any], rows: set[int]
 ) -> None:
     async with a_real_gpu(most_rows=most_rows) as there:
@@ -135,7 +135,7 @@ async def test_a_model_is_asked_at_its_batch_sizes_and_a_load_that_teaches_nothi
         assert "nothing was learned of any" in problem(answer, 409, "not-measurable")["detail"]
 
 
-async def test_a_model_that_refuses_a_request_says_so_in_its_words_and_is_unloaded() -> None:
+async def test_model_that_refuses_a_measuring_request_is_quoted_and_unloaded() -> None:
     async with a_real_gpu() as there:
         answer = await measured(there, {"batch_sizes": [16]})
         assert "batch-size must be <= 8" in problem(answer, 409, "not-measurable")["detail"]

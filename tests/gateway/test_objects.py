@@ -310,7 +310,7 @@ async def test_a_part_of_an_object_can_be_fetched(gateway: Gateway, asked: str, 
     assert answer.headers["content-range"] == f"bytes {begin}-{end - 1}/{len(LARGE)}"
 
 
-async def test_a_range_beyond_the_object_is_refused_and_one_that_says_nothing_is_ignored(
+async def test_range_beyond_an_object_is_refused_and_a_useless_one_is_ignored(
     gateway: Gateway,
 ) -> None:
     where = f"/objects/{(await upload(gateway.admin))['id']}/content"
@@ -323,7 +323,7 @@ async def test_a_range_beyond_the_object_is_refused_and_one_that_says_nothing_is
         assert (answer.status_code, answer.content) == (200, FLOATS)
 
 
-async def test_a_large_upload_without_room_is_refused_and_nothing_of_it_is_written() -> None:
+async def test_large_upload_without_room_is_refused_and_nothing_is_written() -> None:
     async with a_gateway(serving=OPEN, tenant_object_bytes=0) as gateway:
         problem(await gateway.admin.post("/objects", content=LARGE), 422, "objects-full")
         assert gateway.blobs.uploads == {}
@@ -336,7 +336,7 @@ async def test_a_large_upload_without_room_is_refused_and_nothing_of_it_is_writt
 MB = 1_000_000
 
 
-async def test_an_upload_of_unknown_length_stops_writing_at_the_quota_and_leaves_nothing() -> None:
+async def test_upload_of_unknown_length_stops_at_the_quota_and_leaves_nothing() -> None:
     async with a_gateway(serving=OPEN, tenant_object_bytes=MB) as gateway:
         problem(await gateway.admin.post("/objects", content=in_parts(LARGE)), 422, "objects-full")
         assert (gateway.blobs.uploads, gateway.blobs.objects) == ({}, {})
@@ -356,7 +356,7 @@ async def test_an_upload_that_breaks_off_leaves_nothing(gateway: Gateway) -> Non
     assert gateway.blobs.uploads == {}
 
 
-async def test_uploads_of_one_tenant_at_once_count_each_other_and_those_of_another_do_not() -> None:
+async def test_concurrent_uploads_count_against_their_own_tenant_only() -> None:
     async with a_gateway(serving=OPEN, tenant_object_bytes=4 * MB) as gateway:
         storage = gateway.parts_of(ObjectStorage)
         other = await gateway.client("other", tenant="zeta")

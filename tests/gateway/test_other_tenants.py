@@ -28,7 +28,7 @@ async def test_an_admin_lists_the_tasks_of_one_other_tenant_and_of_all(gateway: 
     assert names(chosen.json()) == [("vision", "work-vision")]
 
 
-async def test_an_admin_sees_and_ends_a_task_of_another_tenant_and_that_is_audited(gateway: Gateway) -> None:
+async def test_admin_sees_and_ends_a_task_of_another_tenant_and_it_is_audited(gateway: Gateway) -> None:
     _, task = await a_task_of(gateway, "vision")
     olga = await gateway.client("olga", "admin", "tasks:read", "tasks:write", tenant="ops")
     for path in ("", "/explain", "/events"):
@@ -54,9 +54,10 @@ async def test_others_see_and_end_only_what_is_their_tenants(gateway: Gateway) -
     assert gateway.store.audited() == [], "one's own needs no note"
 
 
-async def test_a_token_for_a_tenant_that_nobody_named_is_refused_with_the_nearest_unless_it_is_new(
+async def test_token_for_an_unknown_tenant_is_refused_unless_the_tenant_is_new(
     api: Client,
 ) -> None:
+    """The refusal names the nearest tenant."""
     wish = {"name": "ci", "scopes": ["tasks:read"], "tenant": "acmee"}
     refused = await api.post("/tokens", json=wish)
     assert 'did you mean "acme"?' in fault(refused, "/tenant")

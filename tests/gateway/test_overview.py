@@ -186,7 +186,7 @@ async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Cl
         assert _normal(line) in {_normal(found) for found in text.splitlines()}, line
 
 
-async def test_metrics_show_how_long_the_oldest_task_waits_and_how_often_others_made_room(
+async def test_metrics_show_the_oldest_wait_and_the_number_of_preemptions(
     gateway: Gateway, api: Client
 ) -> None:
     victim = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=10)

@@ -65,7 +65,7 @@ async def test_a_pause_that_no_leader_has_carried_out_is_stored(gateway: Gateway
     assert list(gateway.world.queue.pauses) == ["tenant:acme"]
 
 
-async def test_a_resume_is_not_dropped_by_a_gateway_that_has_not_heard_of_the_pause() -> None:
+async def test_resume_is_not_dropped_by_a_gateway_that_does_not_know_the_pause() -> None:
     async with Gateway(settle_seconds=0.0) as gateway:
         gateway.hears = False
         for what in ("pause", "resume"):

@@ -38,7 +38,7 @@ async def plan(api: Client, components: list[dict[str, Any]], *fleet: dict[str, 
     return found
 
 
-async def test_one_machine_with_a_gpu_takes_a_small_training_and_no_second_trainer(
+async def test_machine_with_one_gpu_takes_a_small_training_but_no_second_trainer(
     api: Client,
 ) -> None:
     small = machines("small", 1, 16, 1)
@@ -78,9 +78,10 @@ async def test_four_machines_of_two_gpus_take_a_trainer_for_each_gpu(api: Client
     assert (await plan(api, [more, trainers], machines("node", 4, 32, 2)))["components"][0]["missing"] == 1
 
 
-async def test_eight_machines_of_eight_gpus_and_16_of_cpus_are_planned_with_and_without_colocation(
+async def test_large_fleet_is_planned_with_and_without_colocation(
     api: Client,
 ) -> None:
+    """The fleet has eight machines of eight GPUs and 16 of CPUs."""
     fleet = (machines("gpu", 8, 32, 8), machines("cpu", 16, 64, 0))
     roles = {
         "train": {"cpu": 4, "gpus": 1},
@@ -161,7 +162,7 @@ async def test_the_example_fleets_have_these_totals_and_need_colocation(
     assert {part["name"]: part["missing"] for part in found["components"] if part["missing"]} == without_place
 
 
-async def test_the_present_fleet_is_planned_with_its_runs_and_those_that_would_be_displaced(
+async def test_present_fleet_is_planned_with_its_runs_and_the_displaced_ones(
     gateway: Gateway, api: Client
 ) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=20)
@@ -241,7 +242,7 @@ async def test_a_plan_needs_a_priority_that_the_token_could_submit_with(gateway:
     assert [found["pointer"] for found in refusal["errors"]] == ["/components/1/priority"]
 
 
-async def test_quotas_and_limits_count_on_a_described_fleet_only_if_a_tenant_is_named(
+async def test_quotas_and_limits_count_on_a_described_fleet_only_with_a_tenant(
     gateway: Gateway,
 ) -> None:
     acme = await gateway.client("acme", "cluster:read", tenant="acme")
@@ -276,7 +277,7 @@ async def test_an_admin_plans_for_known_tenants_within_their_caps(gateway: Gatew
     assert 'above 69, the cap of tenant "modest"' in capped["detail"]
 
 
-async def test_a_component_that_a_submit_would_refuse_does_not_fit_and_the_answer_says_why(
+async def test_component_a_submit_would_refuse_does_not_fit_for_a_given_reason(
     api: Client,
 ) -> None:
     large = {"name": "large", "resources": {"memory_mb": 200 * GIB}}

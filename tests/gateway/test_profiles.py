@@ -85,7 +85,7 @@ async def test_the_profiles_are_listed_by_name(api: Client) -> None:
     ]
 
 
-def test_the_service_ships_eight_profiles_and_the_operator_changes_one_by_one() -> None:
+def test_service_ships_eight_profiles_and_the_operator_changes_each() -> None:
     shipped = defaults_of(load_settings()).profiles
     assert {name: (it.cpu, it.gpus, it.max_concurrency) for name, it in shipped.items()} == {
         "rollout_worker": (1, 0, 100),

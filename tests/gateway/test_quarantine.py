@@ -29,9 +29,10 @@ def in_use(gateway: Gateway, task: str, mb: int) -> DeviceSample:
     return a_sample("gpu0", gateway.clock.now(), used_mb=Mib(mb), by_holder={holder: Mib(mb)})
 
 
-async def test_quarantined_memory_is_shown_in_the_list_at_its_task_at_its_device_and_in_explanations(
+async def test_quarantined_memory_is_shown_at_task_device_and_in_explanations(
     gateway: Gateway, api: Client
 ) -> None:
+    """It is also listed on its own."""
     task = await a_lost_task(gateway, api)
     [listed] = (await api.get("/quarantine")).json()["items"]
     assert (listed["id"], listed["name"], listed["attempt"], listed["rank"]) == (task, "train", 1, 0)

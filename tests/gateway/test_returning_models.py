@@ -47,7 +47,7 @@ async def resident(there: ResidentModels) -> None:
     assert (await client.answer())[0] == 200
 
 
-async def test_a_request_that_finds_its_model_gone_waits_until_it_is_loaded_again() -> None:
+async def test_request_that_finds_its_model_gone_waits_until_it_is_loaded_again() -> None:
     async with resident_models(heard := Heard()) as there:
         await resident(there)
         for gone, asked in ((GONE, 2), (NOT_THERE, 4), (NOT_READY, 6)):
@@ -64,7 +64,7 @@ async def test_a_request_that_finds_its_model_gone_waits_until_it_is_loaded_agai
         assert heard.bodies == [b"first", *[b"xyz"] * 6]
 
 
-async def test_a_model_that_is_back_before_the_leader_has_missed_it_is_asked_again_at_once() -> None:
+async def test_model_back_before_the_leader_has_missed_it_is_asked_again_at_once() -> None:
     async with resident_models(heard := Heard()) as there:
         await resident(there)
         there.host.restart()
@@ -112,7 +112,7 @@ async def test_a_body_that_was_too_long_to_be_kept_is_not_sent_again() -> None:
         assert status == 404
 
 
-async def test_a_request_that_waits_too_long_for_a_model_that_left_says_when_to_retry() -> None:
+async def test_request_waiting_too_long_for_a_model_that_left_is_told_to_retry() -> None:
     async with resident_models(heard := Heard(), cold_seconds=Seconds(0.0)) as there:
         assert (await there.stage.ask("POST", INFER, b"x"))[0] == 503
         await there.load()
@@ -122,7 +122,7 @@ async def test_a_request_that_waits_too_long_for_a_model_that_left_says_when_to_
         assert (status, json.loads(body)["code"]) == (503, "model-not-ready")
 
 
-async def test_a_model_whose_process_is_gone_is_reported_to_the_leader_once_in_a_while() -> None:
+async def test_model_whose_process_is_gone_is_reported_to_the_leader_regularly() -> None:
     dead = saying("Stub process 'any_0_0' is not healthy.", "500 Internal Server Error")
     async with resident_models(heard := Heard()) as there:
         await resident(there)
@@ -183,7 +183,7 @@ async def test_requests_to_a_copy_elsewhere_keep_no_model_from_leaving() -> None
         turn.leave()
 
 
-async def test_a_request_that_waits_for_its_turn_waits_again_if_its_model_leaves_meanwhile() -> None:
+async def test_queued_request_waits_again_if_its_model_leaves_meanwhile() -> None:
     async with resident_models(heard := Slow(), slots=1) as there:
         await resident(there)
         heard.may_answer.clear()
@@ -202,7 +202,7 @@ async def test_a_request_that_waits_for_its_turn_waits_again_if_its_model_leaves
         assert (await second.answer())[0] == 200
 
 
-async def test_a_model_that_was_loaded_a_moment_ago_is_found_before_the_next_check() -> None:
+async def test_model_that_was_just_loaded_is_found_before_the_next_check() -> None:
     unknown = Heard(NOT_THERE)
     async with a_stage(unknown, others=[b := Heard(), Heard()]) as stage:
         have(stage, set(), set(), set())
@@ -244,7 +244,7 @@ async def in_ledger(gateway: Gateway, server: str, stage: ModelState) -> None:
     await gateway.hear(ServerIndex(server, gateway.clock.now(), {"any": IndexedModel("any", stage)}))
 
 
-async def test_requests_denied_by_a_restarted_server_go_to_the_one_that_has_the_model() -> None:
+async def test_request_denied_by_a_restarted_server_goes_to_one_with_the_model() -> None:
     """The leader has not noticed yet that the first server has lost the model."""
     async with two_copies(NOT_THERE) as (there, heard):
         clients = [await there.stage.connect() for _ in range(12)]
@@ -254,7 +254,7 @@ async def test_requests_denied_by_a_restarted_server_go_to_the_one_that_has_the_
         assert heard.bodies == [b"xyz"] * 12
 
 
-async def test_a_model_is_asked_of_the_server_that_has_it_rather_than_of_one_where_it_waits() -> None:
+async def test_model_is_asked_of_the_server_that_has_it_not_where_it_waits() -> None:
     async with two_copies(NOT_THERE) as (there, _):
         await in_ledger(there.gateway, "main", ModelState.ABSENT)
         assert there.of() is not None
@@ -264,7 +264,7 @@ async def test_a_model_is_asked_of_the_server_that_has_it_rather_than_of_one_whe
         assert residency.rules.name == "b"
 
 
-async def test_a_request_that_waits_at_one_server_goes_to_another_that_gets_the_model() -> None:
+async def test_request_waiting_at_one_server_goes_to_another_that_gets_the_model() -> None:
     async with two_copies(NOT_THERE) as (there, heard):
         for server in ("main", "b"):
             await in_ledger(there.gateway, server, ModelState.ABSENT)

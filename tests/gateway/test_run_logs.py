@@ -67,7 +67,7 @@ async def test_a_log_without_its_middle_says_so_and_goes_on_with_a_whole_line(
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
-async def test_parts_whose_objects_are_lost_are_left_out_and_the_log_comes_to_its_end(
+async def test_log_parts_with_lost_objects_are_left_out_and_the_log_ends(
     gateway: Gateway, api: Client, damage: str
 ) -> None:
     task = await api.submit()
@@ -199,7 +199,7 @@ async def test_logs_are_the_tenant_s_own_and_need_its_scope(gateway: Gateway, ap
     problem(await writer.get(f"/tasks/{task}/logs"), 403, "forbidden")
 
 
-async def test_a_log_is_not_followed_any_more_when_its_readers_are_gone_or_take_nothing(
+async def test_log_is_not_followed_once_its_readers_are_gone_or_take_nothing(
     gateway: Gateway,
 ) -> None:
     readers = LogReaders("a", gateway.store, gateway.clock)

@@ -20,7 +20,7 @@ async def set_secret(client: Client, name: str = "WANDB", text: str | bytes = TE
     return await client.put(f"/secrets/{name}", content=text)
 
 
-async def test_a_secret_is_set_listed_by_name_and_deleted_and_each_change_is_audited(
+async def test_secret_is_set_listed_by_name_deleted_and_each_change_audited(
     gateway: Gateway,
 ) -> None:
     client = gateway.admin

@@ -40,7 +40,7 @@ def leased_on(there: ResidentModels) -> list[str]:
 
 
 @pytest.mark.parametrize("devices", [(), ("gpu0", "gpu1")])
-async def test_a_model_on_one_gpu_is_refused_by_a_server_of_two_and_the_way_out_is_named(
+async def test_model_on_one_gpu_is_refused_by_a_server_of_two_with_a_remedy(
     devices: tuple[str, ...],
 ) -> None:
     async with on_two_gpus(devices=devices) as there:
@@ -72,7 +72,7 @@ async def test_a_model_on_cpus_is_loaded_however_many_gpus_its_server_sees() -> 
         assert (await there.gateway.admin.post(LOAD, json={})).status_code == 202
 
 
-async def test_what_a_server_says_that_it_sees_counts_and_not_what_its_settings_leave_open() -> None:
+async def test_gpus_a_server_reports_count_where_its_settings_leave_them_open() -> None:
     async with on_two_gpus(seen=("gpu1",), tells_gpus=True) as there:
         assert (await there.gateway.admin.post(LOAD, json={})).status_code == 202
         task = await there.wanted()

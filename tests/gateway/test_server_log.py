@@ -10,7 +10,7 @@ from tests.gateway.inference_stage import INFER, a_stage
 from tests.gateway.test_several_servers import SHORT, breaking_off, server
 
 
-async def test_a_server_that_goes_and_comes_back_is_reported_once_each_however_many_ask_it() -> None:
+async def test_server_that_goes_and_returns_is_logged_once_each_for_all_requests() -> None:
     async with a_stage(breaking_off(times=40)) as stage:
         with capture_logs() as logs:
             for _ in range(40):

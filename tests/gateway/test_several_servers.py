@@ -60,7 +60,7 @@ async def test_a_request_goes_to_the_server_that_has_the_model() -> None:
         assert (len(main.heads), len(b.heads)) == (0, 2)
 
 
-async def test_the_server_with_fewest_requests_is_asked_and_equal_ones_take_turns() -> None:
+async def test_server_with_fewest_requests_is_asked_and_equal_ones_take_turns() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
         for _ in range(4):
@@ -82,7 +82,7 @@ async def test_a_model_that_no_server_has_is_answered_by_the_first() -> None:
         assert watched.check_wanted.is_set(), "it may have been loaded a moment ago"
 
 
-async def test_a_server_that_does_not_say_what_it_has_gets_requests_for_unknown_models() -> None:
+async def test_server_that_lists_no_models_gets_requests_for_unknown_models() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         server(stage, "main").contents = Contents(frozenset(), frozenset({b"other"}))
         await stage.ask("POST", INFER, b"{}")
@@ -98,7 +98,7 @@ async def test_a_load_goes_where_the_model_is_in_the_repository() -> None:
         assert (len(main.heads), len(b.heads)) == (0, 1)
 
 
-async def test_a_model_is_asked_where_it_was_loaded_a_moment_ago_and_no_more_once_it_is_unloaded() -> None:
+async def test_model_is_asked_where_it_was_just_loaded_until_it_is_unloaded() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         have(stage, set(), set())
         server(stage, "main").contents = Contents()
@@ -126,7 +126,7 @@ async def test_an_unsent_request_goes_to_the_next_server_with_all_of_its_body(ch
         assert server(stage, "main").http.faults == 1
 
 
-async def test_a_large_body_goes_on_at_the_next_server_when_the_first_was_not_there() -> None:
+async def test_large_body_goes_on_at_the_next_server_when_the_first_is_not_there() -> None:
     body = bytes(range(256)) * 4096 * 3
     async with a_stage(None, others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
@@ -141,7 +141,7 @@ async def test_a_request_that_changes_nothing_is_sent_again_if_no_answer_came() 
         assert len(b.heads) == 1
 
 
-async def test_an_inference_that_broke_off_is_sent_again_only_if_its_client_says_that_it_may() -> None:
+async def test_broken_off_inference_is_repeated_only_if_its_client_allows_it() -> None:
     async with a_stage(breaking_off(), others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
         server(stage, "b").in_flight = 1
@@ -164,7 +164,7 @@ async def test_a_request_whose_answer_has_begun_is_never_sent_again() -> None:
         assert b.heads == []
 
 
-async def test_each_server_has_its_own_trust_and_its_own_credentials_also_when_a_request_goes_on() -> None:
+async def test_each_server_has_its_own_trust_and_credentials_even_on_a_retry() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()], certificate=CERTIFICATE, plain=["b"]) as stage:
         have(stage, {b"one"}, {b"other"})
         for model in ("one", "other"):
@@ -195,7 +195,7 @@ async def test_if_no_server_answers_the_last_failure_is_reported() -> None:
         assert [one.http.faults for one in stage.fleet.servers] == [1, 1]
 
 
-async def test_a_server_that_failed_three_times_gets_nothing_until_it_answers_again() -> None:
+async def test_server_that_failed_three_times_gets_nothing_until_it_answers() -> None:
     async with a_stage(breaking_off(times=3), others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
         with capture_logs() as logs:
@@ -213,7 +213,7 @@ async def test_a_server_that_failed_three_times_gets_nothing_until_it_answers_ag
         assert told == ["a model server does not answer", "a model server answers again"]
 
 
-async def test_a_model_is_not_asked_elsewhere_because_its_only_server_does_not_answer() -> None:
+async def test_model_is_not_asked_elsewhere_when_its_only_server_is_silent() -> None:
     async with a_stage(None, others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"other"})
         for _ in range(5):
@@ -289,7 +289,7 @@ async def test_answers_that_cannot_be_merged_are_reported_as_the_servers_fault()
         assert (status, json.loads(body)["code"]) == (502, "model-server-failed")
 
 
-async def test_an_unload_goes_to_every_server_that_has_the_model_and_settings_to_all() -> None:
+async def test_unload_goes_to_every_server_with_the_model_and_settings_to_all() -> None:
     async with a_stage(main := Heard(), others=[b := Heard(), c := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"}, set())
         assert (await stage.ask("POST", "/v2/repository/models/any/unload", b""))[0] == 200

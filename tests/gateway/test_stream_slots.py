@@ -62,7 +62,7 @@ async def ends(call: grpc.aio.StreamStreamCall) -> dict[str, str]:
     return dict(await call.trailing_metadata())
 
 
-async def test_a_stream_has_a_slot_until_it_ends_and_the_next_one_waits_by_priority() -> None:
+async def test_stream_has_a_slot_until_it_ends_and_the_next_waits_by_priority() -> None:
     async with a_scene() as scene:
         first = await scene.opens()
         await answered(first)
@@ -89,7 +89,7 @@ async def test_a_call_waits_for_a_stream_of_its_model_and_not_for_another_models
         assert await call == MESSAGE
 
 
-async def test_a_stream_that_waits_as_long_as_it_may_is_refused_and_nothing_was_sent() -> None:
+async def test_stream_that_waits_as_long_as_it_may_is_refused_with_nothing_sent() -> None:
     async with a_scene() as scene:
         first = await scene.opens()
         await answered(first)
@@ -131,7 +131,7 @@ async def test_a_server_that_breaks_off_gives_the_slot_back() -> None:
             await until(lambda: scene.figures() == (0, 0))
 
 
-async def test_a_model_is_drained_when_its_stream_has_ended_and_one_that_waits_does_not_count() -> None:
+async def test_model_is_drained_when_its_stream_ends_whatever_stream_still_waits() -> None:
     async with a_scene() as scene, asyncio.timeout(PATIENCE_SECONDS):
         first = await scene.opens()
         await answered(first)
@@ -158,7 +158,7 @@ SHORT = Seconds(0.05)
 """Until a stream is idle."""
 
 
-async def test_an_idle_stream_gives_its_slot_back_and_takes_one_again_for_its_next_message() -> None:
+async def test_idle_stream_frees_its_slot_and_takes_one_for_its_next_message() -> None:
     async with a_scene(idle_seconds=SHORT, tenant_requests=1) as scene, asyncio.timeout(PATIENCE_SECONDS):
         idle = await scene.opens()
         await answered(idle)
@@ -241,7 +241,7 @@ async def test_a_stream_that_was_idle_goes_where_its_next_message_belongs() -> N
         await ends(other)
 
 
-async def test_an_idle_stream_ends_with_its_client_and_a_later_one_may_wait_in_vain() -> None:
+async def test_idle_stream_ends_with_its_client_and_a_later_one_may_wait_in_vain() -> None:
     async with a_scene(idle_seconds=SHORT) as scene, asyncio.timeout(PATIENCE_SECONDS):
         gone = await scene.opens()
         await answered(gone)

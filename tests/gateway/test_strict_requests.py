@@ -31,7 +31,7 @@ async def test_every_operation_refuses_an_unknown_query_parameter(
     assert fault(answer, "query:qq").startswith('unknown parameter "qq"')
 
 
-async def test_unknown_parameters_are_refused_together_with_the_faults_of_the_body(api: Client) -> None:
+async def test_unknown_parameters_are_refused_together_with_faults_of_the_body(api: Client) -> None:
     answer = await api.post("/leases?holder=me", json={"holder": "", "gpu_md": 1})
     pointers = {one["pointer"] for one in problem(answer, 422, "validation-failed")["errors"]}
     assert pointers == {"query:holder", "/holder", "/gpu_md"}

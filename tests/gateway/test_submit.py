@@ -125,7 +125,7 @@ async def test_only_small_entrypoints_share_a_process(
 
 @pytest.mark.parametrize("name", ["BASH_ENV", "PATH", "http_proxy", "SSL_CERT_FILE", "HF_ENDPOINT", "SEEDS"])
 @pytest.mark.parametrize("path", ["/tasks", "/tasks/batch"])
-async def test_a_token_without_code_sets_only_the_variables_that_the_operator_lists(
+async def test_token_without_code_sets_only_the_variables_the_operator_lists(
     gateway: Gateway, path: str, name: str
 ) -> None:
     writer = await gateway.client("writer", "tasks:write")

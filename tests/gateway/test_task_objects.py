@@ -80,7 +80,7 @@ async def test_many_objects_are_looked_for_page_by_page(api: Client, monkeypatch
     fault(await api.post("/arrays", json={"run": RUN, "items": [*items, {"object": OTHERS}]}), "/items/5")
 
 
-async def test_a_token_that_submits_tasks_may_have_objects_and_one_that_reads_may_not(
+async def test_token_that_submits_tasks_may_have_objects_and_a_reader_may_not(
     gateway: Gateway,
 ) -> None:
     submits = await gateway.client("submits", "tasks:write")

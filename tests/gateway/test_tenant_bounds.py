@@ -29,7 +29,7 @@ async def test_a_tenant_may_have_so_many_tasks_waiting_and_no_more() -> None:
         await api.submit()
 
 
-async def test_the_tasks_of_a_tenant_that_wait_may_keep_so_many_bytes_and_no_more() -> None:
+async def test_waiting_tasks_of_a_tenant_may_keep_only_so_many_bytes() -> None:
     async with Gateway(tenant_pending_bytes=4_900, inline_bytes=1_000) as gateway:
         api = await gateway.client("one", tenant="vision")
         large = a_call(2_000)  # its arguments are in an object

@@ -11,7 +11,8 @@ from tests.gateway.test_exchange_refusals import refused
 from tests.gateway.test_lanes import Scene
 
 
-async def test_a_request_over_http_beyond_the_limit_is_refused_and_another_tenants_is_not() -> None:
+async def test_http_request_beyond_the_tenant_limit_is_refused() -> None:
+    """A request of another tenant is not."""
     scene = Scene(slots=1)
     async with a_stage(scene.model, lanes=scene.lanes, tenant_requests=2) as stage:
         [first] = await scene.busy(stage, b"first")
@@ -41,7 +42,7 @@ async def test_a_client_that_leaves_its_place_makes_room_for_another_request() -
             await scene.ends(body, client)
 
 
-async def test_calls_and_streams_over_grpc_count_alike_and_are_refused_as_exhausted() -> None:
+async def test_grpc_calls_and_streams_count_alike_and_are_refused_as_exhausted() -> None:
     heard = call_stage.Heard()
     async with call_stage.a_stage(heard, tenant_requests=1) as stage:
         stream = stage.open()

@@ -127,7 +127,7 @@ async def test_a_task_that_is_not_started_in_time_expires_and_says_so(gateway: G
     assert (await api.get("/stats")).json()["tasks"]["expired"] == 1
 
 
-async def test_a_run_past_its_deadline_gets_the_stop_notice_and_may_still_succeed(
+async def test_run_past_its_deadline_gets_the_stop_notice_and_may_still_succeed(
     gateway: Gateway, api: Client
 ) -> None:
     late, done = [await api.submit(deadline_seconds=30) for _ in range(2)]
@@ -144,7 +144,7 @@ async def test_a_run_past_its_deadline_gets_the_stop_notice_and_may_still_succee
     assert (ended["state"], ended["error"]["kind"]) == ("expired", "deadline")
 
 
-async def test_an_invalid_time_is_refused_with_an_example_and_a_past_deadline_in_days(
+async def test_invalid_time_is_refused_with_an_example_and_a_past_one_in_days(
     gateway: Gateway, api: Client
 ) -> None:
     for wrong in ("tomorrow", "2026-11-21T22:00:00"):

@@ -73,7 +73,7 @@ async def test_loads_that_end_in_their_order_all_count() -> None:
     assert tokens.identify(secret) is None
 
 
-async def test_a_token_that_this_process_drops_stays_dropped_and_others_stay_known() -> None:
+async def test_token_dropped_by_this_process_stays_dropped_and_others_stay_known() -> None:
     """A load that began before reads once more."""
     store, tokens, secret = await a_known_token()
     assert store.held is not None

@@ -15,9 +15,10 @@ BOTH = InferenceServers(ledger=("main",), others=("lab",))
 
 
 @pytest.mark.parametrize("serving", [OPEN, BOTH])
-async def test_a_model_that_no_server_has_is_refused_where_servers_outside_the_ledger_say_so_too(
+async def test_model_no_server_has_is_refused_where_all_servers_can_say_so(
     serving: InferenceServers,
 ) -> None:
+    """Servers outside the ledger are asked for their index too."""
     indexed = answering(b'[{"name":"by-hand"}]')
     async with a_gateway(serving=serving) as gateway:
         await ask(gateway, 1, model="lab-only")

@@ -57,7 +57,7 @@ async def test_calls_that_wait_in_lanes_hold_no_more_than_they_may() -> None:
         )
 
 
-async def test_calls_that_wait_for_their_model_to_come_hold_no_more_than_they_may() -> None:
+async def test_calls_waiting_for_their_model_hold_no_more_bytes_than_allowed() -> None:
     rules, host = a_host()
     message = field(1, "any") + field(5, bytes(600))
     async with a_call_stage(Heard(), served=(rules, host), most_waiting_bytes=500) as stage:

@@ -75,7 +75,7 @@ async def test_a_stream_of_the_settings_keeps_their_weight_when_it_is_deleted(ap
     assert (await listed(api))["nightly"]["weight"] == 0.5
 
 
-async def test_a_draw_answers_the_stream_with_its_factors_and_is_repeated_by_its_seed(api: Client) -> None:
+async def test_draw_answers_the_stream_with_its_factors_and_is_repeated_by_seed(api: Client) -> None:
     await put(api, "ladder", 3.0)
     drawn = (await api.post("/streams/next", json={"seed": 7})).json()
     assert drawn == (await api.post("/streams/next", json={"seed": 7})).json()
@@ -125,7 +125,7 @@ async def test_a_misspelled_stream_is_refused_with_the_one_that_is_meant(api: Cl
         assert 'did you mean "nightly"?' in problem(answer, 404, "not-found")["detail"]
 
 
-async def test_tokens_that_submit_tasks_may_signal_and_draw_and_only_admins_give_weights(
+async def test_submitting_tokens_may_signal_and_draw_and_only_admins_set_weights(
     gateway: Gateway,
 ) -> None:
     trainer = await gateway.client("trainer", "tasks:read", "tasks:write", tenant="acme")

@@ -98,7 +98,7 @@ async def test_a_call_that_takes_too_long_says_what_has_become_of_it(
     workers.end()
 
 
-async def test_a_call_to_a_worker_that_hangs_is_given_up_and_counts_until_it_is_answered(
+async def test_call_to_a_hanging_worker_is_given_up_but_counts_until_answered(
     gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_routing, "MOST_WAITING", 0)

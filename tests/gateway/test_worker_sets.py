@@ -84,9 +84,7 @@ async def test_a_repeated_request_gets_the_set_and_another_body_is_refused(
     assert len(gateway.world.worker_sets) == 1
 
 
-async def test_the_leader_is_asked_to_form_the_set_in_the_commit_that_stores_its_workers(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_set_is_formed_in_the_commit_that_stores_its_workers(gateway: Gateway, api: Client) -> None:
     gateway.leads = False
     commits: list[list[str]] = []
     gateway.store.listen(lambda events: commits.append([event.kind for event in events]))
