@@ -99,7 +99,8 @@ def test_a_refusal_is_raised_with_every_field_of_the_problem(service: RecordedSe
     assert len(service.requests) == 1
 
 
-def test_an_unreachable_service_is_reported_with_its_address_and_how_to_start_one() -> None:
+def test_unreachable_service_is_reported_with_its_address_and_a_remedy() -> None:
+    """The error says how to start a service."""
     with Broker("http://127.0.0.1:1", retry_seconds=0) as broker, pytest.raises(Unreachable) as error:
         broker.stats()
     assert "http://127.0.0.1:1" in str(error.value)

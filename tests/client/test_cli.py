@@ -224,7 +224,7 @@ def test_last_is_the_newest_task_submitted_from_here(service: RecordedService, r
     assert (service.requests[-1].method, service.requests[-1].path) == ("POST", "/tasks/task_2/cancel")
 
 
-def test_without_a_submit_last_shows_the_newest_task_but_does_not_change_it(
+def test_last_without_a_submit_shows_the_newest_task_but_never_changes_it(
     service: RecordedService, run: Run
 ) -> None:
     somebodys = a_task(FULL_ID, name="theirs")
@@ -369,7 +369,7 @@ def test_without_the_server_package_its_commands_name_it(
         assert "pip install 'gpubroker-server[ray]'" in ended.err
 
 
-def test_a_package_whose_commands_cannot_be_loaded_does_not_break_other_commands(
+def test_package_whose_commands_do_not_load_does_not_break_other_commands(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:

@@ -99,9 +99,7 @@ def test_tasks_of_a_file_run_after_others_of_it(gpubroker: Run, tmp_path: Path) 
     assert ends == sorted(ends)
 
 
-def test_a_pending_task_is_explained_held_released_reprioritised_and_cancelled(
-    gpubroker: Run, holder: str
-) -> None:
+def test_pending_task_is_explained_held_released_changed_and_cancelled(gpubroker: Run, holder: str) -> None:
     task_id = gpubroker(f"submit {WORK} --gpu-memory 18GiB --name waiting --priority batch").out.strip()
     listed = gpubroker("ps").out.splitlines()
     assert listed[0].split()[:3] == ["ID", "NAME", "STATE"]

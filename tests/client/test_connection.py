@@ -18,7 +18,7 @@ def written(data_dir: Path, url: str = "http://127.0.0.1:8470", token: str = "fr
     return {"GPUBROKER_DATA_DIR": str(data_dir)}
 
 
-def test_arguments_go_before_the_environment_and_the_environment_before_the_file(tmp_path: Path) -> None:
+def test_service_arguments_win_over_environment_and_environment_over_file(tmp_path: Path) -> None:
     environ = written(tmp_path)
     found = find_service(environ=environ)
     assert (found.url, found.token) == ("http://127.0.0.1:8470", "from-file")
@@ -86,7 +86,7 @@ def test_certificate_authorities_are_only_loaded_for_https(monkeypatch: pytest.M
     assert len(read) == 1
 
 
-def test_in_a_task_the_owner_s_access_is_not_used_and_the_error_names_the_setting(tmp_path: Path) -> None:
+def test_in_a_task_the_owners_access_is_unused_and_the_setting_is_named(tmp_path: Path) -> None:
     (tmp_path / "client.json").write_text('{"url": "http://127.0.0.1:8470", "token": "admin"}')
     environ = {"GPUBROKER_DATA_DIR": str(tmp_path), "GPUBROKER_TASK": "task_1"}
     with pytest.raises(Unreachable, match=r"this code runs in task_1, .* submit_from_tasks: true"):

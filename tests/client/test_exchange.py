@@ -14,7 +14,7 @@ def answer(status: int, body: Any = None, **headers: str) -> Answer:
     return Answer(status, names, b"" if body is None else json.dumps(body).encode())
 
 
-def test_a_temporary_refusal_is_retried_after_the_time_that_the_service_named() -> None:
+def test_temporary_refusal_is_retried_after_the_time_the_service_named() -> None:
     steps = exchange(GET, retry_seconds=60)
     assert next(steps) is GET
     pause = steps.send(answer(503, retry_after="2"))
@@ -26,7 +26,7 @@ def test_a_temporary_refusal_is_retried_after_the_time_that_the_service_named() 
     assert done.value.value.json() == {"ok": True}
 
 
-def test_pauses_grow_until_the_retry_time_ends_and_the_last_error_is_raised() -> None:
+def test_retry_pauses_grow_until_the_time_is_over_and_the_error_is_raised() -> None:
     steps = exchange(GET, retry_seconds=3600)
     pauses = []
     next(steps)

@@ -43,7 +43,7 @@ def test_the_parts_add_up_to_the_whole_for_any_measurement(numbers: dict[str, in
     assert min(part.used, part.reserved, part.pledged, part.foreign, part.free) >= 0
 
 
-def test_a_gpu_line_names_its_holders_and_the_task_that_memory_is_freed_for() -> None:
+def test_gpu_line_names_its_holders_and_the_task_memory_is_freed_for() -> None:
     gpu = a_gpu(
         leased_mb=14 * GIB,
         free_mb=10 * GIB,

@@ -37,7 +37,7 @@ def test_what_is_kept_comes_line_by_line(service: RecordedService, do: Do) -> No
     assert asked(service) == [{"stream": "stderr", "attempt": "2", "rank": "1", "offset": "7"}]
 
 
-def test_a_followed_log_goes_on_with_the_next_attempt_and_ends_with_the_task(
+def test_followed_log_goes_on_with_the_next_attempt_and_ends_with_the_task(
     service: RecordedService, do: Do
 ) -> None:
     service.reply_with(
@@ -81,7 +81,7 @@ def test_a_log_that_is_not_followed_is_read_on_too(service: RecordedService, do:
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_answers_that_break_off_at_once_are_asked_for_with_pauses_and_not_for_ever(
+def test_answers_that_break_off_are_retried_with_pauses_but_not_for_ever(
     service: RecordedService, follow: bool
 ) -> None:
     service.always = at(1)

@@ -34,7 +34,7 @@ def answer(script: str, *folders: Path, **env: str) -> Any:
     return json.loads(told.stdout)
 
 
-def test_torch_is_limited_when_cuda_begins_and_not_where_the_whole_device_is_leased(tmp_path: Path) -> None:
+def test_torch_is_limited_when_cuda_begins_unless_the_whole_gpu_is_leased(tmp_path: Path) -> None:
     stand_in_for_torch(tmp_path, lazy=True)
     script = (
         "import json, torch; before = list(torch.cuda.calls); torch.cuda.init(); "
@@ -60,7 +60,7 @@ except ModuleNotFoundError as fault:
     assert answer(script, tmp_path) == ["No module named 'torch'", True]
 
 
-def test_the_sitecustomize_of_that_python_still_runs_and_ours_leaves_no_trace(tmp_path: Path) -> None:
+def test_sitecustomize_of_the_python_still_runs_and_ours_leaves_no_trace(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['OWN'] = 'ran'")
     script = (
         "import json, os, sitecustomize, sys; "
@@ -82,9 +82,7 @@ def test_the_python_path_of_the_run_comes_after_ours() -> None:
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_where_mps_runs_the_driver_itself_limits_pinned_memory_beside_the_context(
-    tmp_path: Path, runs: bool
-) -> None:
+def test_mps_driver_limits_pinned_memory_beside_the_context_where_it_runs(tmp_path: Path, runs: bool) -> None:
     if runs:
         (tmp_path / "control").touch()
     limit = limits(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path)).get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")

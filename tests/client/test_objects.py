@@ -185,7 +185,7 @@ async def test_an_object_is_downloaded_in_parts_and_compared_with_its_digest(
             assert bytes(await broker.fetch(kept)) == data
 
 
-def test_a_download_goes_on_after_a_failure_and_ends_with_an_error_if_bytes_are_wrong(
+def test_download_resumes_after_a_failure_and_fails_if_bytes_are_wrong(
     service: RecordedService, do: Do
 ) -> None:
     first, second = (Reply(206, b"0123", {"Content-Range": f"bytes {at}/8"}) for at in ("0-3", "4-7"))

@@ -251,7 +251,7 @@ def test_calls_beyond_its_concurrency_wait_and_their_number_is_told() -> None:
     worker.stop()
 
 
-def test_a_call_whose_time_is_over_before_its_turn_never_begins_and_is_forgotten() -> None:
+def test_call_whose_time_is_over_before_its_turn_never_begins() -> None:
     worker = Worker(max_concurrency=1)
     counter = worker.counter()
     begun = worker.ask("wait")
@@ -372,7 +372,7 @@ def test_the_objects_of_roles_that_have_the_method_are_checked_too() -> None:
     assert worker.next("ended")[8][1].endswith("the last time: role Judge: it returned False")
 
 
-def test_objects_that_are_not_made_in_time_end_the_run_and_refuse_what_waits() -> None:
+def test_objects_not_made_in_time_end_the_run_and_refuse_waiting_calls() -> None:
     goes_on = threading.Event()
     worker = Worker(goes_on.wait, PATIENCE_SECONDS, start_seconds=0.05)
     waiting = worker.ask("add")

@@ -56,7 +56,7 @@ class Hosted:
         return self.next("ended")
 
 
-def test_a_command_that_exits_0_after_the_notice_is_stopped_and_its_log_says_why(
+def test_command_that_exits_0_after_the_notice_is_stopped_and_logged_so(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     ended = Hosted(f"trap 'exit 0' TERM; {AT_WORK}").stop_at_work()
@@ -73,9 +73,8 @@ def test_a_command_that_ends_otherwise_after_the_notice_is_stopped(ends_by: str)
 @pytest.mark.parametrize(
     ("ends_by", "code"), [("exit 0", 0), ("exit 7", 7), ("trap - TERM; kill -TERM $$", -signal.SIGTERM)]
 )
-def test_a_command_that_reported_completion_has_succeeded_however_it_ends_after_the_notice(
-    ends_by: str, code: int
-) -> None:
+def test_command_that_reported_completion_succeeds_however_it_ends(ends_by: str, code: int) -> None:
+    """It ends after the notice."""
     script = f"""trap 'echo complete > "$GPUBROKER_REPORTS"; {ends_by}' TERM; {AT_WORK}"""
     ended = Hosted(script).stop_at_work()
     assert ended[5] == "succeeded"
@@ -126,13 +125,13 @@ def test_a_command_reports_progress_and_checkpoints_line_by_line() -> None:
     assert told["checkpointed"][7:] == (None, "s3://bucket/step 3")
 
 
-def test_a_checkpoint_without_a_place_says_only_that_the_work_so_far_is_safe() -> None:
+def test_checkpoint_without_a_place_only_says_that_the_work_is_safe() -> None:
     run = Hosted('echo checkpoint > "$GPUBROKER_REPORTS"')
     [data, uri] = run.next("checkpointed")[7:]
     assert (data, uri) == (b"\x00", None)
 
 
-def test_a_line_that_says_nothing_known_is_told_in_the_log_and_harms_nothing(
+def test_unknown_report_line_is_told_in_the_log_and_harms_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     lines = "echo hello; echo progress 3 of 6; echo 'complete now'; printf '\\377\\n'; head -c 9000 /dev/zero"
@@ -193,7 +192,7 @@ def test_an_item_whose_command_exits_0_after_the_notice_is_given_back() -> None:
     assert worker.next("ended")[5] == "stopped"
 
 
-def test_an_item_whose_command_reported_completion_before_the_notice_is_done() -> None:
+def test_item_that_reported_completion_before_the_notice_is_done() -> None:
     worker = a_worker(f"""trap 'echo complete > "$GPUBROKER_REPORTS"; exit 0' TERM; {AT_WORK}""", [1, 2])
     with holding(worker, 2):
         pass

@@ -86,7 +86,7 @@ def test_coroutines_and_their_threads_know_their_task(hosted: Hosted) -> None:
     assert hosted.result_of(key) == [key.task, key.task]
 
 
-def test_a_thread_of_a_small_run_gets_an_error_that_says_how_to_know_its_task(hosted: Hosted) -> None:
+def test_thread_of_a_small_run_is_told_how_to_know_its_task(hosted: Hosted) -> None:
     def work() -> str:
         said: list[str] = []
 
@@ -132,7 +132,7 @@ def test_a_stop_notice_reaches_its_run_and_no_other(hosted: Hosted) -> None:
 
 
 @pytest.mark.parametrize("code", [None, 0])
-def test_leaving_with_exit_code_0_is_success_without_a_notice_and_obedience_after_one(
+def test_exit_code_0_is_success_without_a_notice_and_obedience_after_one(
     hosted: Hosted, code: int | None
 ) -> None:
     def work(patience_seconds: float) -> None:

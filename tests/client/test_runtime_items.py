@@ -97,7 +97,7 @@ def double(item: int) -> int:
     return item * 2
 
 
-def test_a_worker_does_what_it_is_given_and_reports_all_that_was_not_answered() -> None:
+def test_worker_does_its_items_and_reports_those_not_answered() -> None:
     worker = Worker(double, [5, 6, 7, 8])
     first = worker.next()
     assert (first[6], first[7], first[8]) == ((), (), 1), "it has nothing, and knows no time of an item"
@@ -327,7 +327,7 @@ def test_items_are_unpickled_for_functions_only(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def test_an_item_that_names_an_object_gets_it_and_one_that_is_missing_fails_alone() -> None:
+def test_item_naming_an_object_gets_it_and_a_missing_one_fails_alone() -> None:
     worker = Worker(len, [{"object": "ab" * 32}, {"object": "cd" * 32}, "three"])
     worker.hold(worker.next(), (0, 3))
     for kept in (memoryview(b"1234"), None):
@@ -341,14 +341,14 @@ def test_an_item_that_names_an_object_gets_it_and_one_that_is_missing_fails_alon
 
 
 @pytest.mark.parametrize("kind", ["object_missing", "object_unreadable"])
-def test_a_worker_that_cannot_open_a_common_argument_fails_as_one_that_cannot_import(kind: str) -> None:
+def test_worker_that_cannot_open_a_common_argument_fails_like_an_import(kind: str) -> None:
     """So it is not tried again as often as one whose items crash."""
     worker = Worker(len, [1], common=(ObjectRef("ab" * 32),))
     worker.host.take_object(KEY, worker.next("wanted")[5], None, (kind, "this is why"))
     assert worker.next("ended")[8][:2] == (ARRAY_IMPORT_FAILED, "this is why")
 
 
-def test_a_large_result_of_an_item_becomes_an_object_and_is_named_in_the_format_of_the_array() -> None:
+def test_large_item_result_becomes_an_object_named_in_the_arrays_format() -> None:
     worker = Worker(
         lambda number: "x" * number, [10, 100], result_limit_bytes=64, result_format="cloudpickle"
     )

@@ -47,7 +47,7 @@ async def test_only_the_newest_news_is_read(mailbox: Mailbox) -> None:
     assert report == ("progressed", 4)
 
 
-async def test_news_of_several_kinds_and_runs_are_each_kept_and_read_in_the_order_of_the_newest(
+async def test_newest_news_per_kind_and_run_are_kept_and_read_in_their_order(
     mailbox: Mailbox,
 ) -> None:
     for run, kind in ("a", "progressed"), ("a", "checkpointed"), ("b", "checkpointed"), ("a", "progressed"):
@@ -66,7 +66,7 @@ async def test_a_lasting_report_comes_after_all_news_of_its_run(mailbox: Mailbox
     assert await read(mailbox) == ["checkpointed", "progressed", "ended"]
 
 
-async def test_news_that_a_full_batch_left_behind_are_still_replaced_by_newer_ones(
+async def test_news_left_behind_by_a_full_batch_are_replaced_by_newer_ones(
     mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpubroker.runtime.mailbox.BATCH_BYTES", 100)
@@ -123,7 +123,7 @@ async def test_an_early_wake_up_does_not_end_a_read(mailbox: Mailbox) -> None:
     assert await reading == ["b"]
 
 
-async def test_a_batch_ends_after_the_report_that_exceeds_its_size_and_the_rest_follows(
+async def test_batch_ends_after_the_report_that_exceeds_it_and_the_rest_follows(
     mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpubroker.runtime.mailbox.BATCH_BYTES", 100)

@@ -81,7 +81,7 @@ def asked() -> Asked:
     return Asked()
 
 
-def test_an_argument_names_an_object_by_reference_or_by_a_mapping_with_nothing_else() -> None:
+def test_argument_names_an_object_by_reference_or_by_a_mapping_of_it_alone() -> None:
     assert named_object(ObjectRef(ID, 5)) == ID == named_object({"object": ID})
     others = [{"object": ID, "more": 1}, {"object": "chair"}, {"object": 1}, {}, ID, None]
     assert [named_object(value) for value in others] == [None] * len(others)
@@ -111,7 +111,7 @@ def test_an_array_is_opened_where_it_lies_and_cannot_be_changed(array: "np.ndarr
             found.setflags(write=True)
 
 
-def test_arrays_within_a_pickled_value_lie_in_the_shared_bytes_and_cannot_be_changed() -> None:
+def test_arrays_in_a_pickled_value_share_its_bytes_and_are_read_only() -> None:
     value = {"weights": np.arange(1000), "name": "a", "more": [np.ones((3, 3))]}
     view = memoryview(bytearray(written(value)))
     found = opened_object(view, unpickles=True)
@@ -183,7 +183,7 @@ def test_an_entrypoint_gets_objects_too_and_nothing_is_unpickled_for_it(asked: A
     assert "only a task that is a function" in message
 
 
-def test_a_run_whose_object_is_missing_fails_with_the_reason_and_its_code_does_not_begin(
+def test_run_whose_object_is_missing_fails_with_the_reason_before_its_code(
     asked: Asked,
 ) -> None:
     key = asked.call(print, ObjectRef(ID))

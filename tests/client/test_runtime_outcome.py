@@ -33,7 +33,7 @@ def test_plain_data_travels_as_compact_json_in_its_own_letters() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, b"bytes", object(), {(1, 2): 3}])
-def test_a_value_that_json_cannot_carry_is_refused_and_the_error_names_the_other_format(
+def test_value_json_cannot_carry_is_refused_naming_the_other_format(
     value: object,
 ) -> None:
     fault = fault_of(succeeded(value, "json", LIMIT, no_room))
@@ -54,7 +54,8 @@ def test_cloudpickle_carries_values_that_json_cannot() -> None:
     assert cloudpickle.loads(outcome.result) == {1, 2}
 
 
-def test_a_result_of_exactly_the_limit_is_carried_and_one_byte_more_becomes_an_object() -> None:
+def test_result_of_exactly_the_limit_is_carried_and_a_larger_one_is_stored() -> None:
+    """One byte more makes it an object."""
     fits = "x" * (LIMIT - 2)
     assert succeeded(fits, "json", LIMIT, no_room).result == json.dumps(fits).encode()
     assert fault_of(succeeded(fits + "x", "json", LIMIT, no_room)).kind == "result_too_large"

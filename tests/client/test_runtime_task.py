@@ -79,7 +79,7 @@ def test_only_the_newest_progress_is_reported_and_it_is_between_0_and_1() -> Non
 
 
 @pytest.mark.parametrize("fraction", [50, -1, float("nan"), float("inf")])
-def test_progress_that_is_no_fraction_raises_an_error_that_names_the_remedy(fraction: float) -> None:
+def test_progress_that_is_no_fraction_raises_an_error_with_the_remedy(fraction: float) -> None:
     working = Recorded()
     with pytest.raises(ValueError, match=r"from 0 to 1.*done / all"):
         working.task.progress(fraction)
@@ -138,7 +138,7 @@ def test_a_uri_of_another_type_is_refused_at_once(uri: Any) -> None:
         Recorded().task.checkpoint(uri=uri)
 
 
-def test_a_progress_message_is_reported_without_characters_that_no_database_takes() -> None:
+def test_progress_message_is_reported_without_characters_databases_refuse() -> None:
     working = Recorded()
     working.task.progress(message="a\0b\ud800c")
     [report] = working.told()

@@ -51,7 +51,7 @@ def on_a_terminal(service: RecordedService, *words: str) -> bytes:
 
 
 @pytest.mark.parametrize("words", [["logs"], ["result"], ["show"], ["explain"]])
-def test_what_a_task_wrote_reaches_a_terminal_without_its_control_sequences(
+def test_task_output_reaches_a_terminal_without_control_sequences(
     service: RecordedService, words: list[str]
 ) -> None:
     error = {"kind": "exception", "message": f"it {EVIL}", "traceback": f"Traceback {EVIL}"}

@@ -124,7 +124,7 @@ async def test_a_model_whose_process_was_killed_is_ready_without_answering_until
     assert await host.answers("llm", SOON)
 
 
-async def test_nothing_is_loaded_by_a_server_that_sees_other_gpus_than_those_of_the_lease() -> None:
+async def test_server_that_sees_other_gpus_than_those_of_the_lease_loads_nothing() -> None:
     host = new_host()
     host.seen = ("gpu0", "gpu1")
     assert (await host.describe("llm", SOON)).seen == ("gpu0", "gpu1")

@@ -29,9 +29,10 @@ def packages() -> Path:
 
 @pytest.mark.evidence
 @pytest.mark.timeout(1200)
-def test_a_model_is_trained_through_growth_and_shrinking_with_the_losses_of_one_rank(
+def test_model_trained_through_growth_and_shrinking_has_the_same_losses(
     tmp_path: Path, packages: Path
 ) -> None:
+    """They are the losses of a training with one rank."""
     paths = [str(ROOT), str(packages)]
     entrypoints = ["examples.elastic_torch:*", "tests.e2e.work:*"]
     with ServiceProcess(tmp_path / "data", task_path=paths, entrypoints=entrypoints) as service:

@@ -98,7 +98,7 @@ def test_what_ran_out_of_memory_three_times_is_told_apart(service: ServiceProces
 
 @pytest.mark.evidence
 @pytest.mark.provokes("out-of-memory-node")
-def test_runs_that_rays_memory_monitor_kills_are_told_from_those_that_took_too_much(tmp_path: Path) -> None:
+def test_runs_killed_by_rays_memory_monitor_differ_from_oversized_ones(tmp_path: Path) -> None:
     """Ray takes the node for full 3 GiB from where it stands; other programs must not take that meanwhile."""
     memory = psutil.virtual_memory()
     full = (memory.total - memory.available + 3 * 2**30) / memory.total

@@ -141,9 +141,7 @@ class Cluster:
 
 @pytest.mark.evidence
 @pytest.mark.parametrize("name", ["n1", "renamed"])
-def test_a_head_that_comes_back_without_its_nodes_needs_nobody_to_say_that_they_are_lost(
-    tmp_path: Path, name: str
-) -> None:
+def test_nodes_missing_after_their_head_returned_are_given_up_unasked(tmp_path: Path, name: str) -> None:
     with ExitStack() as stack:
         cluster = Cluster(stack, tmp_path)
         broker = cluster.broker

@@ -58,7 +58,7 @@ def test_a_template_fills_an_idle_gpu_gives_way_and_stops_with_its_token(tmp_pat
         assert list(admin.list(name="idle/fill", state=["pending", "admitted", "running"])) == []
 
 
-def test_a_template_without_gpus_fills_a_machine_gives_way_and_is_deleted_while_it_runs(
+def test_template_without_gpus_fills_a_machine_yields_and_is_deleted(
     tmp_path: Path,
 ) -> None:
     """On the simulated engine: how busy a real machine is, other tests decide."""

@@ -63,9 +63,7 @@ def executor_of(service: ServiceProcess) -> str:
 
 
 @pytest.mark.evidence
-def test_a_cluster_with_token_and_tls_is_joined_and_its_head_may_start_again(
-    tmp_path: Path, site: Site
-) -> None:
+def test_cluster_with_token_and_tls_is_joined_and_its_head_may_restart(tmp_path: Path, site: Site) -> None:
     host, port = site.address.split(":")
     mine = ssl.create_default_context(cafile=site.tls.ca)
     mine.load_cert_chain(site.tls.certificate, site.tls.key)

@@ -101,7 +101,7 @@ def listening_ports(cluster: Cluster) -> list[tuple[str, int]]:
     ]
 
 
-def test_workers_take_the_next_gpus_until_none_is_left_and_an_end_leaves_nothing(cluster: Cluster) -> None:
+def test_workers_take_the_next_gpus_until_none_is_left_and_leave_nothing(cluster: Cluster) -> None:
     assert cluster.told[:2] == [
         f"head runs: GPU 0, 1 CPU, 1 worker_unit, at {cluster.state.address}",
         "worker-1 runs: GPU 1, 1 CPU, 1 worker_unit",

@@ -43,9 +43,10 @@ def seen(service: ServiceProcess, uuid: str) -> list[SeenGpu]:
     return [gpu for gpu in service.broker.gpus() if gpu.uuid == uuid]
 
 
-def test_a_run_that_loses_one_of_four_gpus_frees_the_others_and_the_lost_one_says_why(
+def test_run_that_loses_one_of_four_gpus_frees_the_others(
     service: ServiceProcess, machine: Machine, tmp_path: Path
 ) -> None:
+    """The lost one says why it is not used."""
     broker, lost, gate = service.broker, machine.gpus[1], tmp_path / "gate"
     until(lambda: usable(service) == UUIDS, "all four are offered")
     wide: dict[str, Any] = {"gpus": 4, "gpu_mb": 20 * GIB}

@@ -79,7 +79,7 @@ def service(tmp_path: Path, machine: Machine, triton: Triton) -> Iterator[Servic
             yield service
 
 
-def test_a_model_is_measured_by_its_load_and_its_largest_requests_and_its_next_load_leases_that(
+def test_model_is_measured_by_its_load_and_requests_and_then_leases_that(
     service: ServiceProcess,
 ) -> None:
     broker = service.broker

@@ -133,7 +133,7 @@ WAYS: list[tuple[Strike, float]] = [
 
 @pytest.mark.evidence
 @pytest.mark.parametrize(("strike", "bound_seconds"), WAYS, ids=[way.__name__ for way, _ in WAYS])
-def test_a_lost_node_is_found_in_time_and_its_run_starts_elsewhere_without_a_retry(
+def test_lost_node_is_found_in_time_and_its_run_moves_without_a_retry(
     site: Site, strike: Strike, bound_seconds: float
 ) -> None:
     broker = site.broker
@@ -172,9 +172,10 @@ def test_a_driver_that_hangs_is_replaced_and_no_node_is_given_up(site: Site) -> 
 
 
 @pytest.mark.evidence
-def test_when_ray_has_ended_all_nodes_for_lack_of_its_control_service_a_person_says_that_they_are_lost(
+def test_person_confirms_the_loss_of_all_nodes_that_ray_has_ended(
     site: Site,
 ) -> None:
+    """Ray ends them for lack of its control service."""
     run = site.hands.at_work("run", gpu_mb=4096, prefer_nodes={"node": ["n2"]})
     control = vital_pid(site.head, "gcs_server")
     assert control is not None

@@ -97,7 +97,7 @@ def test_a_full_node_is_closed_cleaned_and_open_again(
     guarded.is_cleaned(site.gateways[1].broker, audited(server.url))
 
 
-def test_a_weight_that_is_set_at_one_gateway_orders_the_queue_of_the_leader(
+def test_weight_set_at_one_gateway_orders_the_queue_of_the_leader(
     tmp_path: Path, site: GatewaysAndBrokersOnRay
 ) -> None:
     a, b = (gateway.broker for gateway in site.gateways)
@@ -129,9 +129,10 @@ def position(broker: Broker, task: Task) -> int | None:
     return None if pending is None else pending.position
 
 
-def test_processes_that_are_asked_to_end_under_load_lose_and_repeat_nothing_and_others_go_on_at_once(
+def test_processes_ending_under_load_lose_and_repeat_nothing(
     site: GatewaysAndBrokersOnRay,
 ) -> None:
+    """Others go on at once in their place."""
     found = stop_under_load(site, Batch(seed=1, stops=2, tasks_per_stop=25, targets=("gateway", "leader")))
     assert found["stops"] == {"gateway": 1, "leader": 1}
     assert found["wrong"] == []

@@ -138,7 +138,7 @@ def processes_of(task: str) -> list[int]:
     return found
 
 
-def test_a_restored_backup_keeps_its_tasks_and_ends_the_runs_that_it_does_not_know(
+def test_restored_backup_keeps_its_tasks_and_ends_runs_it_does_not_know(
     tmp_path: Path, backup: Backup
 ) -> None:
     home = tmp_path / "data"

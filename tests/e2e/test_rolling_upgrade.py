@@ -78,7 +78,7 @@ def released(tmp_path: Path) -> str:
     return unpacked(tmp_path / "released")
 
 
-def test_every_process_is_upgraded_under_load_and_nothing_is_lost_or_done_twice(
+def test_every_process_is_upgraded_under_load_with_nothing_lost_or_redone(
     tmp_path: Path, released: str, empty_postgres_url: str
 ) -> None:
     (tmp_path / "site").mkdir()
@@ -91,7 +91,7 @@ def test_every_process_is_upgraded_under_load_and_nothing_is_lost_or_done_twice(
 
 
 @pytest.mark.evidence
-def test_the_upgrade_under_load_and_one_step_back_leave_nobody_without_an_answer(
+def test_upgrade_under_load_and_one_step_back_answer_every_request(
     tmp_path: Path, released: str, empty_postgres_url: str
 ) -> None:
     (tmp_path / "site").mkdir()
@@ -105,7 +105,7 @@ def test_the_upgrade_under_load_and_one_step_back_leave_nobody_without_an_answer
         site.stop()
 
 
-def test_a_new_gateway_refuses_what_a_leader_of_the_last_release_does_not_know(
+def test_new_gateway_refuses_what_a_leader_of_the_last_release_lacks(
     tmp_path: Path, released: str, empty_postgres_url: str
 ) -> None:
     shared: dict[str, Any] = {
@@ -155,7 +155,7 @@ def test_one_step_back_is_taken_while_the_schema_only_grew(
         back.terminate()
 
 
-def test_one_step_back_is_refused_with_the_reason_where_a_migration_took_something_away(
+def test_step_back_past_a_destructive_migration_is_refused_with_the_reason(
     tmp_path: Path, released: str, url: str
 ) -> None:
     kept = ("--data-dir", str(tmp_path), "--database-url", url)

@@ -66,9 +66,10 @@ def parts_of(gateway: ServiceProcess) -> tuple[int, str]:
 
 
 @pytest.mark.evidence
-def test_alerts_name_lost_nodes_and_the_service_goes_on_as_soon_as_ray_says_that_they_are_dead(
+def test_alerts_name_lost_nodes_and_service_resumes_when_ray_confirms_them(
     site: Site,
 ) -> None:
+    """Ray says that the nodes are dead."""
     broker, prometheus = site.gateways[1].broker, site.prometheus
     runs = [
         site.hands.at_work(f"on-{name}", gpu_mb=4096, prefer_nodes={"node": [name]}) for name in site.nodes

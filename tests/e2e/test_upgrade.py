@@ -21,7 +21,7 @@ def agent_of(broker: Broker) -> NodeAgent:
 
 
 @pytest.mark.provokes("agent-outdated")
-def test_runs_go_on_while_the_service_is_upgraded_and_new_ones_start_beside_them(tmp_path: Path) -> None:
+def test_runs_go_on_during_an_upgrade_and_new_ones_start_beside_them(tmp_path: Path) -> None:
     installed = Installation(tmp_path)
     service = ServiceProcess(
         tmp_path / "data",
@@ -69,7 +69,7 @@ while [ ! -e "$0.enough" ]; do sleep 0.05; done
 """
 
 
-def test_commands_of_the_last_release_that_exit_0_under_notice_have_not_succeeded(tmp_path: Path) -> None:
+def test_last_releases_commands_exiting_0_under_notice_have_not_succeeded(tmp_path: Path) -> None:
     """Their agent and their processes call it success, and go on after the upgrade."""
     released = unpacked(tmp_path / "released")
     service = ServiceProcess(tmp_path / "data", env={"PYTHONPATH": released})

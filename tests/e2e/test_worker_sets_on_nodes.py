@@ -44,7 +44,7 @@ ON_NODES: dict[str, Any] = {"simulated_devices": [{"kind": "sim-24g", "memory_mb
 
 
 @pytest.mark.evidence
-def test_workers_are_called_and_share_an_array_wherever_they_go_and_whoever_leads(
+def test_workers_are_called_and_share_an_array_on_any_node_and_leader(
     tmp_path: Path, postgres_server: PostgresServer
 ) -> None:
     with a_home() as home:

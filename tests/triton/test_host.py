@@ -51,7 +51,7 @@ async def gone(host: TritonHost, model: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_load_is_over_when_the_index_says_ready_and_an_unload_before_it_says_gone(
+async def test_load_is_over_when_the_index_says_ready_and_an_unload_when_gone(
     host: TritonHost,
 ) -> None:
     assert await stage_of(host, "identity_fp32") is ModelState.ABSENT
@@ -115,7 +115,7 @@ def test_only_the_words_of_the_server_say_that_there_is_no_memory(said: str, fau
     assert fault_of_load(said) is fault
 
 
-async def test_changed_files_are_another_revision_of_a_model_and_a_load_of_it_is_none(
+async def test_changed_files_are_another_model_revision_and_a_load_is_none(
     host: TritonHost, own_triton: Triton
 ) -> None:
     before = await host.describe("line_fp32", SOON)
@@ -133,7 +133,7 @@ async def test_a_model_that_is_not_in_the_repository_is_not_found(host: TritonHo
         assert refused.value.fault is HostFault.NOT_FOUND
 
 
-async def test_a_model_is_described_by_its_files_or_by_the_server_that_has_loaded_it(
+async def test_model_is_described_by_its_files_or_by_the_server_that_loaded_it(
     host: TritonHost, own_triton: Triton
 ) -> None:
     seen = await host.describe("queued", SOON)

@@ -107,7 +107,7 @@ def test_input_that_the_model_refuses_is_its_error_in_tritons_words(service: Ser
         assert failed.value.kind == "inference_refused"
 
 
-def test_a_version_that_the_model_does_not_have_is_no_reason_to_wait_for_the_model(
+def test_missing_version_of_a_model_is_no_reason_to_wait_for_the_model(
     service: ServiceProcess,
 ) -> None:
     task = service.broker.infer_later("doubles", column(1), version="9", deadline_seconds=PATIENCE_SECONDS)
@@ -116,7 +116,7 @@ def test_a_version_that_the_model_does_not_have_is_no_reason_to_wait_for_the_mod
     assert failed.value.kind == "inference_failed"
 
 
-def test_a_model_that_is_not_loaded_is_asked_again_until_the_inference_expires(
+def test_model_not_loaded_is_asked_again_until_the_inference_expires(
     service: ServiceProcess,
 ) -> None:
     task = service.broker.infer_later("slow", column(1), deadline_seconds=3)
@@ -139,7 +139,7 @@ def own_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
         yield running
 
 
-def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_the_service_is_killed(
+def test_cold_model_loads_for_inferences_and_a_killed_service_loses_none(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     with ForkedService(tmp_path / "data", **settings(own_triton, "simulated")) as service:
@@ -150,7 +150,7 @@ def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_the_service
 
 
 @pytest.mark.evidence
-def test_none_is_lost_when_the_server_or_the_process_of_the_model_is_killed(
+def test_no_inference_is_lost_when_the_server_or_model_process_is_killed(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     with ForkedService(tmp_path / "data", **settings(own_triton, "simulated")) as service:
@@ -165,7 +165,7 @@ def test_none_is_lost_when_the_server_or_the_process_of_the_model_is_killed(
 
 
 @pytest.mark.evidence
-def test_a_standby_on_postgresql_sends_the_inferences_of_a_killed_leader_again(
+def test_standby_on_postgresql_resends_the_inferences_of_a_killed_leader(
     own_triton: Triton, postgres_url: str, tmp_path: Path
 ) -> None:
     shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}

@@ -88,7 +88,7 @@ def asked_at_once(url: str, times: int, model: str = "together", **headers: str)
         return list(pool.map(ask, range(times)))
 
 
-async def test_nothing_is_loaded_by_a_server_that_sees_other_gpus_than_those_of_the_lease(
+async def test_server_that_sees_other_gpus_than_those_of_the_lease_loads_nothing(
     own_triton: Triton,
 ) -> None:
     with gpu_metrics("GPU-b", "GPU-a") as port:
@@ -103,7 +103,7 @@ async def test_nothing_is_loaded_by_a_server_that_sees_other_gpus_than_those_of_
             assert await stage_of(host, "two_versions") is ModelState.READY
 
 
-async def test_a_server_whose_metrics_list_no_gpu_is_taken_at_the_word_of_its_settings(
+async def test_server_whose_metrics_list_no_gpu_is_believed_by_its_settings(
     own_triton: Triton,
 ) -> None:
     async with a_host(own_triton, metrics=own_triton.metrics_port) as host:
@@ -122,7 +122,7 @@ async def test_nothing_is_loaded_while_the_metrics_cannot_be_read(own_triton: Tr
         assert await stage_of(host, "identity_fp32") is ModelState.ABSENT
 
 
-async def test_a_model_without_dynamic_batching_is_loaded_with_it_and_then_groups_requests(
+async def test_model_without_dynamic_batching_is_loaded_with_it_and_then_groups(
     own_triton: Triton,
 ) -> None:
     async with a_host(own_triton) as host:
@@ -140,7 +140,7 @@ async def test_a_model_without_dynamic_batching_is_loaded_with_it_and_then_group
         assert asked_at_once(own_triton.url, 4) == [4, 4, 4, 4]
 
 
-async def test_only_the_first_load_of_a_model_is_made_twice_until_its_files_change(
+async def test_only_the_first_load_of_a_model_is_doubled_until_its_files_change(
     own_triton: Triton,
 ) -> None:
     async with a_host(own_triton, {"together": FOUR_AT_ONCE}) as host:
@@ -158,7 +158,7 @@ async def test_only_the_first_load_of_a_model_is_made_twice_until_its_files_chan
 
 
 @pytest.mark.parametrize("model", ["queued", "identity_fp32", "chain"])
-async def test_a_model_that_has_its_own_way_or_takes_no_batches_is_loaded_once_as_it_is(
+async def test_model_with_its_own_batching_or_none_is_loaded_once_as_it_is(
     own_triton: Triton, model: str
 ) -> None:
     async with a_host(own_triton) as host:
@@ -191,7 +191,7 @@ async def test_a_model_whose_load_fails_with_dynamic_batching_is_loaded_without(
         assert asked_at_once(own_triton.url, 2, "alone") == [1, 1]
 
 
-async def test_a_model_is_tried_out_with_rows_and_shapes_and_its_refusals_are_in_its_words(
+async def test_model_is_tried_with_rows_and_shapes_and_its_refusals_are_quoted(
     own_triton: Triton,
 ) -> None:
     async with a_host(own_triton) as host:
@@ -213,7 +213,7 @@ async def test_a_model_is_tried_out_with_rows_and_shapes_and_its_refusals_are_in
             assert refused.value.fault is HostFault.FAILED
 
 
-def test_live_requests_through_the_service_are_grouped_for_a_model_that_the_settings_name(
+def test_live_requests_are_grouped_for_a_model_that_the_settings_name(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     server = {

@@ -44,7 +44,7 @@ def answer_quickly(service: ServiceProcess, names: Sequence[str]) -> Sequence[fl
     return took
 
 
-def test_quick_models_answer_and_a_broken_one_fails_while_a_slow_one_is_loaded(tmp_path: Path) -> None:
+def test_quick_models_answer_and_a_broken_one_fails_during_a_slow_load(tmp_path: Path) -> None:
     with Triton(tmp_path / "triton") as triton, triton.kept_loading() as end_of_load:
         names = copies(triton, 2)
         chosen = sized(triton, [*names, "slow", "fails_at_load"])
@@ -60,7 +60,8 @@ def test_quick_models_answer_and_a_broken_one_fails_while_a_slow_one_is_loaded(t
 
 
 @pytest.mark.evidence
-def test_beside_a_load_of_a_minute_ten_quick_models_answer_within_two_seconds(tmp_path: Path) -> None:
+def test_ten_quick_models_answer_within_two_seconds_during_a_slow_load(tmp_path: Path) -> None:
+    """The slow load takes a minute."""
     with Triton(tmp_path / "triton") as triton, triton.slow_to_load(60.0):
         names = copies(triton, 10)
         chosen = sized(triton, [*names, "slow"])

@@ -124,7 +124,7 @@ def leased_mb(broker: Broker) -> list[int]:
     return [sum(holder.gpu_mb for holder in gpu.holders) for gpu in broker.gpus()]
 
 
-def test_a_model_is_loaded_for_its_first_request_and_makes_room_for_the_next_model(
+def test_model_is_loaded_for_its_first_request_and_makes_room_for_the_next(
     service: ServiceProcess, own_triton: Triton
 ) -> None:
     assert infer(service, "identity_fp32") == [1, 2, 3]
@@ -239,7 +239,7 @@ def test_requests_that_a_model_has_are_answered_before_it_leaves(
     assert answers == [[1, 2, 3]]
 
 
-def test_models_are_there_for_the_next_leader_and_a_server_that_was_killed_has_none(
+def test_models_stay_for_the_next_leader_and_a_killed_server_has_none(
     own_triton: Triton, service: ServiceProcess
 ) -> None:
     service.broker.pin_model("identity_fp32")
@@ -257,9 +257,11 @@ def test_models_are_there_for_the_next_leader_and_a_server_that_was_killed_has_n
 
 
 @pytest.mark.evidence
-def test_a_service_that_is_killed_while_a_model_waits_comes_or_goes_brings_it_there_or_away(
+def test_service_killed_while_a_model_waits_or_moves_finishes_the_move(
     service: ServiceProcess, own_triton: Triton
 ) -> None:
+    """The model waits, comes or goes at that moment."""
+
     def killed_while(state: str) -> None:
         until(lambda: state_of(service.broker, "slow") == state, f"it is {state}")
         service.kill_9()

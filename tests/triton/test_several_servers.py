@@ -105,7 +105,7 @@ def test_clients_of_both_kinds_find_each_model_where_it_is(scene: Scene) -> None
             assert client.is_server_ready(headers=scene.token)
 
 
-def test_requests_are_shared_out_and_statistics_and_index_are_those_of_both(scene: Scene) -> None:
+def test_requests_are_shared_out_and_statistics_and_index_cover_both(scene: Scene) -> None:
     before = [executions(one) for one in (scene.a, scene.b)]
     door = scene.door()
     assert {scene.infer(door) for _ in range(10)} == {200}

@@ -233,7 +233,7 @@ def test_a_full_queue_of_triton_is_its_answer(service: ServiceProcess) -> None:
     assert any("Exceeds maximum queue size" in error for _, error in said)
 
 
-def test_the_first_event_of_a_long_stream_comes_at_once_and_a_client_that_leaves_then_cancels_it(
+def test_first_event_of_a_long_stream_comes_at_once_and_leaving_cancels_it(
     service: ServiceProcess, triton: Triton
 ) -> None:
     connection = through(service).connection

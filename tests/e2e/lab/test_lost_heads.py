@@ -85,7 +85,7 @@ async def test_a_head_that_loses_a_process_while_it_starts_is_replaced(
 
 @pytest.mark.evidence
 @pytest.mark.timeout(1800)
-async def test_a_head_that_loses_a_process_at_any_moment_of_its_start_is_replaced() -> None:
+async def test_head_that_loses_a_process_at_any_moment_of_its_start_is_replaced() -> None:
     draw = random.Random(SEED)
     moments = [(draw.choice(VITAL), draw.uniform(0.0, START_SECONDS)) for _ in range(MOMENTS)]
     healed = sorted([await healed_after(*moment) for moment in moments])
@@ -95,9 +95,10 @@ async def test_a_head_that_loses_a_process_at_any_moment_of_its_start_is_replace
 
 @pytest.mark.evidence
 @pytest.mark.parametrize("name", VITAL)
-async def test_the_runs_of_a_head_that_loses_a_process_get_notice_and_what_they_end_with_counts(
+async def test_runs_get_notice_and_count_when_their_head_loses_a_process(
     open_lab: OpenLab, name: str
 ) -> None:
+    """They count by what they end with."""
     lab = await open_lab(spares=2)
     saving = await lab.start("count_until_stopped", gpu_mb=1000)
     finishing = await lab.start("finish_after_notice", gpu_mb=1000)

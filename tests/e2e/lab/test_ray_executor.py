@@ -14,9 +14,7 @@ class TestRayExecutor(ExecutorSuite):
     def bench(self, lab: Lab) -> Bench:
         return lab
 
-    async def test_a_node_tells_how_full_the_disk_of_its_session_and_its_object_store_are(
-        self, bench: Bench
-    ) -> None:
+    async def test_node_tells_how_full_its_session_disk_and_its_object_store_are(self, bench: Bench) -> None:
         [machine, *_] = await bench.until(lambda: bench.node_samples)
         [session] = machine.disks
         assert "/session_" in session.path

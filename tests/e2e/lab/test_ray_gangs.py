@@ -62,7 +62,8 @@ async def test_a_task_of_one_process_has_no_rendezvous(lab: Lab) -> None:
     assert alone == {"rank": 0, "world_size": 1, "meet": "", "environment": ["0", "1", None, None, None, ""]}
 
 
-async def test_a_command_begins_when_all_are_ready_and_finds_its_place_in_its_environment(lab: Lab) -> None:
+async def test_gang_command_begins_when_all_are_ready_and_knows_its_place(lab: Lab) -> None:
+    """It finds its place in its environment."""
     command = {"kind": "command", "command": (sys.executable, "-c", PRINT_PLACE), "arguments": b""}
     ranks = await a_gang(lab, 2, "", **command)
     host, _, port = (await let_go(ranks)).rpartition(":")

@@ -66,9 +66,10 @@ async def test_a_driver_that_hangs_takes_no_order_with_it_and_is_replaced(
     assert await run.result() == "seen"
 
 
-async def test_a_broken_or_silent_connection_to_rays_control_service_is_replaced_and_harms_no_run(
+async def test_broken_or_silent_control_connection_is_replaced_and_harms_no_run(
     as_guest: str, open_lab: OpenLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is the connection to the control service of Ray."""
     monkeypatch.setattr(driver_link, "KEEPALIVE_SECONDS", 1.0)
     host, port = as_guest.rsplit(":", 1)
     async with a_proxy(lambda: asyncio.open_connection(host, int(port))) as proxy:
@@ -98,9 +99,7 @@ async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
     assert (await run.first(Gone)).proof == "process_absent"
 
 
-async def test_a_run_gets_its_object_and_keeps_it_although_node_agents_are_killed(
-    lab: Lab, tmp_path: Path
-) -> None:
+async def test_run_keeps_its_object_although_node_agents_are_killed(lab: Lab, tmp_path: Path) -> None:
     data, gate = b"x" * 1_000_000 + b"!", tmp_path / "gate"
     named = {"object": hashlib.sha256(data).hexdigest()}
     run = await lab.start("last_byte_once_seen", named, str(gate))

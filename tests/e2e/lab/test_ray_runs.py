@@ -38,7 +38,7 @@ async def test_an_entrypoint_returns_its_result_as_json(lab: Lab, name: str, sha
     assert run.order_of_kinds() == ["Started", "Ended", "Gone"]
 
 
-async def test_a_pickled_function_runs_and_its_pickled_result_comes_back_unopened(lab: Lab) -> None:
+async def test_pickled_function_runs_and_its_pickled_result_returns_unopened(lab: Lab) -> None:
     factor = 3
     function = cloudpickle.dumps((lambda xs: {x * factor for x in xs}, ([1, 2],), {}))
     run = await lab.start(kind="function", arguments=function, python=PYTHON, result_format="cloudpickle")
@@ -48,7 +48,7 @@ async def test_a_pickled_function_runs_and_its_pickled_result_comes_back_unopene
     assert cloudpickle.loads(ended.result) == {3, 6}
 
 
-async def test_a_command_runs_without_a_shell_in_its_directory_and_with_its_environment(lab: Lab) -> None:
+async def test_command_runs_without_a_shell_in_its_directory_and_environment(lab: Lab) -> None:
     command = (sys.executable, "-c", "import os; print(os.environ['GREETING'], os.getcwd(), '$HOME')")
     run = await lab.start(
         kind="command", command=command, env={"GREETING": "hi"}, working_directory="/usr", arguments=b""
@@ -70,7 +70,7 @@ async def test_a_run_sees_its_devices_by_uuid_and_its_own_environment(lab: Lab) 
     }
 
 
-async def test_a_run_inherits_of_the_services_environment_what_the_operator_names_and_no_secret(
+async def test_run_inherits_only_variables_the_operator_names_and_no_secret(
     open_lab: Callable[..., Awaitable[Lab]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are in this process before head, driver and agent descend from it."""
@@ -103,7 +103,7 @@ print(ends[0].decode())
 """
 
 
-async def test_an_agent_of_the_last_release_cannot_give_runs_the_address_of_its_ray(lab: Lab) -> None:
+async def test_agent_of_the_last_release_cannot_give_runs_the_address_of_its_ray(lab: Lab) -> None:
     """It gives it to each process that it starts, of the software that is installed by then."""
     program = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", MAKES_A_RUNNER, lab.head.address),
@@ -144,7 +144,7 @@ async def test_a_run_without_devices_sees_none(lab: Lab) -> None:
     assert (await run.result())["cuda"] == ""
 
 
-async def test_two_hundred_small_runs_share_a_process_and_each_has_its_own_result(lab: Lab) -> None:
+async def test_two_hundred_small_runs_share_a_process_with_a_result_each(lab: Lab) -> None:
     runs = [await lab.start("add", number, 1, shareable=True) for number in range(200)]
     assert [await run.result() for run in runs] == [number + 1 for number in range(200)]
     assert len({report.pid for run in runs for report in run.reports if hasattr(report, "pid")}) == 1
@@ -270,7 +270,7 @@ async def test_a_run_that_keeps_every_core_busy_does_not_hold_up_the_agents_beat
     assert max(gaps) < 3 * lab.options.beat_seconds
 
 
-async def test_checkpoints_and_progress_come_before_the_end_and_the_next_attempt_resumes(lab: Lab) -> None:
+async def test_checkpoints_and_progress_precede_the_end_and_the_next_run_resumes(lab: Lab) -> None:
     first = await lab.start("save", 3, shareable=True)
     await first.first(Ended)
     saved = [report for report in first.reports if isinstance(report, Checkpointed)]
@@ -284,7 +284,7 @@ async def test_checkpoints_and_progress_come_before_the_end_and_the_next_attempt
     assert cloudpickle.loads(ended.result) == b"state 2"
 
 
-async def test_a_checkpoint_over_the_limit_is_refused_and_the_error_names_the_remedy(lab: Lab) -> None:
+async def test_checkpoint_over_the_limit_is_refused_and_the_error_has_a_remedy(lab: Lab) -> None:
     ended = await (await lab.start("save_too_much", shareable=True)).first(Ended)
     assert ended.failure is not None
     assert "checkpoint(uri=...)" in ended.failure.message

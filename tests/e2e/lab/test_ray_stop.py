@@ -83,7 +83,7 @@ async def test_the_children_of_a_killed_run_are_found_and_killed(lab: Lab) -> No
     assert run.order_of_kinds()[-2:] == ["Ended", "Gone"]
 
 
-async def test_memory_is_measured_while_a_run_lives_and_its_gone_report_shows_it_free(lab: Lab) -> None:
+async def test_memory_is_measured_while_a_run_lives_and_free_in_its_gone_report(lab: Lab) -> None:
     run = await lab.start("ignore_the_notice", gpu_mb=1234)
     holder = f"{run.order.task}:1"
     await lab.until(
@@ -114,7 +114,7 @@ async def test_runs_that_share_a_process_with_a_killed_run_start_again(lab: Lab)
     await asyncio.gather(deaf.first(Gone), innocent.first(Gone))
 
 
-async def test_a_run_that_may_have_crashed_a_shared_process_gets_one_of_its_own_next(lab: Lab) -> None:
+async def test_run_that_may_have_crashed_a_shared_process_gets_its_own_next_time(lab: Lab) -> None:
     bystander = await lab.start("ignore_the_notice", shareable=True)
     await bystander.first(Started)
     culprit = await lab.start("crash", shareable=True)

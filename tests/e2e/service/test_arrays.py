@@ -138,7 +138,7 @@ def test_an_item_that_takes_too_long_fails_and_the_others_are_done(
     assert len({pid for pid, _ in calls}) == (1 if how == "spin" else 3)
 
 
-def test_items_of_killed_workers_are_done_by_others_and_each_has_one_result(
+def test_items_of_killed_workers_are_done_by_others_with_one_result_each(
     broker: Broker, tmp_path: Path
 ) -> None:
     witness = tmp_path / "witness"
@@ -154,9 +154,8 @@ def test_items_of_killed_workers_are_done_by_others_and_each_has_one_result(
     assert [item.result for item in found if not item.error] == [n * n for n in range(300) if n != 250]
 
 
-def test_an_item_that_is_done_has_its_result_while_the_next_runs_and_is_not_done_again(
-    broker: Broker, tmp_path: Path
-) -> None:
+def test_finished_item_has_its_result_at_once_and_is_not_done_again(broker: Broker, tmp_path: Path) -> None:
+    """The next item runs at that moment."""
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     kwargs = {"witness": str(witness), "gate": str(gate)}
     job = "tests.e2e.work:crash_when_told"

@@ -54,7 +54,7 @@ def scene(broker: Broker, tmp_path: Path) -> Scene:
     return Scene(broker, tmp_path)
 
 
-def test_a_preempted_command_comes_back_and_its_dependents_wait_for_its_real_end(scene: Scene) -> None:
+def test_preempted_command_comes_back_and_its_dependents_wait_for_its_end(scene: Scene) -> None:
     task = scene.submit()
     dependent = scene.broker.submit("tests.e2e.work:add", 1, 2, after=[task])
     scene.until_at_work()

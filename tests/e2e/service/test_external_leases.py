@@ -68,7 +68,7 @@ def test_a_holder_gives_way_to_a_task_of_higher_priority(service: ServiceProcess
     assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
 
 
-def test_one_that_stays_keeps_its_memory_from_others_until_its_process_is_gone(
+def test_external_process_that_stays_keeps_its_memory_until_it_is_gone(
     service: ServiceProcess, outsider: "subprocess.Popen[bytes]"
 ) -> None:
     broker = service.broker

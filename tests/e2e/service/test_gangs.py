@@ -78,7 +78,7 @@ def test_a_rank_that_is_shot_takes_the_others_with_it_and_all_come_again(
 
 
 @pytest.mark.parametrize("amount", ["gpu_mb", pytest.param("cpu", marks=pytest.mark.evidence)])
-def test_ranks_that_a_gang_can_do_without_make_room_and_others_join_when_it_is_free_again(
+def test_elastic_gang_gives_ranks_up_and_regains_them_when_there_is_room(
     broker: Broker, witness: str, amount: str
 ) -> None:
     [node] = broker.nodes()

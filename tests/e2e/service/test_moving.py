@@ -13,7 +13,7 @@ def placed(broker: Broker) -> dict[str, list[str]]:
     return {gpu.key: sorted(str(holder.id) for holder in gpu.holders) for gpu in broker.gpus()}
 
 
-def test_a_run_moves_to_another_gpu_with_its_checkpoint_so_that_a_large_task_fits(
+def test_run_moves_to_another_gpu_with_its_checkpoint_for_a_large_task(
     broker: Broker, tmp_path: Path
 ) -> None:
     enough = tmp_path / "enough"

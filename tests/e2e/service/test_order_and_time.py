@@ -24,7 +24,7 @@ def finished_at(task: Task) -> datetime:
     return task.finished_at
 
 
-def test_a_failing_branch_of_a_diamond_fails_who_needs_it_and_nobody_who_does_not(
+def test_failing_branch_of_a_diamond_fails_only_the_tasks_that_need_it(
     broker: Broker, tmp_path: Path
 ) -> None:
     """prepare -> (left, right), of which right fails -> join needs both, report and tidy only their ends."""
@@ -56,7 +56,7 @@ def test_a_failing_branch_of_a_diamond_fails_who_needs_it_and_nobody_who_does_no
     assert started_at(done[tidy.id]) >= max(finished_at(done[left.id]), finished_at(done[right.id]))
 
 
-def test_a_run_at_its_deadline_hears_the_notice_and_has_expired_when_it_is_gone(
+def test_run_at_its_deadline_hears_the_notice_and_expires_when_it_is_gone(
     broker: Broker, tmp_path: Path
 ) -> None:
     witness = tmp_path / "witness"
@@ -92,9 +92,7 @@ def test_a_task_that_is_not_started_within_its_time_to_wait_expires(broker: Brok
     assert ended(broker, holder).state == "succeeded"
 
 
-def test_a_run_that_stands_still_is_ended_at_its_limit_and_gives_its_memory_back(
-    broker: Broker, tmp_path: Path
-) -> None:
+def test_frozen_run_is_ended_at_its_limit_and_gives_its_memory_back(broker: Broker, tmp_path: Path) -> None:
     go = tmp_path / "go"
     limits: dict[str, Any] = {"timeout_seconds": 3, "grace_seconds": 0.2}
     task = broker.submit("tests.e2e.work:stand_still", str(go), gpu_mb=4096, **limits)

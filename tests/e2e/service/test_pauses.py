@@ -8,7 +8,7 @@ from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 
 
-def test_a_paused_tenant_starts_nothing_until_it_is_resumed_also_after_kill_9(
+def test_paused_tenant_starts_nothing_until_resumed_even_after_kill_9(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
     witness, flag = tmp_path / "witness", tmp_path / "flag"

@@ -75,7 +75,7 @@ def test_a_function_is_refused_ray_at_once_with_a_sentence(
     check_variables(broker.result(task, timeout_seconds=PATIENCE_SECONDS), service, head)
 
 
-def test_a_pickled_function_a_rank_an_item_and_a_worker_of_a_set_are_refused_too(
+def test_pickled_functions_ranks_items_and_set_workers_are_refused_too(
     broker: Broker, service: ServiceProcess, head: HeadState
 ) -> None:
     def both(*_item: Any) -> Any:

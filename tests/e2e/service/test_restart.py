@@ -69,9 +69,10 @@ def test_a_run_survives_kill_9_of_the_ray_driver(service: ServiceProcess, tmp_pa
     assert_ledger_is_empty(service)
 
 
-def test_a_run_whose_head_lost_its_raylet_resumes_where_its_notice_came_and_uses_no_retry(
+def test_run_whose_head_lost_its_raylet_resumes_and_uses_no_retry(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
+    """It goes on where its notice came."""
     witness, enough = tmp_path / "witness", tmp_path / "enough"
     work = {"witness": str(witness), "enough": str(enough)}
     broker = service.broker

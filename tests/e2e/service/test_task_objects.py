@@ -47,7 +47,7 @@ def test_arguments_and_items_of_an_array_are_objects(broker: Broker) -> None:
     until(lambda: not list(broker.list(state=OPEN)), "the workers end")
 
 
-def test_a_task_whose_object_was_deleted_fails_when_it_starts_and_is_not_retried(broker: Broker) -> None:
+def test_task_whose_object_was_deleted_fails_at_its_start_without_a_retry(broker: Broker) -> None:
     stored = broker.put(b"bytes")
     first = broker.submit("tests.e2e.work:size_of", stored, cpu=0.1)
     assert broker.result(first) == 5
@@ -64,9 +64,7 @@ def test_a_task_whose_object_was_deleted_fails_when_it_starts_and_is_not_retried
 @pytest.mark.parametrize(
     "target", [lambda size: "x" * size, "tests.e2e.work:text_of"], ids=["pickled", "JSON"]
 )
-def test_a_result_beyond_the_limit_becomes_an_object_that_the_next_task_reads(
-    broker: Broker, target: Any
-) -> None:
+def test_result_beyond_the_limit_becomes_an_object_the_next_task_reads(broker: Broker, target: Any) -> None:
     size = 6_000_000
     task = broker.submit(target, size, cpu=1)
     assert broker.result(task) == "x" * size

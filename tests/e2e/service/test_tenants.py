@@ -14,7 +14,7 @@ def steps_of(witness: Path) -> list[int]:
     return [int(line) for line in witness.read_text(encoding="utf-8").split()] if witness.exists() else []
 
 
-def test_an_owner_takes_its_guarantee_back_from_who_borrowed_it_and_nobody_loses_work(
+def test_owner_reclaims_its_guarantee_from_borrowers_and_no_work_is_lost(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
     guest, owner = service.of("guest"), service.of("owner")

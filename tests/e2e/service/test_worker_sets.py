@@ -38,7 +38,7 @@ def _have_begun(witness: Path, calls: int) -> bool:
     return witness.exists() and len(witness.read_text().split()) == calls
 
 
-def test_a_set_keeps_state_follows_a_posted_number_and_is_over_when_it_is_ended(broker: Broker) -> None:
+def test_set_keeps_state_follows_a_posted_number_and_ends_when_told(broker: Broker) -> None:
     class Adder:
         def __init__(self, start: int) -> None:
             self.values = {start}
@@ -228,9 +228,10 @@ def test_a_preempted_worker_ends_its_calls_first_and_comes_back(broker: Broker, 
     ended(broker, made)
 
 
-def test_roles_share_the_largest_demand_and_an_unhealthy_worker_is_restarted_after_a_pause(
+def test_roles_share_the_largest_demand_and_unhealthy_workers_restart(
     broker: Broker,
 ) -> None:
+    """They restart after a pause."""
     judge = {"run": {"entrypoint": COUNTER, "args": [100]}, "gpu_mb": 8 * GIB}
     scorer = {"run": {"entrypoint": COUNTER}, "profile": "weight_sync"}
     made = broker.create_worker_set(

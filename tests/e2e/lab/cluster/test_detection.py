@@ -50,7 +50,7 @@ def proofs(broker: Broker, task: Task) -> list[str]:
     return [event.fields["proof"] for event in released]
 
 
-def test_a_node_that_stands_still_is_found_in_time_and_its_memory_comes_back_by_proof(
+def test_frozen_node_is_found_in_time_and_its_memory_returns_by_proof(
     cluster: Broker, frozen: RayNode, hands: Hands
 ) -> None:
     run = hands.at_work("run", gpu_mb=4096, **SMALL)
@@ -104,9 +104,7 @@ def site(shared_lab: Lab, second_node: RayNode, postgres_url: str, tmp_path: Pat
 
 
 @pytest.mark.evidence
-def test_of_a_leader_that_stands_still_another_takes_the_lead_and_neither_gives_anybody_up(
-    site: Site, tmp_path: Path
-) -> None:
+def test_standby_leads_when_a_leader_freezes_and_nobody_is_given_up(site: Site, tmp_path: Path) -> None:
     broker, hands = site.broker, Hands(site.broker, tmp_path)
     until(lambda: len(broker.nodes()) == 2, "both nodes are there")
     runs = [hands.at_work(node.name, gpu_mb=4096, nodes={"node": [node.name]}) for node in broker.nodes()]

@@ -13,9 +13,10 @@ from tests.e2e.service_process import until
 from tests.e2e.work import lines_of
 
 
-def test_a_drained_node_hands_its_run_on_with_its_checkpoint_and_takes_nothing_until_it_is_opened(
+def test_drained_node_hands_its_run_on_and_takes_nothing_until_uncordoned(
     cluster: Broker, second_node: RayNode, hands: Hands, tmp_path: Path
 ) -> None:
+    """The run goes on from its checkpoint."""
     witness, enough = str(tmp_path / "steps"), tmp_path / "enough"
     run = cluster.submit(
         "tests.e2e.work:count", witness, str(enough), gpu_mb=4096, prefer_nodes={"node": ["n2"]}

@@ -40,9 +40,10 @@ def seen_on_n2(cluster: Broker, **options: Any) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("cpu", [0.1, 1])
-def test_a_run_sees_nothing_of_a_node_that_was_started_with_five_thousand_variables_and_a_secret(
+def test_run_sees_no_other_variables_and_no_secret_of_its_node(
     cluster: Broker, shared_lab: Lab, cpu: float
 ) -> None:
+    """The node was started with five thousand variables."""
     seen = seen_on_n2(cluster, cpu=cpu)
     assert seen["used"]["PROXY_OF_THE_SITE"] == "for all"
     token = (shared_lab.options.data_dir / "ray-token").read_text().strip()

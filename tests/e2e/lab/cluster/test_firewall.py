@@ -41,9 +41,10 @@ def a_firewall(port: str) -> Iterator[None]:
 
 @pytest.mark.evidence
 @pytest.mark.provokes("node-unreachable-from-node")
-def test_a_node_whose_object_manager_others_cannot_reach_is_named_until_the_firewall_is_open(
+def test_node_that_other_nodes_cannot_reach_is_named_until_they_can(
     cluster: Broker, shared_lab: Lab, second_node: RayNode
 ) -> None:
+    """It is the port of its object manager that others cannot reach."""
     env = guest_environment(shared_lab.options.data_dir)
     port = object_manager_port(shared_lab.head.address, second_node.name, env)
 

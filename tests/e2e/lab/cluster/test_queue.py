@@ -27,7 +27,7 @@ def test_a_task_that_is_simulated_starts_where_it_was_said(hands: Hands) -> None
     hands.end(task)
 
 
-def test_a_task_that_is_simulated_stops_whom_it_was_said_to_and_nobody_before(hands: Hands) -> None:
+def test_simulated_task_later_stops_the_run_it_named_and_none_before(hands: Hands) -> None:
     broker = hands.broker
     victim = hands.at_work("victim", priority="background", **WHOLE)
     waits = broker.simulate(priority="background", **WHOLE)
@@ -40,7 +40,7 @@ def test_a_task_that_is_simulated_stops_whom_it_was_said_to_and_nobody_before(ha
     hands.end(urgent, victim)
 
 
-def test_small_tasks_fill_a_gap_and_the_wide_one_starts_no_later_than_it_was_told(hands: Hands) -> None:
+def test_small_tasks_fill_a_gap_and_the_wide_one_starts_as_it_was_told(hands: Hands) -> None:
     broker = hands.broker
     ahead = hands.at_work("ahead", gpu_mb=60 * GIB, expected_seconds=600, **BIG)
     wide = hands.waiting("wide", "WaitingForMemory", **WHOLE)

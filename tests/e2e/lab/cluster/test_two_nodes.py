@@ -49,7 +49,7 @@ def test_what_no_single_node_has_is_refused_to_a_gang_that_must_lie_on_one(clust
         adding_up(cluster, BIG_ONE, strategy="strict_pack")
 
 
-def test_a_gang_of_which_a_rank_is_not_ready_in_time_gives_its_place_back_and_tries_again(
+def test_gang_with_a_rank_not_ready_in_time_gives_its_place_up_and_retries(
     cluster: Broker, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -81,9 +81,10 @@ def test_what_is_planned_for_the_running_cluster_goes_by_what_runs_there(hands: 
     hands.end(holder)
 
 
-def test_a_gang_that_loses_a_node_waits_until_each_rank_is_released_or_quarantined_and_begins_anew(
+def test_gang_that_loses_a_node_waits_for_all_ranks_and_begins_anew(
     cluster: Broker, second_node: RayNode, tmp_path: Path
 ) -> None:
+    """Each rank must be released or quarantined first."""
     witness, enough = tmp_path / "witness", tmp_path / "enough"
     witness.touch()
     gang = cluster.submit(

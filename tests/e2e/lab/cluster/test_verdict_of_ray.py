@@ -22,7 +22,7 @@ def ready(broker: Broker) -> set[str]:
     return {node.name for node in broker.nodes() if node.ready}
 
 
-def test_two_of_three_nodes_that_ray_says_are_dead_are_given_up_without_a_persons_word(
+def test_two_of_three_nodes_that_ray_says_are_dead_are_given_up_unasked(
     cluster: Broker, second_node: RayNode, third_node: RayNode, hands: Hands
 ) -> None:
     until(lambda: len(cluster.nodes()) == 3 and "n3" in ready(cluster), "three nodes are there")
