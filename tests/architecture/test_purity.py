@@ -79,7 +79,7 @@ def test_a_clock_reading_is_found() -> None:
     assert list(clock_readings(Module("core.py", guilty))) == [2, 3]
 
 
-def test_the_runtime_imports_only_itself_the_standard_library_and_cloudpickle() -> None:
+def test_runtime_imports_only_itself_the_standard_library_and_cloudpickle() -> None:
     foreign = [
         f"{module.path}:{line} imports {top}"
         for module in modules("client/gpubroker/runtime")

@@ -81,7 +81,7 @@ def _digest(data: bytes) -> str:
     ],
     ids=["driver and agent", "agent and run process"],
 )
-def test_a_changed_form_has_a_new_number_and_those_since_the_last_release_are_spoken(
+def test_changed_form_has_a_new_number_and_those_since_release_are_spoken(
     sides: str, protocol: int, spoken: tuple[int, ...], read_by: tuple[str, ...], number: int, form: str
 ) -> None:
     """If this fails: increase that PROTOCOL by one, put its number and the digest here, and freeze samples of

@@ -56,7 +56,7 @@ def event(second: float, kind: str, key: str, **fields: object) -> dict[str, obj
     return {"at": f"2026-01-01T00:00:{second:06.3f}Z", "kind": kind, "key": key, "fields": fields}
 
 
-def test_use_counts_run_time_and_held_use_counts_held_memory_as_shares_of_the_quota() -> None:
+def test_use_counts_run_time_and_held_use_held_memory_as_quota_shares() -> None:
     one = Shape("kueue-one", 1, 1, 10, 0, (WorkClass("only", 1, 1.0, 2.0, 50, 5),), {})
     log = [
         event(1, "task.submitted", "t", name="only"),

@@ -60,9 +60,7 @@ def test_with_equal_load_times_the_least_time_is_that_of_the_clairvoyant(seed: i
 
 
 @pytest.mark.parametrize(("seed", "slots"), [*product(range(6), (2, 3))])
-def test_with_different_load_times_the_least_time_is_that_of_the_best_of_all_choices(
-    seed: int, slots: int
-) -> None:
+def test_least_time_with_different_load_times_is_that_of_the_best_choices(seed: int, slots: int) -> None:
     models = [use.model for use in random_uses(seed, n=14, models=5)]
     seconds = {f"M{number}": float((7 * number) % 5 + 1) for number in range(5)}
     assert least_seconds(models, seconds, slots) == pytest.approx(cheapest(models, seconds, slots))
@@ -85,7 +83,7 @@ def cheapest(models: list[str], seconds: dict[str, float], slots: int) -> float:
     return min(ways.values())
 
 
-def test_the_planner_misses_fewer_requests_than_lru_when_some_models_are_used_only_once() -> None:
+def test_planner_misses_fewer_requests_than_lru_with_models_used_once() -> None:
     chance = random.Random(5)
     uses = uses_of([chance.choice("abc") if number % 3 else f"once-{number}" for number in range(600)])
     assert missed(uses, 4, "gpubroker") < 0.9 * missed(uses, 4, "lru")
@@ -117,7 +115,7 @@ def test_the_command_yields_all_policies_both_halves_and_the_hours(tmp_path: Pat
     }
 
 
-def test_requests_are_read_in_order_of_time_and_load_times_in_ascending_order(tmp_path: Path) -> None:
+def test_requests_are_read_in_order_of_time_and_load_times_ascending(tmp_path: Path) -> None:
     write_trace(tmp_path)
     uses = read_uses(tmp_path)
     assert len(uses) == 300

@@ -28,7 +28,7 @@ def parent(word: str) -> psutil.Popen:
     return process
 
 
-def test_the_service_its_head_and_all_below_them_are_counted_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_service_its_head_and_all_processes_below_are_counted(tmp_path: Path) -> None:
     running = Service(parent("gpubroker_server serve"), 0, "", tmp_path)
     others = [parent(f'ray.head.supervisor {{"data_dir": "{tmp_path}"}}'), parent("gcs_server")]
     try:

@@ -60,7 +60,7 @@ def test_a_preempted_run_without_checkpoints_loses_its_work() -> None:
     assert lost(checkpoints=False).drained_seconds > lost(checkpoints=True).drained_seconds + 400
 
 
-def test_a_seed_gives_the_same_results_again_and_another_policy_gives_others() -> None:
+def test_seed_gives_the_same_results_again_and_another_policy_others() -> None:
     workload = a_day(3, hours=1.5, gpus=8, load=1.5)
     shipped, again = Replay(workload, Policy()).run(), Replay(workload, Policy()).run()
     assert shipped == again
@@ -139,7 +139,7 @@ def test_external_leases_are_left_out_of_a_replay_and_counted(
     assert "left out: 1 external leases" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_a_history_is_refused_with_the_command_to_export_one(tmp_path: Path) -> None:
+def test_file_that_is_no_history_is_refused_with_the_command_to_export_one(tmp_path: Path) -> None:
     with pytest.raises(NoHistory, match=r"cannot read .*nothing.*gpubroker events"):
         a_history(tmp_path / "nothing")
     path = tmp_path / "other"
@@ -178,7 +178,7 @@ def test_a_policy_can_come_from_the_configuration_file_of_a_service(tmp_path: Pa
         simulate.named_policy(f"fair:@{path}")
 
 
-def test_a_gang_begins_when_all_ranks_are_ready_and_releases_all_of_its_devices() -> None:
+def test_gang_begins_when_all_ranks_are_ready_and_releases_all_its_devices() -> None:
     rank = Demand(gpus=1, gpu_mb=Mib(60 * GIB))
     gang = Job(
         Task(TaskId("gang"), "red", "gang", 20, Demand(bundles=(rank,) * 2), Instant(0), holder=Gang()),
@@ -200,7 +200,7 @@ def test_dependencies_and_expiry_are_replayed() -> None:
     assert outcome.waits["batch"] == [0.0, pytest.approx(98.1)]
 
 
-def test_fragmentation_is_the_share_of_free_memory_that_usual_demands_cannot_use() -> None:
+def test_fragmentation_is_the_free_share_that_usual_demands_cannot_use() -> None:
     """50 of 80 GiB are taken; half of the usual demands need more than the rest."""
     jobs = [job("stays", 0, 1000, gib=50), *(job(f"t{i}", 10 + i, 1, gib=40) for i in range(9))]
     outcome = Replay(a_workload(*jobs, job("last", 500, 1, gib=1)), Policy()).run()

@@ -25,9 +25,7 @@ def asks(models: int, arrivals: str, minutes: float = 5.0) -> list[Ask]:
 
 
 @pytest.mark.parametrize(("models", "arrivals"), [*product((2, 5), ARRIVALS)])
-def test_no_model_starves_and_swapping_at_every_change_answers_no_more_per_second(
-    models: int, arrivals: str
-) -> None:
+def test_no_model_starves_and_swapping_at_every_change_answers_no_more(models: int, arrivals: str) -> None:
     mine, in_order = (replayed(rule, asks(models, arrivals)) for rule in ("gpubroker", "in_order"))
     assert len(mine.waits) == len(in_order.waits) == len(asks(models, arrivals))
     turn = turn_seconds(Seconds(COSTS.load_seconds)) + SWAP_SECONDS + COSTS.answer_seconds
@@ -36,7 +34,7 @@ def test_no_model_starves_and_swapping_at_every_change_answers_no_more_per_secon
     assert mine.swaps <= in_order.swaps
 
 
-def test_at_random_every_change_of_model_costs_a_swap_and_turns_save_most_of_them() -> None:
+def test_random_model_changes_cost_a_swap_each_and_turns_save_most() -> None:
     mine, in_order = (replayed(rule, asks(2, "random")) for rule in ("gpubroker", "in_order"))
     changes = sum(a.model != b.model for a, b in pairwise(asks(2, "random")))
     assert in_order.swaps == 1 + changes
@@ -49,14 +47,15 @@ def test_a_model_that_stays_while_it_is_wanted_leaves_the_other_waiting() -> Non
     assert max(outcome.waits) == pytest.approx(99 + 300 + SWAP_SECONDS - 0.5)
 
 
-def test_bursts_have_as_many_requests_as_independent_ones_and_come_for_one_model_each() -> None:
+def test_bursts_have_as_many_requests_as_random_ones_for_one_model_each() -> None:
     bursty, at_random = (asks(5, arrivals, minutes=600.0) for arrivals in ("bursty", "random"))
     assert len(bursty) == pytest.approx(len(at_random), rel=0.15)
     changes = [sum(a.model != b.model for a, b in pairwise(found)) for found in (bursty, at_random)]
     assert changes[0] < 0.1 * changes[1]
 
 
-def test_the_command_yields_the_figures_of_each_rule_beside_those_of_swapping_at_every_change() -> None:
+def test_command_yields_the_figures_of_each_rule_beside_the_baseline() -> None:
+    """The baseline swaps at every change of model."""
     parser = ArgumentParser()
     turns.add_options(parser)
     found = list(turns.measure(parser.parse_args(["--models", "2", "--minutes", "1"])))

@@ -27,7 +27,7 @@ def test_credentials_become_metadata_in_lowercase(tmp_path: Path) -> None:
     assert server.metadata == (("x-group", "lab"), ("authorization", "Bearer s3cret"))
 
 
-def test_behind_tls_the_certificates_of_the_file_are_believed_besides_those_of_the_system() -> None:
+def test_ca_file_is_trusted_besides_the_certificates_of_the_system() -> None:
     own = CERTIFICATE.read_bytes()
     with_file = rpc_server_of(given(grpc_url="https://triton.lab:8443", ca_file=CERTIFICATE)).roots
     without = rpc_server_of(given(grpc_url="https://triton.lab:8443")).roots

@@ -186,7 +186,7 @@ def test_each_agent_is_told_which_directories_to_watch() -> None:
     assert config.watched_directories == ("/data", "/scratch")
 
 
-def test_a_directory_that_cannot_be_measured_hides_neither_the_other_ones_nor_the_memory(
+def test_directory_that_cannot_be_measured_hides_no_other_and_no_memory(
     tmp_path: Path,
 ) -> None:
     bad = tmp_path / ("x" * 300)  # its name is too long: an OSError, as of a file system that fails

@@ -152,7 +152,7 @@ def test_blank_lines_without_end_are_no_request(service: ServiceProcess) -> None
         assert not client.is_open()
 
 
-def test_the_largest_head_that_is_allowed_is_answered_and_one_byte_more_is_not(
+def test_largest_allowed_head_is_answered_and_one_byte_more_is_not(
     service: ServiceProcess,
 ) -> None:
     for more, status in ((0, 200), (1, 431)):
@@ -237,9 +237,10 @@ def idle(service: ServiceProcess, count: int) -> Sequence[Client]:
     return [Client(service) for _ in range(count)]
 
 
-def test_connections_without_a_token_make_room_for_newer_ones_of_their_address(
+def test_connections_without_a_token_make_room_for_newer_ones(
     service: ServiceProcess,
 ) -> None:
+    """The newer ones come from the same address."""
     with Client(service) as mine:
         mine.ask()
         assert mine.status() == 200

@@ -69,7 +69,7 @@ def test_a_database_that_may_not_be_written_is_named_and_kept(tmp_path: Path, mo
         assert service.broker.get(task.id).state == "succeeded"
 
 
-def test_objects_that_cannot_be_written_are_refused_and_the_service_stays_up(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_written_are_refused_and_the_service_stays(tmp_path: Path) -> None:
     with running(ForkedService(tmp_path / "data", **WAITING)) as service:
         first = submit(service, "x")
         assert first.status_code == 202

@@ -96,7 +96,7 @@ def test_addresses_that_do_not_answer_are_named_with_their_setting(tmp_path: Pat
         ("u@/db?host=/tmp", []),
     ],
 )
-def test_each_host_of_the_database_is_tried_and_a_name_that_is_none_is_said(
+def test_each_host_of_the_database_is_tried_and_an_unknown_name_is_told(
     tmp_path: Path, closed_port: int, at: str, unreached: list[str]
 ) -> None:
     found = seen(tmp_path, database_url=f"postgresql://{at.format(port=closed_port)}").unreached
@@ -181,7 +181,7 @@ def test_a_long_path_of_rays_sockets_is_found_before_ray_fails_with_it(
 
 
 @pytest.mark.provokes("service-unreachable")
-def test_it_works_without_a_service_and_ends_with_1_if_something_is_critical(
+def test_doctor_works_without_a_service_and_exits_1_on_critical_findings(
     tmp_path: Path, taken_port: int
 ) -> None:
     code, found = doctor("--data-dir", str(tmp_path), GPUBROKER_PORT="0")

@@ -86,7 +86,7 @@ class Submits:
 
 
 @pytest.mark.parametrize("stop_after", [1, 100, 400])
-def test_a_service_stopped_in_the_middle_of_submits_has_each_accepted_one_once_and_no_refused_one(
+def test_service_stopped_amid_submits_has_accepted_ones_once_and_no_other(
     service: ServiceProcess, stop_after: int
 ) -> None:
     submits = Submits(service, f"stopped-after-{stop_after}")
@@ -99,9 +99,10 @@ def test_a_service_stopped_in_the_middle_of_submits_has_each_accepted_one_once_a
     submits.check()
 
 
-def test_waiting_requests_are_answered_and_the_readiness_probe_fails_before_the_listener_closes(
+def test_waiting_requests_are_answered_and_readiness_fails_before_closing(
     tmp_path: Path,
 ) -> None:
+    """The listener closes after the readiness probe has failed."""
     settings: dict[str, Any] = {"drain_seconds": DRAIN_SECONDS, "drain_notice_seconds": 3.0}
     with ForkedService(tmp_path / "data", **WAITING, **settings) as service:
         drain_with_notice(service)

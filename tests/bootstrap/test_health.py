@@ -63,7 +63,7 @@ def answering(status: int, body: str) -> Iterator[str]:
             thread.join()
 
 
-def test_a_service_is_asked_on_the_port_that_it_took_and_found_by_its_own_settings(tmp_path: Path) -> None:
+def test_service_is_asked_on_the_port_it_took_and_found_by_its_settings(tmp_path: Path) -> None:
     config = tmp_path / "data.yaml"
     with ForkedService(tmp_path / "data", **WAITING) as service:
         found = health("--config", str(config), http_proxy="http://127.0.0.1:9")

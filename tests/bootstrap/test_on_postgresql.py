@@ -97,9 +97,7 @@ def test_a_second_serve_on_one_database_stands_by_and_takes_over(
         assert other.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
 
 
-def test_a_standby_goes_on_with_the_backpressure_of_a_leader_that_was_killed(
-    tmp_path: Path, server: OwnServer
-) -> None:
+def test_standby_goes_on_with_the_backpressure_of_a_killed_leader(tmp_path: Path, server: OwnServer) -> None:
     settings = {"database_url": server.url, "blob_dir": str(tmp_path / "blobs"), **WAITING, **FULL_AT_THREE}
     with (
         ForkedService(tmp_path / "data", **settings) as service,

@@ -77,7 +77,7 @@ async def test_a_broker_with_another_local_ray_than_the_leaders_does_not_start(
     await own.close()
 
 
-async def test_of_two_brokers_that_start_together_the_one_that_does_not_lead_ends(
+async def test_of_two_brokers_started_together_the_one_that_does_not_lead_ends(
     tmp_path: Path, postgres_url: str, store: SqlStore
 ) -> None:
     term = await next_term(store, "one:1", Seconds(600.0))
@@ -114,7 +114,7 @@ async def test_a_directory_with_the_objects_of_another_database_is_refused(tmp_p
     await two.close()
 
 
-async def test_of_processes_that_start_together_on_a_new_database_all_have_its_directory(
+async def test_processes_started_together_on_a_new_database_share_its_directory(
     tmp_path: Path, postgres_url: str
 ) -> None:
     shared = tmp_path / "objects"
@@ -142,7 +142,7 @@ async def cut_off_before_it_was_noted(store: SqlStore) -> None:
     assert await store.claim_blobs(mark + dash, instead_of=known) == mark + dash
 
 
-async def test_a_first_start_that_was_cut_off_after_it_named_its_directory_is_carried_on(
+async def test_first_start_cut_off_after_naming_its_directory_is_carried_on(
     tmp_path: Path,
 ) -> None:
     settings = settings_of(tmp_path, "a", blob_dir=tmp_path / "objects")
@@ -156,7 +156,7 @@ async def test_a_first_start_that_was_cut_off_after_it_named_its_directory_is_ca
     await store.close()
 
 
-async def test_a_first_start_that_was_cut_off_before_it_named_its_directory_is_carried_on(
+async def test_first_start_cut_off_before_naming_its_directory_is_carried_on(
     tmp_path: Path,
 ) -> None:
     settings = settings_of(tmp_path, "a", blob_dir=tmp_path / "objects")
@@ -186,7 +186,7 @@ async def test_a_start_that_was_cut_off_takes_no_directory_of_another_database(t
     await two.close()
 
 
-async def test_of_two_directories_named_for_one_database_the_first_that_is_noted_is_its_own(
+async def test_first_directory_noted_for_a_database_is_its_own(
     tmp_path: Path,
 ) -> None:
     settings = settings_of(tmp_path, "a", blob_dir=tmp_path / "objects")

@@ -105,7 +105,7 @@ def ask(gateway: ServiceProcess, path: str) -> httpx.Response:
     return httpx.get(f"{gateway.url}{path}", headers=bearer, timeout=PATIENCE_SECONDS)
 
 
-def test_a_gateway_keeps_its_connections_and_says_so_when_it_lost_them_to_others(
+def test_gateway_keeps_its_connections_and_says_when_others_took_them(
     limited: Limited, tmp_path: Path
 ) -> None:
     limited.limit(NEEDED + 1)  # one more for the migration

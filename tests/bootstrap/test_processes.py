@@ -119,7 +119,7 @@ def test_gateways_show_the_leader(site: Site) -> None:
 
 
 @pytest.mark.provokes("no-leader")
-def test_a_gateway_is_ready_without_a_leader_and_shows_what_a_leader_publishes(
+def test_gateway_is_ready_without_a_leader_and_shows_what_one_publishes(
     tmp_path: Path, postgres_url: str
 ) -> None:
     settings = {**SETTINGS, "database_url": postgres_url, "blob_dir": str(tmp_path / "objects")}

@@ -102,7 +102,8 @@ def test_what_the_environment_names_is_checked_too(certificates: Certificates, t
         check_ray_access(joined(), moved)
 
 
-def test_a_ray_client_server_in_the_environment_is_refused_with_the_address_to_write() -> None:
+def test_ray_client_address_in_the_environment_is_refused_with_a_remedy() -> None:
+    """The remedy is the address to write instead."""
     client = {"RAY_ADDRESS": "ray://other:10001"}
     for settings in (joined(), Settings()):
         with pytest.raises(

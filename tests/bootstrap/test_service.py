@@ -58,7 +58,7 @@ async def test_each_part_that_fails_is_logged_once(tmp_path: Path, monkeypatch: 
     assert unheard == []
 
 
-def test_a_queue_that_is_too_long_keeps_background_work_out_until_it_is_shorter(tmp_path: Path) -> None:
+def test_queue_that_is_too_long_keeps_background_work_out_until_shorter(tmp_path: Path) -> None:
     """From the leader's look to the answer of the gateway, and through a crash in the middle."""
     with ForkedService(tmp_path / "data", **WAITING, **FULL_AT_THREE) as service:
         held = [service.broker.submit("tests.e2e.work:add", held=True) for _ in range(3)]
@@ -85,7 +85,7 @@ def is_kept(database: Path) -> bool:
     return any(json.loads(value)["fleet"]["pressures"] for (value,) in found)
 
 
-def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_all_rows_again(
+def test_log_with_a_hole_ends_the_service_and_the_next_start_rereads_rows(
     tmp_path: Path,
 ) -> None:
     with ForkedService(tmp_path / "data", **WAITING) as service:

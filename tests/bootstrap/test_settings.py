@@ -305,7 +305,7 @@ def test_targets_of_parts_are_beside_those_of_the_fleet_or_in_their_place() -> N
     assert rules.throughput == ThroughputRules()
 
 
-def test_a_wrong_setting_names_the_file_the_variable_or_the_flag_it_came_from(
+def test_wrong_setting_names_the_file_the_variable_or_the_flag_it_is_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = a_file(tmp_path, "device_reserve_mb: 1\n")
@@ -319,7 +319,7 @@ def test_a_wrong_setting_names_the_file_the_variable_or_the_flag_it_came_from(
     assert "(in --log-level)" in said
 
 
-def test_a_named_file_and_the_environment_may_not_name_two_data_directories(
+def test_named_file_and_environment_may_not_name_two_data_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -349,7 +349,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_settings(tmp_path / "nowhere.yaml")
 
 
-def test_the_disk_guard_deletes_nowhere_by_default_and_coordinators_have_levels_of_their_own() -> None:
+def test_disk_guard_deletes_nowhere_by_default_and_coordinators_differ() -> None:
+    """Coordinators have levels of their own."""
     guard = fleet_rules_of(load_settings(data_dir=Path("/var/gpubroker"))).disk
     assert (guard.roots, guard.warn, guard.clean, guard.block) == ((), 0.6, 0.65, 0.7)
     assert guard.overrides == {"label:role=coordinator": DiskRules(0.4, 0.45, 0.5)}

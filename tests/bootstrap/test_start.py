@@ -87,7 +87,7 @@ def test_a_second_start_keeps_the_token_and_the_tasks(service: ServiceProcess) -
     assert service.broker.get(task.id).state == "succeeded"
 
 
-def test_a_start_names_waiting_tasks_whose_entrypoint_was_withdrawn_and_they_fail(tmp_path: Path) -> None:
+def test_waiting_tasks_of_a_withdrawn_entrypoint_are_named_and_fail(tmp_path: Path) -> None:
     in_an_hour = datetime.fromtimestamp(time.time() + 3600.0, UTC)
     with ForkedService(tmp_path / "data", **WAITING) as service:
         waiting = service.broker.submit("tests.e2e.work:add", 1, 2, cpu=0.5, not_before=in_an_hour)

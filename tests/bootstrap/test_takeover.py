@@ -77,7 +77,7 @@ def pair(postgres_url: str, tmp_path: Path) -> Iterator[Pair]:
         yield Pair(postgres_url, tmp_path, stack)
 
 
-def test_another_one_leads_in_time_when_the_leader_is_stopped_killed_or_hangs(pair: Pair) -> None:
+def test_standby_leads_in_time_when_the_leader_is_stopped_killed_or_hangs(pair: Pair) -> None:
     """One after the other, because processes take seconds to start."""
     since = pair.leader.send(signal.SIGTERM)
     assert pair.taken_over(since, "asked to end") <= AFTER_A_STOP
@@ -102,7 +102,7 @@ def test_another_one_leads_in_time_when_the_leader_is_stopped_killed_or_hangs(pa
 
 
 @pytest.mark.parametrize("moment", [IN_TRANSACTION, WITH_HEAD])
-def test_a_leader_that_hangs_in_a_transaction_does_not_block_others_for_long(pair: Pair, moment: str) -> None:
+def test_leader_that_hangs_in_a_transaction_does_not_block_others_for_long(pair: Pair, moment: str) -> None:
     pair.leader.order(moment)
     pair.submit()
     since = pair.leader.next("stops")["at"]

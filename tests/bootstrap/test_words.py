@@ -33,7 +33,7 @@ def test_the_farewell_names_what_keeps_running_and_how_to_stop_it() -> None:
     assert farewell(Settings(), 2, stop_cluster=True) == "gpubroker stopped"
 
 
-def test_waiting_tasks_of_an_earlier_configuration_are_named_with_what_to_do() -> None:
+def test_waiting_tasks_of_an_earlier_configuration_are_named_with_a_remedy() -> None:
     settings = Settings(entrypoints=("jobs:*",))
     [said] = waiting_in_vain(settings, {"jobs:f": 7, "demo:f": 2, "demo:g": 40})
     assert "42 waiting tasks" in said

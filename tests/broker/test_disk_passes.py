@@ -101,7 +101,7 @@ async def test_cleaning_is_a_dry_run_unless_it_says_otherwise(fields: dict[str, 
     assert (await scene.told(await scene.hear()))["deleted"] is False
 
 
-async def test_each_file_is_in_the_audit_log_before_the_node_is_told_to_delete_it() -> None:
+async def test_each_file_is_in_the_audit_log_before_its_deletion_is_ordered() -> None:
     scene = Scene()
     scene.ask("clean", dry_run=False)
     scene.order()
@@ -121,7 +121,7 @@ async def test_each_file_is_in_the_audit_log_before_the_node_is_told_to_delete_i
     assert told["message"] == "/other: missing"
 
 
-async def test_a_leader_that_takes_over_says_where_the_deletions_of_the_last_one_are() -> None:
+async def test_new_leader_says_where_the_deletions_of_the_last_one_are_listed() -> None:
     scene = Scene()
     scene.ask("clean", dry_run=False)
     scene.order()

@@ -102,7 +102,7 @@ async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: Stage) 
     assert started(stage) == []
 
 
-async def test_a_result_that_finds_the_disk_full_is_kept_in_hand_until_there_is_room(
+async def test_result_on_a_full_disk_is_kept_in_hand_until_there_is_room(
     stage: Stage,
 ) -> None:
     await running(stage, "one")
@@ -128,7 +128,7 @@ async def test_a_result_larger_than_what_is_kept_fails_its_run_alone(stage: Stag
     assert "at most 10000 bytes" in failure["message"]
 
 
-async def test_a_checkpoint_larger_than_what_is_kept_leaves_the_one_before_in_force(
+async def test_checkpoint_over_the_size_limit_leaves_the_one_before_in_force(
     stage: Stage,
 ) -> None:
     await running(stage, "one")
@@ -216,7 +216,7 @@ async def test_a_plan_that_the_database_refuses_for_ever_ends_the_leader(stage: 
     assert started(stage) == []
 
 
-async def test_requests_that_take_turns_on_one_row_are_no_sign_of_a_wrong_picture(stage: Stage) -> None:
+async def test_requests_that_take_turns_on_one_row_do_not_mean_a_wrong_picture(stage: Stage) -> None:
     task = await stage.submit("one", gpu_mb=100 * GIB)
     for n in range(TRIES + 5):
         fields = {"priority": n + 1}

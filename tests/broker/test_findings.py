@@ -32,7 +32,7 @@ def found(stage: Stage) -> dict[str, Finding]:
         ("limit-used-up", {"custom": {"licence": 1.0}}, 2, "licence"),
     ],
 )
-async def test_what_is_used_up_while_gpu_memory_is_free_is_found_until_a_run_ends(
+async def test_resource_used_up_beside_free_gpu_memory_is_found_until_a_run_ends(
     tmp_path: Path, kind: str, demand: dict[str, Any], runs: int, subject: str
 ) -> None:
     async with a_stage(tmp_path, custom_limits=(CustomLimit("licence", 2.0),)) as stage:

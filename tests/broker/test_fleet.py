@@ -38,7 +38,7 @@ async def look(stage: Stage, seconds: float = 2.0) -> None:
     await stage.leader.cycle()
 
 
-async def test_background_work_starts_step_by_step_while_the_fleet_is_below_its_target(
+async def test_background_work_starts_gradually_while_the_fleet_is_below_target(
     tmp_path: Path,
 ) -> None:
     async with a_stage(tmp_path) as stage:
@@ -166,7 +166,7 @@ async def test_how_long_admissions_take_is_what_the_oldest_waits_until_it_starts
         assert fleet.seen.pressures == ()
 
 
-async def test_pressure_of_a_tenant_whose_queue_is_empty_since_the_last_leader_is_released(
+async def test_pressure_of_a_tenant_with_an_empty_queue_is_released_on_takeover(
     tmp_path: Path,
 ) -> None:
     async with a_stage(tmp_path) as stage:
@@ -232,7 +232,7 @@ async def test_a_template_whose_task_has_failed_pauses(tmp_path: Path) -> None:
         assert seen.paused_until is not None
 
 
-async def test_what_was_committed_before_the_database_went_away_is_counted_and_told_once(
+async def test_events_committed_before_the_database_left_are_counted_once(
     tmp_path: Path,
 ) -> None:
     async with a_stage(tmp_path) as stage:
@@ -303,7 +303,7 @@ async def test_what_the_database_refused_counts_as_no_failure(tmp_path: Path) ->
         assert fleet.seen.memory_failures == ()
 
 
-async def test_what_tasks_arrays_and_workers_get_done_is_counted_and_its_rate_is_in_the_log(
+async def test_work_of_tasks_arrays_and_workers_is_counted_and_its_rate_logged(
     tmp_path: Path,
 ) -> None:
     async with a_stage(tmp_path) as stage:
@@ -334,7 +334,7 @@ async def test_what_tasks_arrays_and_workers_get_done_is_counted_and_its_rate_is
         }  # fmt: skip
 
 
-async def test_a_node_that_is_given_up_has_left_and_one_that_answers_the_next_leader_has_not_joined(
+async def test_given_up_node_has_left_and_one_known_before_has_not_joined(
     tmp_path: Path,
 ) -> None:
     async with a_stage(tmp_path) as stage:
@@ -352,7 +352,7 @@ async def test_a_node_that_is_given_up_has_left_and_one_that_answers_the_next_le
         assert fleet.seen.events["fleet.NODE_LEFT"] == 1
 
 
-async def test_calls_that_were_answered_under_the_last_leader_are_not_counted_again(tmp_path: Path) -> None:
+async def test_calls_answered_under_the_last_leader_are_not_counted_again(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         await stage.submit("worker", seconds=1e6, gpu_mb=GIB)
         await stage.turns_until("worker", TaskState.RUNNING)

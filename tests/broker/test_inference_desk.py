@@ -326,7 +326,7 @@ async def test_a_leader_has_inferences_answered_and_keeps_the_answers(tmp_path: 
             assert await answer_to(stage, id) == [value]
 
 
-async def test_a_new_leader_has_sent_again_what_the_one_before_it_had_sent_and_one_answer_counts(
+async def test_new_leader_resends_inferences_and_only_one_answer_counts(
     tmp_path: Path,
 ) -> None:
     older, newer = Doubling(), Doubling()

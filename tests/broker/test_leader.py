@@ -58,7 +58,7 @@ async def test_a_notice_leaves_only_after_the_victims_stop_is_durable(stage: Sta
     assert (row.id, row.state, row.freeing_for) == ("low", TaskState.STOPPING, "high")
 
 
-async def test_the_preemptor_runs_once_its_victim_is_gone_and_the_victim_comes_back(
+async def test_preemptor_runs_once_its_victim_is_gone_and_the_victim_returns(
     stage: Stage,
 ) -> None:
     await running(stage, "low", priority=10, gpus=2)
@@ -70,7 +70,7 @@ async def test_the_preemptor_runs_once_its_victim_is_gone_and_the_victim_comes_b
     assert (low.preemptions, low.failures) == (1, 0)
 
 
-async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_lost(
+async def test_while_the_database_is_away_nothing_is_dispatched_and_nothing_lost(
     stage: Stage,
 ) -> None:
     await stage.submit("one", gpu_mb=GIB)
@@ -124,7 +124,7 @@ async def test_a_run_resumes_from_its_newest_checkpoint(stage: Stage) -> None:
     assert stage.executor.payloads[TaskId("one")].resume_state == b"second"
 
 
-async def test_a_checkpoint_that_is_corrupt_on_disk_is_passed_over_for_the_one_before_it(
+async def test_corrupt_checkpoint_is_passed_over_for_the_one_before_it(
     stage: Stage,
 ) -> None:
     await running(stage, "one", gpu_mb=GIB, max_retries=1)
@@ -164,7 +164,7 @@ async def test_a_run_with_missing_arguments_fails_with_the_reason(stage: Stage) 
     assert stage.world.ledgers[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
 
 
-async def test_an_entrypoint_that_was_withdrawn_while_its_task_waited_is_not_started(stage: Stage) -> None:
+async def test_entrypoint_withdrawn_while_its_task_waited_is_not_started(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB, max_retries=3)
     stage.entrypoints = ("jobs:train", "team.*:*")
     await stage.lead()
@@ -181,7 +181,7 @@ async def test_an_entrypoint_that_was_withdrawn_while_its_task_waited_is_not_sta
     assert stage.world.ledgers[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
 
 
-async def test_a_run_gets_the_secret_as_it_is_at_its_start_and_the_row_only_its_name(stage: Stage) -> None:
+async def test_run_gets_the_secret_of_its_start_and_the_row_only_its_name(stage: Stage) -> None:
     await stage.secrets.put("default", "WANDB", "old")
     await stage.submit("one", gpu_mb=GIB, spec={"env": {"WANDB_KEY": "secret:WANDB", "SEED": "1"}})
     await stage.secrets.put("default", "WANDB", "rotated")
@@ -191,7 +191,7 @@ async def test_a_run_gets_the_secret_as_it_is_at_its_start_and_the_row_only_its_
     assert stored.env == {"WANDB_KEY": "secret:WANDB", "SEED": "1"}
 
 
-async def test_a_task_whose_secret_was_deleted_fails_at_its_start_and_is_not_tried_again(
+async def test_task_whose_secret_was_deleted_fails_at_its_start_without_a_retry(
     stage: Stage,
 ) -> None:
     await stage.secrets.put("other-tenant", "WANDB", "not yours")
@@ -278,7 +278,7 @@ async def test_progress_of_an_older_attempt_is_not_shown(stage: Stage) -> None:
     assert stage.progress == {}
 
 
-async def test_a_task_whose_dependency_ended_before_it_came_starts_in_the_next_cycle(
+async def test_task_whose_dependency_ended_before_it_came_starts_next_cycle(
     stage: Stage,
 ) -> None:
     await stage.submit("first")
@@ -293,7 +293,7 @@ async def test_a_task_whose_dependency_ended_before_it_came_starts_in_the_next_c
     assert [order.task for order, _ in stage.executor.sent] == ["second"]
 
 
-async def test_a_dependent_that_could_not_be_settled_is_settled_when_the_database_is_back(
+async def test_unsettled_dependent_is_settled_when_the_database_is_back(
     stage: Stage,
 ) -> None:
     await stage.submit("first", seconds=HOUR)
@@ -322,7 +322,7 @@ async def test_a_leader_that_winds_up_commits_its_reports_and_plans_nothing_more
     assert (await stage.row("two")).state is TaskState.PENDING
 
 
-async def test_a_leader_that_winds_up_in_the_middle_of_a_cycle_plans_nothing_in_it(
+async def test_leader_that_winds_up_in_the_middle_of_a_cycle_plans_nothing_in_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await running(stage, "one")

@@ -213,7 +213,7 @@ async def test_a_leader_whose_time_ends_in_the_middle_of_a_cycle_commits_no_more
     assert (await stage.row("one")).state is TaskState.PENDING
 
 
-async def test_a_leader_whose_time_ends_while_it_writes_a_large_result_does_not_commit_it(
+async def test_leader_whose_time_ends_during_a_large_write_does_not_commit_it(
     stage: Stage, store: SlowStore
 ) -> None:
     await stage.submit("one", seconds=3600, gpu_mb=GIB)
@@ -332,7 +332,7 @@ async def test_a_stopped_leader_resigns_before_agents_have_its_last_orders(
     assert over.is_set()
 
 
-async def test_a_candidate_that_hears_of_a_term_let_go_does_not_wait_until_it_looks_again(
+async def test_candidate_that_hears_of_a_released_term_takes_it_at_once(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leadership, "POLL_SECONDS", (3600.0, 3600.0))
@@ -368,7 +368,7 @@ async def test_a_leader_that_slept_stands_back_and_leads_again_if_no_other_does(
     assert (party.candidates["one"].term, party.candidates["one"].seconds_left()) == (Term(2), TOO_LONG)
 
 
-async def test_a_leader_without_its_database_stands_back_and_leads_again_when_that_is_back(
+async def test_leader_without_its_database_stands_back_and_leads_again_with_it(
     party: Party,
 ) -> None:
     party.begin("one")
@@ -405,7 +405,7 @@ async def test_a_leader_that_is_stopped_while_it_stands_back_stops(stepped_party
         assert done, f"it goes on though it was stopped {turns} turns after its term was over"
 
 
-async def test_a_leader_that_cannot_read_what_was_committed_before_it_waits_until_it_can(
+async def test_leader_that_cannot_read_earlier_commits_waits_until_it_can(
     party: Party,
 ) -> None:
     party.catching_up_fails = 2
@@ -451,7 +451,7 @@ async def test_the_next_leader_carries_on_with_what_is_in_the_queue(party: Party
     await asyncio.wait_for(ended.wait(), PATIENCE_SECONDS)
 
 
-async def test_a_renewal_whose_answer_came_late_is_counted_from_when_it_was_asked_for(party: Party) -> None:
+async def test_renewal_with_a_late_answer_counts_from_when_it_was_asked_for(party: Party) -> None:
     party.begin("one")
     await party.until(("one", 1))
     began = party.clock.ticks()
@@ -461,7 +461,7 @@ async def test_a_renewal_whose_answer_came_late_is_counted_from_when_it_was_aske
     assert party.candidates["one"].seconds_left() == TOO_LONG - 2.0
 
 
-async def test_a_leader_whose_database_lost_its_last_terms_leads_again_in_a_new_lineage(party: Party) -> None:
+async def test_leader_whose_database_lost_terms_leads_again_in_a_new_lineage(party: Party) -> None:
     """As after a restore from a backup: the agents have heard of terms that the database has lost."""
     party.begin("one")
     await party.until(("one", 1))
@@ -470,7 +470,7 @@ async def test_a_leader_whose_database_lost_its_last_terms_leads_again_in_a_new_
     assert (await party.store.leader()).lineage > 0
 
 
-async def test_a_leader_that_a_later_lineage_refuses_says_so_and_takes_nothing_away(party: Party) -> None:
+async def test_leader_refused_by_a_later_lineage_says_so_and_takes_nothing_away(party: Party) -> None:
     """It may be the primary that a standby has replaced, and does not know it."""
     party.begin("one")
     await party.until(("one", 1))
@@ -493,7 +493,7 @@ async def test_a_refusal_because_another_process_leads_begins_no_lineage(party: 
     assert (await party.store.leader()).lineage == 0
 
 
-async def test_a_leader_whose_picture_was_read_again_decides_nothing_more_by_the_old_one(
+async def test_leader_whose_picture_is_read_again_decides_nothing_by_the_old_one(
     party: Party,
 ) -> None:
     party.begin("one")

@@ -108,7 +108,7 @@ async def test_the_whole_log_replaces_what_was_told_while_it_was_read(stage: Sta
     assert await stage.kept() == [(0, 1)], "an agent that was asked again has told it twice"
 
 
-async def test_what_a_followed_run_prints_takes_no_more_of_the_disk_than_the_limit(stage: Stage) -> None:
+async def test_log_of_a_followed_run_takes_no_more_disk_than_the_limit(stage: Stage) -> None:
     """Objects of the removed middle would stay until a sweep, an hour later."""
     keeper = await stage.leader()
     await stage.read(LOG)
@@ -120,9 +120,11 @@ async def test_what_a_followed_run_prints_takes_no_more_of_the_disk_than_the_lim
 
 
 @pytest.mark.parametrize("fault", [StoreUnavailable("disk full"), BlobTooLarge("too large")])
-async def test_a_disk_that_takes_no_object_keeps_the_log_in_its_row_and_the_leader_at_work(
+async def test_disk_that_takes_no_object_keeps_the_log_in_its_row(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
+    """The leader stays at work."""
+
     async def refuse(data: bytes, *, owner: str) -> str:
         raise fault
 

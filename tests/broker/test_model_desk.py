@@ -170,7 +170,7 @@ async def test_the_same_order_twice_is_carried_out_once() -> None:
         assert desk.host.asked == [("load", "llm")]
 
 
-async def test_a_model_that_gateways_have_yet_to_let_go_of_is_not_unloaded_and_others_are_loaded() -> None:
+async def test_model_gateways_still_use_is_not_unloaded_while_others_are_loaded() -> None:
     async with running(Desk(SimulatedModel("llm"), SimulatedModel("bert"), is_let_go=False)) as desk:
         desk.desk.send(a_load())
         await desk.seen("llm", ModelState.READY)
@@ -184,7 +184,7 @@ async def test_a_model_that_gateways_have_yet_to_let_go_of_is_not_unloaded_and_o
         await desk.seen("llm", ModelState.ABSENT)
 
 
-async def test_gateways_that_do_not_let_go_of_a_model_are_waited_for_as_long_as_it_has_to_leave() -> None:
+async def test_gateways_are_waited_for_until_the_model_has_to_leave() -> None:
     async with running(Desk(SimulatedModel("llm"), is_let_go=False)) as desk:
         desk.desk.send(a_load())
         await desk.seen("llm", ModelState.READY)
@@ -209,7 +209,7 @@ async def test_a_model_with_a_dead_process_is_unloaded_and_loaded_again(stuck: b
         assert desk.host.ready == ["llm"]
 
 
-async def test_what_is_ready_already_is_not_loaded_again_so_that_no_two_copies_are_there() -> None:
+async def test_model_that_is_ready_is_not_loaded_again_as_a_second_copy() -> None:
     async with running(Desk(SimulatedModel("llm"))) as desk:
         desk.desk.send(a_load())
         await desk.seen("llm", ModelState.READY)
@@ -218,7 +218,7 @@ async def test_what_is_ready_already_is_not_loaded_again_so_that_no_two_copies_a
         assert desk.host.asked == [("load", "llm")]
 
 
-async def test_a_model_that_answers_is_left_alone_and_one_that_is_to_leave_is_not_asked() -> None:
+async def test_model_that_answers_is_left_alone_and_a_leaving_one_is_not_asked() -> None:
     async with running(Desk(SimulatedModel("llm"), is_let_go=False)) as desk:
         desk.desk.send(a_load())
         await desk.seen("llm", ModelState.READY)

@@ -58,7 +58,8 @@ async def test_a_model_is_unloaded_while_another_one_is_being_loaded() -> None:
         await desk.seen("llm", ModelState.ABSENT)
 
 
-async def test_a_model_of_unmeasured_size_is_alone_on_its_device_and_keeps_no_other_device_waiting() -> None:
+async def test_model_of_unmeasured_size_loads_alone_on_its_device_only() -> None:
+    """It keeps no other device waiting."""
     models = [SimulatedModel(name) for name in ("known", "beside", "unknown")]
     desk = Desk(SimulatedModel("slow", load_seconds=ENDLESS), *models)
     async with running(desk):
@@ -73,7 +74,7 @@ async def test_a_model_of_unmeasured_size_is_alone_on_its_device_and_keeps_no_ot
         assert {("known", 1), ("unknown", 1)} <= index.under_way
 
 
-async def test_a_load_waits_for_the_unmeasured_one_of_another_server_on_the_same_device() -> None:
+async def test_load_waits_for_an_unmeasured_one_of_another_server_on_its_device() -> None:
     hosts = [
         SimulatedHost("main", [SimulatedModel("slow", load_seconds=ENDLESS)]),
         SimulatedHost("other", [SimulatedModel("llm"), SimulatedModel("on_cpu")]),
@@ -122,9 +123,10 @@ class LateHost(SimulatedHost):
 
 
 @pytest.mark.parametrize("took_seconds", [0.3, 1.05, 60.0])
-def test_the_end_of_an_unload_is_seen_a_tenth_late_at_most_and_a_long_one_costs_few_looks(
+def test_end_of_an_unload_is_seen_soon_and_a_long_one_costs_few_looks(
     took_seconds: float,
 ) -> None:
+    """It is seen a tenth late at most."""
     timeline = Timeline(0.0)
     loop = VirtualLoop(timeline, Host(timeline), Random(1))  # type: ignore[abstract]  # as much of a loop as is used
     host = LateHost("main", [SimulatedModel("llm", stuck=True)])

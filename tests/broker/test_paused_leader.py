@@ -102,7 +102,7 @@ class Schedule:
 
 
 @pytest.mark.parametrize("its_clock", ["goes on", "stands still"])
-async def test_what_a_stopped_leader_sends_and_commits_when_it_wakes_changes_nothing(
+async def test_stopped_leader_that_wakes_sends_and_commits_without_effect(
     tmp_path: Path, its_clock: str
 ) -> None:
     stage = Schedule(tmp_path)

@@ -86,7 +86,7 @@ async def test_a_loss_of_many_nodes_at_once_is_not_believed(watcher: Watcher) ->
     assert watcher.observer.heartbeats.paused is not None
 
 
-async def test_an_agent_that_was_given_up_is_asked_and_its_answer_opens_its_node_again(
+async def test_given_up_agent_is_asked_and_its_answer_opens_its_node_again(
     tmp_path: Path,
 ) -> None:
     async with a_stage(tmp_path) as stage:

@@ -136,9 +136,10 @@ async def test_an_object_is_sent_part_by_part_to_the_node_of_the_run(
     assert await stage.wanted(10) == (10, b"", "")
 
 
-async def test_an_object_that_was_deleted_or_expired_or_is_of_another_tenant_is_not_sent(
+async def test_deleted_expired_or_foreign_object_is_not_sent(
     stage: Stage,
 ) -> None:
+    """A foreign object is one of another tenant."""
     await stage.upload("zeta")
     assert (await stage.wanted(0))[:2] == (0, b"")
     assert 'tenant "acme" has no object' in (await stage.wanted(0))[2]
@@ -243,7 +244,7 @@ class OneUnreadable(Blobs):
         raise StoreUnavailable("an object cannot be read: Input/output error")
 
 
-async def test_a_file_that_cannot_be_read_delays_no_other_object_and_ends_in_a_failure(
+async def test_unreadable_file_delays_no_other_object_and_ends_in_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blobs = OneUnreadable()

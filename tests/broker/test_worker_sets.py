@@ -83,7 +83,7 @@ async def test_a_load_that_a_worker_reports_brings_the_next_one(stage: Stage) ->
     assert wanted(stage) == 3
 
 
-async def test_requests_that_come_together_all_count_and_their_events_carry_only_what_changed(
+async def test_concurrent_requests_all_count_and_their_events_carry_only_changes(
     stage: Stage,
 ) -> None:
     log = Log(stage)
@@ -106,7 +106,7 @@ async def test_a_worker_joins_and_leaves_in_the_commits_of_its_own_moves(stage: 
     ]  # fmt: skip
 
 
-async def test_workers_on_a_node_that_is_drained_leave_it_and_come_back_when_it_is_open(stage: Stage) -> None:
+async def test_workers_leave_a_drained_node_and_return_when_it_is_open(stage: Stage) -> None:
     await formed(stage, "a")
 
     async def ask_of_node(what: str) -> None:
@@ -124,7 +124,7 @@ async def test_workers_on_a_node_that_is_drained_leave_it_and_come_back_when_it_
     assert ((await stage.row("a")).fence, wanted(stage)) == (2, 1)
 
 
-async def test_the_next_broker_goes_on_with_a_set_and_waits_anew_before_a_worker_leaves(
+async def test_next_broker_continues_a_set_and_waits_anew_before_a_worker_leaves(
     tmp_path: Path,
 ) -> None:
     clock = Hands()

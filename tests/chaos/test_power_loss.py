@@ -13,7 +13,7 @@ def test_everything_answered_is_there_after_a_power_cut() -> None:
     assert found.different > 60
 
 
-def test_with_fewer_syncs_tasks_are_lost_but_no_transaction_is_there_in_part() -> None:
+def test_with_fewer_syncs_tasks_are_lost_but_no_transaction_is_partial() -> None:
     """This shows that the test above can fail."""
     found = cut_power(1, 20, "NORMAL")
     assert found.wrong == []
@@ -21,7 +21,7 @@ def test_with_fewer_syncs_tasks_are_lost_but_no_transaction_is_there_in_part() -
     assert found.stale > 0
 
 
-def test_synced_data_is_kept_and_unsynced_data_may_be_lost_torn_or_reordered() -> None:
+def test_synced_data_is_kept_and_unsynced_may_be_lost_torn_or_reordered() -> None:
     steps: list[Any] = [
         Write("db", 0, b"a" * 512),
         Sync("db"),

@@ -66,7 +66,8 @@ def test_planted_faults_are_found_by_their_tests() -> None:
 
 
 @pytest.mark.timeout(SECONDS + 60)
-def test_a_restart_of_postgresql_and_killed_backends_lose_no_task_and_the_service_recovers() -> None:
+def test_postgresql_restart_and_killed_backends_lose_no_task() -> None:
+    """The service recovers."""
     arguments = ("--restarts", "1", "--kills", "10", "--window-seconds", "0.5", "--recovery-seconds", "1")
     found = record_of("postgres-restart", *arguments)
     assert found.items() >= NOTHING_WRONG.items()
@@ -75,7 +76,8 @@ def test_a_restart_of_postgresql_and_killed_backends_lose_no_task_and_the_servic
 
 
 @pytest.mark.timeout(SECONDS + 60)
-def test_reset_fragmented_and_half_open_connections_lose_no_task_and_the_service_recovers() -> None:
+def test_reset_fragmented_and_half_open_connections_lose_no_task() -> None:
+    """The service recovers."""
     kinds = ("--kind", "reset", "--kind", "fragmented", "--kind", "half-open")
     where = ("--place", "leader and PostgreSQL")
     found = record_of("network", *kinds, *where, "--most-seconds", "0.6", "--rest-seconds", "0.2")

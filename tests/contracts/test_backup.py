@@ -127,7 +127,7 @@ async def test_a_backup_under_load_is_one_state(served: Settings, new: Settings,
         assert await store.head() == len(await store.events(Position(0), 10_000))
 
 
-async def test_objects_that_were_pruned_while_they_were_copied_make_it_read_the_rows_again(
+async def test_objects_pruned_during_a_backup_make_it_read_the_rows_again(
     new: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with at_work(new) as store:
@@ -170,9 +170,7 @@ async def test_uploads_that_are_deleted_again_and_again_are_left_out(new: Settin
     backups.restore(at(tmp_path / "there"), tmp_path / "backup", silent)
 
 
-async def test_an_object_that_was_damaged_before_is_told_and_the_rest_is_backed_up(
-    new: Settings, tmp_path: Path
-) -> None:
+async def test_backup_tells_of_a_damaged_object_and_copies_the_rest(new: Settings, tmp_path: Path) -> None:
     told: list[str] = []
     async with at_work(new):
         (new.objects / DIGEST[:2] / DIGEST[2:4] / DIGEST).write_bytes(b"other")
@@ -261,7 +259,7 @@ def test_a_backup_that_cannot_be_written_says_so(new: Settings, tmp_path: Path) 
         back_up(new, Path(os.devnull) / "x", silent)
 
 
-async def test_a_database_of_another_schema_is_not_copied_without_its_new_columns(
+async def test_database_of_another_schema_is_not_backed_up_without_its_columns(
     new: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with at_work(new):

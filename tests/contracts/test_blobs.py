@@ -298,7 +298,7 @@ async def test_an_object_may_come_in_parts_and_be_read_in_parts(tmp_path: Path) 
             await missing
 
 
-async def test_an_upload_that_begins_anew_leaves_the_object_that_a_crash_made_of_it(tmp_path: Path) -> None:
+async def test_upload_that_begins_anew_leaves_the_object_that_a_crash_made_of_it(tmp_path: Path) -> None:
     blobs = DirectoryBlobs(tmp_path)
     await blobs.append("up-1", 0, b"weights")
     [upload] = files_below(tmp_path)

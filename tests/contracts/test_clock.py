@@ -59,7 +59,7 @@ async def test_the_quickest_of_several_answers_counts() -> None:
     assert abs(clock.now() - time.time() - 500.0) < 0.1
 
 
-async def test_it_stands_still_until_a_database_that_was_set_back_a_little_has_caught_up() -> None:
+async def test_clock_stands_still_until_a_database_set_back_a_little_catches_up() -> None:
     database = Away(500.0)
     clock = DatabaseClock(database)
     await clock.read()
@@ -112,7 +112,7 @@ async def test_a_database_that_stays_ahead_counts_in_the_end() -> None:
     assert clock.may_prune()
 
 
-def test_the_wall_clock_of_a_machine_counts_unless_its_time_since_boot_contradicts_it() -> None:
+def test_wall_clock_counts_unless_the_time_since_boot_contradicts_it() -> None:
     machine, wall = Hands(), 1000.0
     clock = WallClock(lambda: wall, machine.ticks)
     assert clock.now() == 1000.0

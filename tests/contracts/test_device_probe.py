@@ -122,7 +122,7 @@ def test_use_that_nvml_cannot_attribute_counts_for_no_holder(measured: Measure, 
     assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})
 
 
-def test_in_a_container_with_process_ids_of_its_own_use_counts_for_no_holder(measured: Measure) -> None:
+def test_use_in_a_container_with_its_own_process_ids_counts_for_no_holder(measured: Measure) -> None:
     gpu = Gpu("GPU-a", used_mb=700, compute=[Process(11, 700)])
     [first] = measured(gpu, shares_pids=False, run=a_group([11], GPU_a=700))
     assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})

@@ -107,7 +107,7 @@ def test_the_newest_checkpoint_and_those_of_live_tasks_stay(top: Path, tmp_path:
 
 
 @pytest.mark.parametrize("way", ["root", "link", "mount", "prefix", "above"])
-def test_a_live_checkpoint_stays_whatever_way_its_task_and_the_root_name_it(
+def test_live_checkpoint_stays_however_its_task_and_the_root_name_it(
     top: Path, tmp_path: Path, way: str
 ) -> None:
     """`root`: a link is above the root. `mount`: a directory below the root is mounted elsewhere too."""
@@ -214,7 +214,7 @@ def test_a_root_that_is_a_link_or_missing_is_said(top: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("fails", ["missing", "sync"])
-def test_the_first_pass_at_a_root_is_the_first_that_has_seen_what_may_go_there(
+def test_first_pass_at_a_root_is_the_first_to_see_what_may_be_deleted(
     top: Path, tmp_path: Path, fails: str
 ) -> None:
     put(top / "a" / "old.log")
@@ -240,9 +240,7 @@ def test_the_first_pass_at_a_root_is_the_first_that_has_seen_what_may_go_there(
     )
 
 
-def test_what_is_mounted_below_a_root_is_left_also_from_the_same_file_system(
-    top: Path, tmp_path: Path
-) -> None:
+def test_mount_below_a_root_is_left_even_if_of_the_same_file_system(top: Path, tmp_path: Path) -> None:
     """As volumes of containers are: parts of one disk."""
     put(top / "root" / "old.log")
     put(top / "elsewhere" / "precious.log")
@@ -265,7 +263,7 @@ def test_other_file_systems_are_not_entered() -> None:
         mark.unlink()
 
 
-def test_a_pass_is_bounded_and_leaves_checkpoints_that_it_could_not_see_whole(
+def test_pass_is_bounded_and_leaves_checkpoints_it_could_not_see_whole(
     top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(6):

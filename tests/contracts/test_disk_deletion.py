@@ -29,9 +29,7 @@ def test_what_takes_the_place_of_a_copied_file_stays(top: Path, tmp_path: Path) 
     assert (answer.files, dict(answer.kept)) == ([], {"changed": 1, "not_synced": 1})
 
 
-def test_a_sync_command_that_takes_too_long_is_ended_with_all_that_it_has_started(
-    top: Path, tmp_path: Path
-) -> None:
+def test_sync_command_that_takes_too_long_is_ended_with_its_children(top: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     script = f"exec 3>{tmp_path / 'fifo'}; sleep 600 & echo 7 a; wait"
     ends = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
@@ -149,9 +147,7 @@ def test_a_file_with_another_hard_link_makes_no_room_and_stays(top: Path, tmp_pa
     assert dict(node.ask(found).kept) == {"has_links": 1}
 
 
-def test_files_that_other_processes_have_open_elsewhere_are_not_asked_about(
-    top: Path, tmp_path: Path
-) -> None:
+def test_files_other_processes_have_open_elsewhere_are_not_asked_about(top: Path, tmp_path: Path) -> None:
     """There what they are on may not answer, as the server of a network file system that is away."""
     put(top / "old.log")
     with hung_mount(tmp_path / "away") as server, ThreadPoolExecutor(1) as thread:

@@ -99,7 +99,7 @@ async def test_a_follower_has_the_world_of_the_writer(postgres_url: str) -> None
         assert picture(worlds[0]) == picture(worlds[1])
 
 
-async def test_a_follower_gets_an_error_while_the_database_is_away_and_all_events_afterwards(
+async def test_follower_fails_while_the_database_is_away_and_then_has_all_events(
     postgres_url: str,
 ) -> None:
     heard: list[Event] = []
@@ -152,7 +152,7 @@ async def test_a_world_that_fell_behind_the_log_is_read_again(postgres_url: str)
         assert seen.world.inventory_version > inventory
 
 
-async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_current(postgres_url: str) -> None:
+async def test_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_current(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         seen, there = LogFollower(two, HALF_LIFE_SECONDS, fails), asyncio.Event()
         await seen.begin()
@@ -164,7 +164,7 @@ async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_curren
             assert seen.age_seconds() < PATIENCE_SECONDS
 
 
-async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_every_process(
+async def test_every_process_knows_what_the_leader_says_of_nodes_and_fleet(
     postgres_url: str,
 ) -> None:
     paused = PausedDetection(

@@ -56,9 +56,7 @@ def test_no_index_holds_a_column_that_changes_before_the_end(postgres_url: str, 
 
 
 @pytest.mark.parametrize("table", sorted(CHANGING))
-def test_tables_whose_rows_change_leave_room_on_their_pages_and_are_vacuumed_early(
-    postgres_url: str, table: str
-) -> None:
+def test_changing_tables_leave_room_on_pages_and_are_vacuumed_early(postgres_url: str, table: str) -> None:
     [(options,)] = asked(postgres_url, f"SELECT reloptions FROM pg_class WHERE oid = '{table}'::regclass")
     told = dict(option.split("=") for option in options)
     assert int(told["fillfactor"]) <= 70
@@ -78,7 +76,7 @@ async def test_changes_of_tasks_before_their_end_stay_on_their_pages(postgres_ur
     assert hot >= 0.9 * all_
 
 
-async def test_the_last_change_of_a_task_and_of_a_lease_leaves_the_index_of_what_is_not_over(
+async def test_last_change_of_a_task_or_lease_leaves_the_index_of_live_rows(
     postgres_url: str,
 ) -> None:
     """And with it its page: of two changes of a row one stays, however much room there is."""

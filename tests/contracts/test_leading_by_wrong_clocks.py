@@ -89,7 +89,7 @@ async def site(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asy
             await broker.stop()
 
 
-async def test_a_leader_whose_machine_slept_stands_back_and_leads_in_a_later_term(site: Site) -> None:
+async def test_leader_whose_machine_slept_stands_back_and_leads_a_later_term(site: Site) -> None:
     one = site.begin("one")
     await one.leads(1)
     one.pass_by(HOUR)

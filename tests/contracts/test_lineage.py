@@ -43,7 +43,7 @@ async def test_the_term_after_lost_commits_begins_a_lineage(store: TaskStore) ->
     assert (await store.leader()).lineage == row.lineage
 
 
-async def test_claims_of_a_new_lineage_have_fences_that_no_earlier_one_can_have_used(
+async def test_claims_of_a_new_lineage_have_fences_no_earlier_one_can_have_used(
     store: TaskStore,
 ) -> None:
     await with_gpu(store, task := a_task("t1"))
@@ -54,7 +54,7 @@ async def test_claims_of_a_new_lineage_have_fences_that_no_earlier_one_can_have_
     assert world.next_fence(task) == world.lineage + 1
 
 
-async def test_a_process_that_has_read_further_than_the_log_reads_everything_again(postgres_url: str) -> None:
+async def test_process_that_has_read_further_than_the_log_reads_all_again(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         seen = LogFollower(two, HALF_LIFE_SECONDS, fails)
         faults: list[Any] = []
@@ -81,7 +81,7 @@ async def test_a_process_that_has_read_further_than_the_log_reads_everything_aga
         assert picture(seen.world) == picture(whole)
 
 
-async def test_a_lineage_that_another_process_begins_is_noticed_with_the_next_reading(
+async def test_lineage_begun_by_another_process_is_noticed_at_the_next_reading(
     postgres_url: str,
 ) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
@@ -119,7 +119,7 @@ def both(primary: OwnServer, standby: OwnServer) -> str:
     return f"postgresql://postgres@/postgres?host={hosts}"
 
 
-async def test_after_a_failover_the_old_term_commits_nothing_and_the_next_begins_a_lineage() -> None:
+async def test_failover_ends_the_old_term_and_the_next_one_begins_a_lineage() -> None:
     with a_server_of_its_own() as primary, a_standby_of(primary) as standby:
         url = both(primary, standby)
         async with opened(url, may_lose_commits=True) as store:
@@ -151,7 +151,8 @@ async def test_after_a_failover_the_old_term_commits_nothing_and_the_next_begins
             assert seen.world.lineage == (await store.leader()).lineage > 0
 
 
-async def test_hosts_of_which_none_waits_for_another_are_refused_and_the_loss_is_named() -> None:
+async def test_hosts_of_which_none_waits_for_another_are_refused_with_the_risk() -> None:
+    """The refusal names what a failover would lose."""
     with a_server_of_its_own() as primary, a_standby_of(primary) as standby:
         url = both(primary, standby)
         with pytest.raises(DatabaseRefused, match="the last tasks that were accepted would be gone"):

@@ -83,7 +83,7 @@ async def test_a_model_with_a_request_that_does_not_end_stays_unloading() -> Non
     assert (await host.index(SOON)).models["llm"].stage is ModelState.ABSENT
 
 
-async def test_a_server_that_was_started_anew_has_nothing_and_says_that_it_is_another() -> None:
+async def test_restarted_server_has_no_models_and_another_incarnation() -> None:
     host = new_host()
     await host.load("llm", (), SOON)
     before = await host.index(SOON)
@@ -110,7 +110,8 @@ async def test_a_server_that_is_away_is_not_reached_and_comes_back_as_it_was() -
     assert (await host.index(SOON)).models["llm"].stage is ModelState.READY
 
 
-async def test_a_model_whose_process_was_killed_is_ready_without_answering_until_it_is_unloaded() -> None:
+async def test_model_whose_process_was_killed_is_ready_but_does_not_answer() -> None:
+    """It answers again once it was unloaded and loaded."""
     host = new_host()
     await host.load("llm", (), SOON)
     host.models["llm"].dead = True

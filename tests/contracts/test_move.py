@@ -35,7 +35,7 @@ async def file(tmp_path: Path) -> str:
     return url
 
 
-async def test_everything_that_can_be_read_of_a_service_is_the_same_after_its_move(
+async def test_everything_readable_of_a_service_is_the_same_after_its_move(
     file: str, empty_postgres_url: str
 ) -> None:
     uploaded = StoredObject("default", "digest", 10, NOW, Instant(NOW + 10))
@@ -111,7 +111,7 @@ def move_killed_at(step: int, source: str, target: str) -> None:
     ],
     ids=["copying", "all is committed", "the file has said so"],
 )
-async def test_a_move_that_is_killed_leaves_never_two_to_be_served_and_the_next_one_finishes_it(
+async def test_killed_move_never_leaves_two_to_be_served_and_the_next_ends_it(
     file: str, empty_postgres_url: str, step: int, left: set[str]
 ) -> None:
     async with opened(file) as store:

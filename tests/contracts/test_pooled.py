@@ -73,7 +73,7 @@ async def test_what_a_connection_keeps_is_not_there_behind_it(postgres_url: str)
         assert await asyncio.to_thread(kept) == "0"
 
 
-def test_what_is_asked_within_a_transaction_holds_in_it_and_is_gone_after_it(postgres_url: str) -> None:
+def test_settings_of_a_transaction_hold_in_it_and_are_gone_after_it(postgres_url: str) -> None:
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         with connection.transaction():
             connection.execute(set_statement(TERM, within="transaction"))

@@ -176,7 +176,7 @@ async def test_the_newest_of_the_unfetched_checkpoints_is_kept(open_leader: Open
     assert (await leader.receive("checkpointed"))[5] == 49
 
 
-async def test_waiting_starts_are_served_by_priority_and_then_in_order_of_arrival(
+async def test_waiting_starts_are_served_by_priority_then_in_order_of_arrival(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader()
@@ -187,9 +187,10 @@ async def test_waiting_starts_are_served_by_priority_and_then_in_order_of_arriva
     assert runners.started == ["b", "d", "a", "c"]
 
 
-async def test_a_run_whose_record_cannot_be_written_never_starts_and_its_process_gets_the_next_run(
+async def test_run_whose_record_cannot_be_written_never_starts(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
+    """Its process gets the next run."""
     leader = open_leader()
     await leader.announce()
     (files_of(leader.config) / "full-1-0.new").mkdir()
@@ -279,7 +280,7 @@ async def test_a_process_that_never_answers_is_killed_and_another_is_started(
     assert [process.wait(PATIENCE_SECONDS) for process in mute] == [-signal.SIGKILL] * len(mute)
 
 
-async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to_run(
+async def test_idle_warm_runner_of_an_earlier_agent_is_ended(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     _, idle = runners.make(shared=True)
@@ -289,7 +290,7 @@ async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to
     await leader.until(lambda: leader.pool.ready)
 
 
-async def test_a_warm_runner_of_an_earlier_agent_finishes_its_runs_and_takes_no_new_ones(
+async def test_earlier_agents_warm_runner_finishes_its_runs_and_takes_no_new_one(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     """It was started with that agent's user and paths, which may have changed since."""

@@ -53,7 +53,7 @@ async def test_a_busy_agent_refuses_looks_and_keeps_the_order_to_delete(tmp_path
     assert not (scratch / "old.log").exists()
 
 
-async def test_the_disk_guard_answers_the_leader_and_deletes_only_for_the_present_one(
+async def test_disk_guard_answers_any_leader_but_deletes_only_for_the_latest(
     runners: FakeRunners, tmp_path: Path
 ) -> None:
     scratch = a_scratch(tmp_path)

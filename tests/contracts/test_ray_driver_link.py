@@ -169,7 +169,7 @@ async def test_the_status_says_why_the_driver_ended(bench: Bench) -> None:
     assert bench.executor.status()["message"] == "Ray has other plans"
 
 
-async def test_send_never_waits_and_a_start_that_is_too_much_is_reported_as_never_started(
+async def test_send_never_waits_and_a_start_too_many_is_reported_never_started(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "UNANSWERED_BYTES", 2**20)
@@ -331,7 +331,7 @@ async def test_an_executor_that_stood_back_is_on_standby_and_drops_reports(bench
     hearing.cancel()
 
 
-async def test_orders_that_reach_the_driver_too_late_are_dropped_and_announced_again() -> None:
+async def test_orders_that_reach_the_driver_too_late_are_dropped_and_announced() -> None:
     ours, theirs = socket.socketpair()
     _reader, writer = await asyncio.open_unix_connection(sock=ours)
     with theirs:

@@ -21,7 +21,7 @@ from tests.patience import PATIENCE_SECONDS
 FEW, MANY = [{"CPU": 1.0}], [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}]
 
 
-def test_its_environment_names_the_ray_that_is_joined_whatever_that_of_the_service_says(
+def test_driver_environment_names_the_joined_ray_and_not_the_services_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "other:6379")
@@ -57,7 +57,7 @@ async def test_an_order_waits_behind_one_call_to_a_worker_at_most(bench: Bench) 
         waiting.cancel()
 
 
-async def test_the_autoscaler_is_asked_again_after_a_failure_and_for_nothing_when_the_service_stops(
+async def test_autoscaler_is_asked_again_after_a_failure_and_for_nothing_at_stop(
     bench: Bench,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

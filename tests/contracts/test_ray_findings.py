@@ -82,7 +82,7 @@ def silent_port() -> Iterator[int]:
 
 
 @pytest.mark.provokes("node-unreachable-from-node")
-async def test_a_node_that_answers_the_leader_and_not_another_node_is_found_until_it_does(
+async def test_node_another_node_cannot_reach_is_found_until_it_can(
     open_leader: OpenLeader, closed_port: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "CONNECT_SECONDS", 0.2)

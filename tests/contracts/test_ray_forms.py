@@ -172,7 +172,7 @@ def test_a_later_agent_says_itself_whether_an_end_is_unproven(said: bool) -> Non
 
 
 @pytest.mark.parametrize("protocol", messages.SPOKEN)
-def test_only_a_process_of_an_earlier_form_leaves_open_why_its_command_ended(protocol: int) -> None:
+def test_only_a_process_of_an_earlier_form_leaves_its_commands_end_open(protocol: int) -> None:
     told = ("ended", "t", 3, 1, 1000.0, "succeeded", messages.ENDED_WELL, "json", None, b"")
     assert messages.is_unproven_end(told, protocol) is (protocol < messages.KNOWS_NOTICE)
 
@@ -255,7 +255,7 @@ def an_actor(answer: bytes) -> Any:
     return SimpleNamespace(describe=SimpleNamespace(remote=lambda: asyncio.ensure_future(tell())))
 
 
-def test_a_field_that_another_release_adds_is_left_out_and_one_that_it_lacks_has_its_default(
+def test_field_another_release_adds_is_dropped_and_one_it_lacks_defaulted(
     tmp_path: Path,
 ) -> None:
     order = {**RUN.to_wire(), "colour": "grey"}

@@ -13,7 +13,7 @@ def leader(runners: FakeRunners, tmp_path: Path) -> Leader:
     return a_leader(runners, tmp_path)
 
 
-async def test_a_later_lineage_is_welcome_whatever_its_term_and_an_earlier_one_is_not(
+async def test_later_lineage_is_welcome_whatever_its_term_and_an_earlier_is_not(
     runners: FakeRunners, leader: Leader
 ) -> None:
     before = leader

@@ -14,7 +14,7 @@ from tests.contracts.fake_runners import FakeRunners, a_leader
 from tests.patience import PATIENCE_SECONDS
 
 
-async def test_the_agent_ends_only_when_the_last_checkpoint_of_a_run_has_been_received(
+async def test_agent_ends_only_when_the_last_checkpoint_of_a_run_is_received(
     runners: FakeRunners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []

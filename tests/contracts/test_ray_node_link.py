@@ -186,7 +186,7 @@ async def test_a_former_leader_can_dismiss_its_agents_and_a_standby_cannot(
         assert scene.found.empty()
 
 
-async def test_an_agent_of_the_release_before_gets_orders_in_its_form_and_is_replaced_on_request(
+async def test_agent_of_the_last_release_is_ordered_in_its_form_and_replaced(
     talking: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This software stands in for a release that also speaks the form after this one."""

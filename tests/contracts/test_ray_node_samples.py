@@ -147,7 +147,7 @@ async def test_without_an_object_store_nothing_is_said_of_it(
     assert (await next_node_sample(leader)).store is None
 
 
-async def test_a_mount_that_hangs_is_left_out_and_costs_one_thread_until_it_answers(
+async def test_hung_mount_is_left_out_and_costs_one_thread_until_it_answers(
     runners: FakeRunners, open_leader: OpenLeader, hung: HungMount
 ) -> None:
     leader = open_leader(watched_directories=(hung.path,))

@@ -68,7 +68,7 @@ async def test_an_object_comes_in_parts_once_for_all_runs_that_wait_for_it(node:
     assert node.runners.shared == [BYTES]
 
 
-async def test_what_is_kept_is_not_fetched_again_but_the_leader_is_asked_whether_the_run_may(
+async def test_kept_object_is_not_fetched_again_but_access_is_checked_each_time(
     node: Node,
 ) -> None:
     await node.opens("a")
@@ -152,7 +152,7 @@ async def test_of_the_objects_that_come_in_parts_one_is_gathered_at_a_time(node:
     assert (await node.given("b"))[1] is None
 
 
-async def test_an_object_that_no_run_waits_for_any_longer_makes_room_for_the_next(node: Node) -> None:
+async def test_object_that_no_run_waits_for_any_longer_makes_room_for_the_next(node: Node) -> None:
     second = hashlib.sha256(BYTES[::-1]).hexdigest()
     await node.opens("a")
     await node.answer("a", (await node.asked("a"))[1], BYTES[:4])

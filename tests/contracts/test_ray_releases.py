@@ -78,7 +78,7 @@ async def test_a_warm_process_of_the_release_before_finishes_its_runs(
 
 @pytest.mark.parametrize("protocol", messages.SPOKEN)
 @pytest.mark.parametrize("asked_in", wire.SPOKEN)
-async def test_the_agent_says_of_the_command_of_an_earlier_process_that_its_success_is_unproven(
+async def test_agent_reports_an_earlier_processes_command_success_as_unproven(
     runners: FakeRunners, open_leader: OpenLeader, protocol: int, asked_in: int
 ) -> None:
     """An earlier leader does not learn it: it would not read the report."""
@@ -121,7 +121,7 @@ def are_there(*paths: str) -> list[bool]:
 
 @pytest.mark.usefixtures("newer_agent")
 @pytest.mark.parametrize("spoken", [(PROTOCOL,), (PROTOCOL, NEWER)])
-async def test_a_process_gets_its_orders_in_the_newest_form_that_it_shares_with_the_agent(
+async def test_process_gets_orders_in_the_newest_form_it_shares_with_the_agent(
     runners: FakeRunners, open_leader: OpenLeader, spoken: tuple[int, ...]
 ) -> None:
     runners.on_start = lambda runner: setattr(runner, "speaks", spoken)
@@ -158,7 +158,7 @@ async def test_a_leader_that_shares_no_form_is_refused_and_changes_nothing(
     await leader.until(lambda: runners.started == ["t"])
 
 
-async def test_an_agent_with_another_configuration_ends_when_it_has_reported_what_only_it_knows(
+async def test_reconfigured_agent_ends_once_it_has_reported_what_only_it_knows(
     runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its successor would find neither process nor card of a run that has ended."""
@@ -179,7 +179,7 @@ async def test_an_agent_with_another_configuration_ends_when_it_has_reported_wha
     await after.until(lambda: left)
 
 
-async def test_an_agent_with_another_configuration_and_nothing_to_report_ends_at_once(
+async def test_reconfigured_agent_with_nothing_to_report_ends_at_once(
     open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(_code: int) -> None:
@@ -208,7 +208,7 @@ def left_behind(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[byte
         process.wait()
 
 
-async def test_marked_processes_of_an_unknown_run_are_killed_and_the_run_is_proven_gone(
+async def test_marked_processes_of_an_unknown_run_are_killed_and_proven_gone(
     open_leader: OpenLeader, left_behind: Callable[..., "subprocess.Popen[bytes]"]
 ) -> None:
     stray, other = left_behind(), left_behind(node="n2", run="other:1")
@@ -222,7 +222,7 @@ async def test_marked_processes_of_an_unknown_run_are_killed_and_the_run_is_prov
     assert other.poll() is None
 
 
-async def test_a_process_that_has_the_log_of_an_unknown_run_open_belongs_to_that_run(
+async def test_process_with_an_unknown_runs_log_open_belongs_to_that_run(
     open_leader: OpenLeader, left_behind: Callable[..., "subprocess.Popen[bytes]"]
 ) -> None:
     """As the one that a run begins in, whose environment was written before it had marks."""

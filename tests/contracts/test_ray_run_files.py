@@ -84,9 +84,7 @@ def test_a_directory_of_another_user_is_refused(home: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("part", ["", "a", "a/b"])
-def test_below_a_shared_directory_no_part_of_the_path_may_be_writable_for_others(
-    tmp_path: Path, part: str
-) -> None:
+def test_no_part_of_a_path_below_a_shared_directory_is_writable_for_others(tmp_path: Path, part: str) -> None:
     shared = tmp_path / "tmp"
     home = shared / "a" / "b" / "n1"
     home.mkdir(parents=True)
@@ -126,7 +124,7 @@ def test_a_record_that_cannot_be_written_leaves_no_draft(home: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_log_that_grew_too_long_loses_its_middle_and_every_byte_keeps_its_place(
+def test_log_grown_too_long_loses_its_middle_and_bytes_keep_their_place(
     home: Path, monkeypatch: pytest.MonkeyPatch, stream: Stream
 ) -> None:
     monkeypatch.setattr(run_files, "LOG_BYTES", 100_000)

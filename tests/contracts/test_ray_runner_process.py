@@ -185,7 +185,7 @@ async def test_an_end_that_could_not_be_noted_is_noted_again(
     assert told == ["told", "told"]
 
 
-async def test_a_warm_process_that_has_touched_a_gpu_gets_no_other_run_and_is_replaced(
+async def test_warm_process_that_touched_a_gpu_gets_no_other_run_and_is_replaced(
     runners: FakeRunners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = tmp_path / "nvidia0"

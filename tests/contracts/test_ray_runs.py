@@ -163,7 +163,7 @@ async def test_a_run_may_take_the_host_memory_that_it_asked_for(
     assert run.process.breach == ""
 
 
-async def test_a_run_that_gets_sigcont_while_it_is_being_killed_is_killed_all_the_same(
+async def test_run_that_gets_sigcont_while_it_is_being_killed_still_ends(
     scene: Scene,
 ) -> None:
     """An operator may continue every process of a node."""
@@ -190,7 +190,7 @@ async def test_an_agent_that_leaves_a_node_leaves_no_process_and_no_file(
     assert os.listdir(tmp_path) == []
 
 
-async def test_on_a_full_disk_runs_in_a_shared_process_lose_what_they_print_and_go_on(scene: Scene) -> None:
+async def test_runs_of_a_shared_process_lose_output_on_a_full_disk_and_go_on(scene: Scene) -> None:
     for task in "ab":
         scene.runs.start(RunOrder(task=task, fence=1, kind="entrypoint"), shareable=True)
     await scene.until(lambda: len(scene.runners.started) == 2)

@@ -268,7 +268,7 @@ def test_a_run_on_a_part_of_a_device_is_told_its_share_rounded_down() -> None:
     assert written[3]["env"] == {"A": "b", **limits}
 
 
-def test_a_run_finds_in_its_environment_what_it_is_told_of_its_specification() -> None:
+def test_run_finds_what_it_is_told_of_its_specification_in_its_environment() -> None:
     order = StartOrder(T, F, N, "i", (), shareable=False)
     spec = RunSpec("entrypoint", env={"A": "b"}, roles=("generate", "train"), retry_of=TaskId("old"))
     payload = RunPayload(spec, b"", None, None, 1, "", "default", None)

@@ -154,7 +154,7 @@ async def test_an_answer_to_a_call_that_was_given_up_is_dropped() -> None:
     next_one.cancel()
 
 
-async def test_calls_are_lost_with_the_driver_and_none_is_sent_before_there_is_another() -> None:
+async def test_calls_are_lost_with_the_driver_and_none_is_sent_before_the_next() -> None:
     way = Way()
     call = await way.begin()
     way.calls.on_driver_end("it was killed")

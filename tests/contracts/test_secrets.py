@@ -61,7 +61,7 @@ async def test_another_process_on_the_same_directory_sees_the_same(tmp_path: Pat
     assert await SecretFiles(tmp_path / "secrets").read("acme", ["A"]) == {"A": "text"}
 
 
-async def test_a_directory_that_cannot_be_used_says_where_it_is_and_not_what_it_keeps(tmp_path: Path) -> None:
+async def test_unusable_secret_directory_is_named_without_what_it_keeps(tmp_path: Path) -> None:
     (tmp_path / "secrets").write_text("in the way")
     with pytest.raises(StoreUnavailable, match=str(tmp_path / "secrets")) as refused:
         await SecretFiles(tmp_path / "secrets").put("acme", "A", "plain-text")
@@ -74,7 +74,7 @@ async def test_every_character_of_a_secret_is_kept(secrets: SecretStore) -> None
     assert (await secrets.read("acme", ["KEY"]))["KEY"] == text
 
 
-async def test_a_damaged_secret_says_which_and_how_to_mend_it_and_not_what_it_keeps(tmp_path: Path) -> None:
+async def test_damaged_secret_is_named_with_a_remedy_and_without_what_it_keeps(tmp_path: Path) -> None:
     secrets = SecretFiles(tmp_path)
     await secrets.put("acme", "KEY", "x")
     (tmp_path / "acme" / "KEY").write_bytes(b"plain-text \xff")

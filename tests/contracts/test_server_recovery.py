@@ -51,7 +51,7 @@ async def tasks_of(store: TaskStore) -> set[str]:
     return {record.task.id for record in await store.records(TaskFilter("default", limit=10_000))}
 
 
-async def test_a_server_goes_back_to_a_point_in_time_and_a_new_lineage_begins_there() -> None:
+async def test_recovery_to_a_point_in_time_begins_a_new_lineage() -> None:
     with a_server_of_its_own() as server, a_folder() as archive, a_folder() as folder:
         told(
             server,

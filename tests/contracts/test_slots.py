@@ -113,7 +113,7 @@ async def test_the_next_leader_counts_what_gateways_hold(postgres_url: str) -> N
         assert scene.divider.divided == {}, "which gives nobody anything, and takes nothing"
 
 
-async def test_a_gateway_that_ends_frees_its_slots_at_once_and_a_killed_one_later(
+async def test_ending_gateway_frees_its_slots_at_once_and_a_killed_one_later(
     postgres_url: str,
 ) -> None:
     async with a_scene(postgres_url) as scene:
@@ -133,7 +133,7 @@ async def test_a_gateway_that_ends_frees_its_slots_at_once_and_a_killed_one_late
         assert [claim.gateway for claim in await scene.store.slot_claims()] == ["b"]
 
 
-async def test_a_gateway_that_is_cut_off_is_down_to_one_before_its_slots_are_given_away(
+async def test_cut_off_gateway_is_down_to_one_slot_before_its_slots_are_given(
     postgres_url: str,
 ) -> None:
     async with a_scene(postgres_url) as scene:
@@ -149,9 +149,10 @@ async def test_a_gateway_that_is_cut_off_is_down_to_one_before_its_slots_are_giv
         assert scene.slots() == [7, 1]
 
 
-async def test_a_gateway_that_wakes_after_its_share_has_ended_uses_one_slot_before_it_hears_of_anything(
+async def test_gateway_that_wakes_after_its_share_ended_uses_one_slot(
     postgres_url: str,
 ) -> None:
+    """It does so before it hears of anything."""
     async with a_scene(postgres_url) as scene:
         entries = scene.ask("a", 20)
         await scene.rounds(24)

@@ -228,7 +228,7 @@ async def test_an_address_that_cannot_be_read_is_refused_without_its_password() 
     assert "geheim" not in text
 
 
-async def test_a_server_that_is_not_there_is_refused_quickly_and_without_its_password() -> None:
+async def test_unreachable_server_is_refused_quickly_and_without_its_password() -> None:
     text = await refusal("postgresql://me:geheim@127.0.0.1:1/none")
     assert "cannot use PostgreSQL at 127.0.0.1, database none" in text
     assert "geheim" not in text

@@ -254,7 +254,7 @@ async def test_a_task_that_ended_stays_in_the_snapshot_until_its_memory_is_free(
     assert snapshot.finished == {("default", TaskState.SUCCEEDED): 1}
 
 
-async def test_a_device_that_left_its_machine_stays_in_the_snapshot_until_it_is_free(
+async def test_removed_device_stays_in_the_snapshot_until_it_is_free(
     store: TaskStore,
 ) -> None:
     task = a_task("t1")

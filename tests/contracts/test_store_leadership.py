@@ -87,7 +87,7 @@ async def test_a_resigned_term_may_commit_until_the_next_one_is_taken(store: Tas
         await store.commit(term, [admission(a_task("t2"))])
 
 
-async def test_opening_a_file_ends_the_last_lease_and_on_a_server_the_lease_counts(url: str) -> None:
+async def test_opening_a_file_ends_the_last_lease_and_a_servers_lease_counts(url: str) -> None:
     async with opened(url) as store:
         await next_term(store, ttl_seconds=3600.0)
     async with opened(url) as store:
@@ -115,7 +115,7 @@ async def test_a_renewal_waits_for_no_writer(postgres_url: str) -> None:
         await asyncio.wait_for(waiting, PATIENCE_SECONDS)
 
 
-async def test_a_renewal_waits_for_no_commit_of_its_term_and_the_next_term_waits_for_it(
+async def test_renewal_waits_for_no_commit_of_its_term_and_the_next_term_waits(
     postgres_url: str,
 ) -> None:
     """Where the way to the server is long, commits take long, and one follows the other."""
@@ -153,7 +153,7 @@ async def test_a_leader_of_a_database_that_became_read_only_cannot_renew(postgre
 
 
 @pytest.mark.parametrize("where", ["between two statements", "with the head of the log in its hand"])
-async def test_the_next_leader_ends_the_session_of_one_that_hangs_in_a_transaction(
+async def test_next_leader_ends_the_session_of_one_that_hangs_in_a_transaction(
     postgres_url: str, where: str
 ) -> None:
     stopped = PostgresSession(postgres_url)

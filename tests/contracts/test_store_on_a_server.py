@@ -53,7 +53,7 @@ async def test_a_broken_connection_is_made_again(postgres_url: str) -> None:
         assert await store.head() == 2
 
 
-async def test_a_commit_larger_than_the_socket_takes_at_once_does_not_wait_for_itself(
+async def test_commit_larger_than_the_socket_buffer_does_not_wait_for_itself(
     postgres_url: str,
 ) -> None:
     """The statements of one commit are 5 MB here. Until all of them are sent, there is no answer."""
@@ -104,7 +104,7 @@ async def test_a_decision_whose_commit_is_lost_is_committed_not_stale(postgres_u
         assert [row.version for row in (await store.snapshot()).tasks] == [2]
 
 
-async def test_a_decision_that_another_leader_committed_in_its_place_is_not_taken_for_ones_own(
+async def test_decision_another_leader_committed_instead_is_not_taken_as_own(
     postgres_url: str,
 ) -> None:
     """It looks the same in the log: the same task, in the same version, at the same position."""
@@ -171,7 +171,7 @@ def insert_once_somebody_waits(connection: psycopg.Connection[Any], statement: s
         connection.execute(statement)
 
 
-async def test_a_commit_that_stands_in_the_way_of_another_one_gives_way_and_is_tried_again(
+async def test_commit_in_the_way_of_another_gives_way_and_is_tried_again(
     postgres_url: str,
 ) -> None:
     """Ours has the key and waits for the head of the log, the other has the head and asks for the key."""
@@ -190,7 +190,7 @@ UNSTORABLE = ["half a pair: \ud800", "nul: \0"]
 
 
 @pytest.mark.parametrize("text", UNSTORABLE, ids=["half a pair", "nul"])
-async def test_an_unstorable_decision_gets_its_verdict_and_the_others_are_written(
+async def test_unstorable_decision_gets_its_verdict_and_others_are_written(
     postgres_url: str, text: str
 ) -> None:
     first, second = a_task("t1"), a_task("t2")
@@ -232,7 +232,7 @@ async def test_an_idle_template_whose_commit_was_lost_is_put_once_and_is_ours(po
         assert noted == [("a", "idle-template.put", "lab"), ("bob", "idle-template.dropped", "lab")]
 
 
-async def test_callers_get_an_error_while_the_database_is_away_and_are_served_later(
+async def test_callers_get_an_error_while_the_database_is_away_and_later_succeed(
     postgres_url: str,
 ) -> None:
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:
@@ -327,7 +327,7 @@ async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(post
     hanging.close()
 
 
-def test_statements_of_a_transaction_are_sent_together_when_an_answer_is_waited_for(
+def test_statements_of_a_transaction_are_sent_together_before_a_wait(
     postgres_url: str,
 ) -> None:
     """Each that leaves alone wakes the server, and costs more than what it does."""

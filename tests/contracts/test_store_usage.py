@@ -21,7 +21,7 @@ from tests.contracts.scenes import (
 )
 
 
-async def test_a_world_from_the_rows_has_the_usage_of_one_from_the_log_to_the_last_bit(
+async def test_world_from_rows_has_exactly_the_usage_of_one_from_the_log(
     store: TaskStore,
 ) -> None:
     tasks = [a_task(f"t{n}", tenant=f"team{n % 2}") for n in range(4)]

@@ -181,7 +181,7 @@ def test_a_pod_without_a_port_is_asked_by_the_health_command(tmp_path: Path) -> 
             assert is_verb(command[1:])
 
 
-def test_pods_run_as_nobody_in_particular_on_a_root_that_they_cannot_change(tmp_path: Path) -> None:
+def test_pods_run_without_root_on_a_file_system_they_cannot_change(tmp_path: Path) -> None:
     pods = [
         it["spec"]["template"]["spec"] for it in rendered(tmp_path, ALL) if "template" in it.get("spec", {})
     ]

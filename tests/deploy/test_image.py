@@ -29,7 +29,7 @@ def copied(stage: str) -> set[str]:
     return {source for one in own for source in one.sources}
 
 
-def test_it_copies_what_the_context_holds_and_the_context_holds_nothing_else() -> None:
+def test_image_copies_exactly_what_the_build_context_holds() -> None:
     wanted = set().union(*map(copied, STAGES))
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}
@@ -53,7 +53,7 @@ def test_a_change_of_sources_installs_no_dependency_again(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_it_installs_the_locked_dependencies_with_the_extras_that_its_processes_need(image: str) -> None:
+def test_image_installs_locked_dependencies_with_the_extras_it_needs(image: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     [install] = [one.words for one in STAGES[f"{image}-dependencies"].own if one.name == "RUN"]
     words = shlex.split(install)
@@ -76,7 +76,7 @@ def test_it_runs_as_a_user_by_number_under_an_init_with_a_health_check(image: st
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_its_state_is_in_the_volume_and_it_listens_once_its_host_names_are_known(image: str) -> None:
+def test_image_keeps_state_in_its_volume_and_listens_once_hosts_are_named(image: str) -> None:
     found = variables(with_bases(STAGES, image))
     settings = settings_from({name: value for name, value in found.items() if name.startswith("GPUBROKER_")})
     assert str(settings.data_dir) == last(image, "VOLUME").words

@@ -64,7 +64,7 @@ def test_a_stop_leaves_ray_and_the_runs_alone(unit: str) -> None:
 
 
 @pytest.mark.parametrize("unit", [unit for unit in UNITS if unit != "gpubroker-node.service"])
-def test_its_variables_are_settings_and_it_may_stop_as_long_as_the_service_takes(unit: str) -> None:
+def test_unit_sets_real_settings_and_may_stop_as_long_as_the_service_needs(unit: str) -> None:
     variables = dict(pair.split("=", 1) for line in values(unit, "Environment") for pair in shlex.split(line))
     settings = settings_from(variables)
     assert settings.data_dir == Path("/var/lib/gpubroker")

@@ -79,7 +79,7 @@ def test_the_demo_runs_from_what_pip_installs_and_without_any_file(
         assert "local Ray" in stopped
 
 
-def test_a_gateway_runs_without_ray_and_a_broker_names_the_extra_that_it_lacks(
+def test_gateway_runs_without_ray_and_a_broker_names_the_missing_extra(
     wheels: Sequence[Path], place: Place, tmp_path: Path, empty_postgres_url: str
 ) -> None:
     place.install_linked(wheels, "postgres")
@@ -98,7 +98,7 @@ def test_a_gateway_runs_without_ray_and_a_broker_names_the_extra_that_it_lacks(
     assert "pip install 'gpubroker-server[ray]'" in refusal(place, "broker", *server)
 
 
-def test_without_extras_the_database_is_cared_for_and_what_is_missing_is_named(
+def test_server_without_extras_maintains_its_database_and_names_what_lacks(
     wheels: Sequence[Path], place: Place, tmp_path: Path
 ) -> None:
     place.install_linked(wheels)

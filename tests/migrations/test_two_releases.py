@@ -24,7 +24,7 @@ from tests.patience import PATIENCE_SECONDS
 __all__ = ["url"]
 
 
-async def test_old_software_opens_a_database_to_which_newer_software_has_only_added(
+async def test_old_software_opens_a_database_newer_software_has_only_added_to(
     url: str, tmp_path: Path
 ) -> None:
     async with opened(url) as store:
@@ -38,7 +38,7 @@ async def test_old_software_opens_a_database_to_which_newer_software_has_only_ad
         migrate(url, "base")
 
 
-async def test_old_software_refuses_a_database_from_which_newer_software_has_taken_away(
+async def test_old_software_refuses_a_database_newer_software_took_away_from(
     url: str, tmp_path: Path
 ) -> None:
     async with opened(url) as store:
@@ -69,7 +69,7 @@ def service(tmp_path: Path, empty_postgres_url: str) -> Iterator[ServiceProcess]
         yield running
 
 
-def test_a_service_goes_on_under_a_migration_that_adds_and_ends_under_one_that_takes_away(
+def test_service_survives_a_migration_that_adds_and_ends_at_one_that_drops(
     service: ServiceProcess, tmp_path: Path, empty_postgres_url: str
 ) -> None:
     migrate_as_newer_software_does(empty_postgres_url, tmp_path / "expands", *EXPAND)
@@ -104,7 +104,7 @@ def went_back(url: str, revision: str) -> bool:
         return False
 
 
-def test_a_process_that_cannot_read_the_log_stands_back_and_still_takes_tasks(
+def test_process_that_cannot_read_the_log_stands_back_and_takes_tasks(
     service: ServiceProcess, empty_postgres_url: str
 ) -> None:
     before = service.broker.submit("tests.e2e.work:add", cpu=0.5)

@@ -207,7 +207,7 @@ async def test_a_gpu_that_is_sliced_again_is_announced_with_its_new_instances(
     assert (seen.complete, seen.faults) == (True, ()), "the old instance is removed"
 
 
-async def test_a_driver_that_lacks_the_newest_call_for_processes_is_asked_by_the_one_before(
+async def test_driver_without_the_newest_process_call_is_asked_by_the_older_one(
     new_machine: NewMachine, open_leader: OpenLeader, runners: FakeRunners
 ) -> None:
     names = [f"nvmlDeviceGet{purpose}RunningProcesses_v3" for purpose in ("Compute", "Graphics")]

@@ -60,7 +60,7 @@ async def end_of(leader: Leader, runners: FakeRunners, machine: Machine) -> Any:
     return core_report(await leader.receive("gone", "run"))
 
 
-async def test_with_one_gpu_lost_before_the_agent_starts_the_others_are_offered_and_run_tasks(
+async def test_with_one_gpu_lost_before_the_agent_starts_the_others_run_tasks(
     machine: Machine, open_leader: OpenLeader, runners: FakeRunners
 ) -> None:
     machine.lose(machine.gpus[1])
@@ -75,7 +75,7 @@ async def test_with_one_gpu_lost_before_the_agent_starts_the_others_are_offered_
     await sampled(leader, *OTHERS)
 
 
-async def test_a_gpu_lost_during_a_run_is_announced_as_absent_and_the_run_frees_the_others(
+async def test_gpu_lost_during_a_run_is_absent_and_the_run_frees_the_others(
     machine: Machine, open_leader: OpenLeader, runners: FakeRunners
 ) -> None:
     leader = open_leader()
@@ -184,9 +184,10 @@ async def test_a_driver_that_does_not_start_says_why_and_proves_no_gpu_removed(
     assert dict(seen.faults) == {"the driver": "RM has detected an NVML/RM version mismatch."}
 
 
-async def test_a_driver_that_hangs_at_its_start_costs_the_gpus_until_it_has_started_and_not_the_node(
+async def test_driver_that_hangs_at_its_start_costs_the_gpus_and_not_the_node(
     new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The GPUs are back once it has started."""
     monkeypatch.setattr(probe, "START_SECONDS", 0.2)
     machine = new_machine(*map(Gpu, UUIDS), init_hangs=True)
     leader = open_leader()

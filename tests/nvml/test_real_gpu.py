@@ -123,7 +123,7 @@ async def test_memory_of_an_external_leases_process_is_the_leases(leader: Leader
     assert during.foreign_mb == before.foreign_mb
 
 
-async def test_memory_of_a_run_is_the_runs_and_is_released_with_a_sample_after_its_end(
+async def test_memory_of_a_run_is_attributed_to_it_and_measured_free_at_its_end(
     leader: Leader, runners: FakeRunners, facts: Facts
 ) -> None:
     uuid = await first_gpu(leader)
