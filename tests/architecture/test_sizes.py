@@ -1,4 +1,5 @@
-"""Functions can be read in one go, no file is a drawer for everything, and a class name means one thing."""
+"""Functions and names of tests can be read in one go, no file is a drawer for everything, and a class name
+means one thing."""
 
 import ast
 from collections import defaultdict
@@ -7,6 +8,7 @@ from tests.architecture.source_tree import PYTHON_FOLDERS, Function, modules
 
 FILE_LINES = 700
 FUNCTION_LINES = 60
+TEST_NAME_CHARACTERS = 70
 
 
 def lines_of(function: Function) -> int:
@@ -25,6 +27,17 @@ def test_functions_have_at_most_60_lines() -> None:
         for module in modules(*PYTHON_FOLDERS)
         for function in module.functions()
         if lines_of(function) > FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
+def test_names_of_tests_have_at_most_70_characters() -> None:
+    """What a shorter name cannot say belongs in the docstring."""
+    too_long = [
+        f"{module.path}:{function.lineno} {function.name}: {len(function.name)} characters"
+        for module in modules("tests")
+        for function in module.functions()
+        if function.name.startswith("test_") and len(function.name) > TEST_NAME_CHARACTERS
     ]
     assert too_long == []
 

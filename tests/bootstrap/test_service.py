@@ -59,7 +59,7 @@ async def test_each_part_that_fails_is_logged_once(tmp_path: Path, monkeypatch: 
 
 
 def test_queue_that_is_too_long_keeps_background_work_out_until_shorter(tmp_path: Path) -> None:
-    """From the leader's look to the answer of the gateway, and through a crash in the middle."""
+    """It covers the way from the leader's look to the answer of the gateway, and a crash in the middle."""
     with ForkedService(tmp_path / "data", **WAITING, **FULL_AT_THREE) as service:
         held = [service.broker.submit("tests.e2e.work:add", held=True) for _ in range(3)]
         until(lambda: refusal(service, 5) is not None, "three tasks wait")

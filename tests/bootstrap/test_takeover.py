@@ -78,7 +78,7 @@ def pair(postgres_url: str, tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_standby_leads_in_time_when_the_leader_is_stopped_killed_or_hangs(pair: Pair) -> None:
-    """One after the other, because processes take seconds to start."""
+    """The cases follow one another in one test, because processes take seconds to start."""
     since = pair.leader.send(signal.SIGTERM)
     assert pair.taken_over(since, "asked to end") <= AFTER_A_STOP
     pair.runs_tasks()

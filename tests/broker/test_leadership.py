@@ -462,7 +462,7 @@ async def test_renewal_with_a_late_answer_counts_from_when_it_was_asked_for(part
 
 
 async def test_leader_whose_database_lost_terms_leads_again_in_a_new_lineage(party: Party) -> None:
-    """As after a restore from a backup: the agents have heard of terms that the database has lost."""
+    """After a restore from a backup, the agents have heard of terms that the database has lost."""
     party.begin("one")
     await party.until(("one", 1))
     party.stages["one"].executor.hear(TermRefused(NodeName("n1"), Lineage(0), Term(7)))

@@ -342,7 +342,7 @@ def test_item_naming_an_object_gets_it_and_a_missing_one_fails_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["object_missing", "object_unreadable"])
 def test_worker_that_cannot_open_a_common_argument_fails_like_an_import(kind: str) -> None:
-    """So it is not tried again as often as one whose items crash."""
+    """It is not tried again as often as a worker whose items crash."""
     worker = Worker(len, [1], common=(ObjectRef("ab" * 32),))
     worker.host.take_object(KEY, worker.next("wanted")[5], None, (kind, "this is why"))
     assert worker.next("ended")[8][:2] == (ARRAY_IMPORT_FAILED, "this is why")

@@ -241,7 +241,7 @@ def test_first_pass_at_a_root_is_the_first_to_see_what_may_be_deleted(
 
 
 def test_mount_below_a_root_is_left_even_if_of_the_same_file_system(top: Path, tmp_path: Path) -> None:
-    """As volumes of containers are: parts of one disk."""
+    """Volumes of containers are such mounts: parts of one disk."""
     put(top / "root" / "old.log")
     put(top / "elsewhere" / "precious.log")
     node = Node(tmp_path / "agent", root(top / "root"))

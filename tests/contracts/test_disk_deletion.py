@@ -148,7 +148,7 @@ def test_a_file_with_another_hard_link_makes_no_room_and_stays(top: Path, tmp_pa
 
 
 def test_files_other_processes_have_open_elsewhere_are_not_asked_about(top: Path, tmp_path: Path) -> None:
-    """There what they are on may not answer, as the server of a network file system that is away."""
+    """Their file system may not answer, such as a network file system whose server is away."""
     put(top / "old.log")
     with hung_mount(tmp_path / "away") as server, ThreadPoolExecutor(1) as thread:
         held = os.open(tmp_path / "away", os.O_PATH)

@@ -79,7 +79,7 @@ async def test_changes_of_tasks_before_their_end_stay_on_their_pages(postgres_ur
 async def test_last_change_of_a_task_or_lease_leaves_the_index_of_live_rows(
     postgres_url: str,
 ) -> None:
-    """And with it its page: of two changes of a row one stays, however much room there is."""
+    """The row leaves its page as well: of two changes of a row one stays, however much room there is."""
     tasks = [a_task(f"t{number:02}", gpu_mb=1024) for number in range(TASKS)]
     before = {table: updates(postgres_url, table) for table in ("task", "lease")}
     async with opened(postgres_url) as store:

@@ -189,7 +189,7 @@ async def test_a_former_leader_can_dismiss_its_agents_and_a_standby_cannot(
 async def test_agent_of_the_last_release_is_ordered_in_its_form_and_replaced(
     talking: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This software stands in for a release that also speaks the form after this one."""
+    """It is replaced on request. This software stands in for one that also speaks the next form."""
     monkeypatch.setattr(node_link, "SPOKEN", (PROTOCOL, PROTOCOL + 1))
     async with talking() as (scene, link):
         old = await scene.found.get()

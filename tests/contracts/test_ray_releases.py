@@ -225,7 +225,7 @@ async def test_marked_processes_of_an_unknown_run_are_killed_and_proven_gone(
 async def test_process_with_an_unknown_runs_log_open_belongs_to_that_run(
     open_leader: OpenLeader, left_behind: Callable[..., "subprocess.Popen[bytes]"]
 ) -> None:
-    """As the one that a run begins in, whose environment was written before it had marks."""
+    """A run begins in such a process: its environment was written before it had marks."""
     leader = open_leader()
     logs = Path(leader.config.run_dir) / leader.config.node
     RunFiles(logs, boot_id())

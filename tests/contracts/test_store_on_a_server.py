@@ -330,7 +330,7 @@ async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(post
 def test_statements_of_a_transaction_are_sent_together_before_a_wait(
     postgres_url: str,
 ) -> None:
-    """Each that leaves alone wakes the server, and costs more than what it does."""
+    """A statement that is sent alone wakes the server, which costs more than the statement."""
     session = PostgresSession(postgres_url)
     pid = session._connection.info.backend_pid
     asked = "SELECT state, xact_start IS NULL FROM pg_stat_activity WHERE pid = %s"

@@ -61,7 +61,7 @@ def test_a_template_fills_an_idle_gpu_gives_way_and_stops_with_its_token(tmp_pat
 def test_template_without_gpus_fills_a_machine_yields_and_is_deleted(
     tmp_path: Path,
 ) -> None:
-    """On the simulated engine: how busy a real machine is, other tests decide."""
+    """The engine is simulated: how busy a real machine is, other tests decide."""
     settings: dict[str, Any] = {
         "engine": "simulated",
         "fleet": QUICK,

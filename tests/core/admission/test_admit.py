@@ -240,7 +240,7 @@ def test_of_many_missing_objects_ten_are_named() -> None:
 
 
 def test_submission_over_the_quota_or_the_maximum_is_refused() -> None:
-    """A device kept for higher priorities admits these only."""
+    """So is one of a lower priority for a resource that is kept for higher ones."""
     seat = Asked(custom=(("seat", 1.0),))
     found = refused(demand=seat, priority=3)
     assert (found.code, found.faults[0].field) == ("priority-too-low", "/resources/custom/seat")

@@ -110,7 +110,7 @@ def test_a_clock_that_was_set_back_does_not_change_the_counts() -> None:
 
 
 def test_model_in_steady_use_costs_its_load_time_times_the_chance_of_a_use() -> None:
-    """Every 20 minutes for four weeks: about every second horizon of ten minutes sees a use."""
+    """It is used every 20 minutes for four weeks: about every second horizon of ten minutes sees a use."""
     every = 2 * HORIZON_SECONDS
     usage = used(*(every * n for n in range(int(28 * DAY / every))))
     now = Instant(usage.at + every / 2)

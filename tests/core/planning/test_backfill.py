@@ -353,7 +353,7 @@ def test_a_task_refused_by_a_reservation_waits_for_room_coming_elsewhere() -> No
 
 
 def test_gang_behind_a_forecast_takes_no_room_and_stops_no_run_there() -> None:
-    """Elsewhere it may."""
+    """Elsewhere it may do both."""
     running = a_run("one", "gpu0", left=HOUR), a_run("low", "gpu1", left=HOUR, priority=20)
     gang = a_gang("gang", *bundles(1, gpu_mb=80 * GIB))
     free = a_world(*gpus(), running[0], a_wide_task())

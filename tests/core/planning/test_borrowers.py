@@ -208,7 +208,7 @@ def _heard_of(task: Task, now: Instant) -> list[Report]:
 
 
 def test_borrower_refused_by_a_reservation_preempts_no_guaranteed_run() -> None:
-    """Where it could stop somebody whom none covers, another is to start before it."""
+    """Where it could preempt a run outside any guarantee, another task is to start before it."""
     gpus = (a_device("gpu0", mb=40), a_device("gpu1", mb=40), a_device("gpu0", "n2", mb=40))
     stays = a_run("stays", "other", 40, priority=50, expected_seconds=Seconds(5000.0))
     low = a_run("low", "other", 40, "gpu1", priority=20, expected_seconds=Seconds(5000.0))

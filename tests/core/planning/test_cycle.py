@@ -148,7 +148,7 @@ def test_a_preemptor_with_live_pledges_stops_nobody_else() -> None:
 
 
 def test_freed_memory_goes_to_the_preemptor_not_to_the_first_victim() -> None:
-    """The case of kubernetes-sigs/kueue#13662: two victims end at different times; the first comes back."""
+    """As in kubernetes-sigs/kueue#13662, two victims end at different times; the first comes back."""
     world = a_world(
         a_device(),
         holding(a_task("first", priority=10, gpu_mb=40 * GIB), "gpu0"),

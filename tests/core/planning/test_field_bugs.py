@@ -126,7 +126,7 @@ def test_victims_that_leave_one_by_one_are_not_let_back_into_their_room() -> Non
 
 
 def test_borrowers_that_leave_one_by_one_do_not_retake_reclaimed_memory() -> None:
-    """The same of kueue#13662 where the victims are of a higher priority than the owner of what they had
+    """This is kueue#13662 where the victims are of a higher priority than the owner of what they had
     borrowed: it is below its guarantee, and their priority gives them no right to the hole."""
     policy = Policy(tenants=(TenantPolicy("owner", "lab", Mib(50)), TenantPolicy("guest", "lab", Mib(30))))
     began = {"a": 5.0, "b": 10.0, "c": 900.0, "d": 900.0}

@@ -42,7 +42,7 @@ def test_forecasts_are_made_in_the_naive_twins_order(world: World, story: list[C
 def test_lower_band_run_passes_a_task_only_if_admitted_after_the_task_came(
     guaranteed_mb: Mib | None,
 ) -> None:
-    """It may have come long before."""
+    """The run may have come long before."""
     for admitted_at, first in ((NOW - 50, "aged"), (NOW - 150, "light")):
         run = holding(a_task("run", tenant="zeta", priority=20, gpu_mb=80, submitted_at=NOW - 900), "gpu0")
         run = replace(run, task=replace(run.task, admitted_at=Instant(admitted_at)))

@@ -158,7 +158,7 @@ def test_at_the_backfill_depth_a_gang_is_not_tried_on_reserved_nodes() -> None:
 
 
 def test_equal_gang_that_ends_before_the_reservation_is_backfilled() -> None:
-    """That the one before it was kept away tells nothing of it."""
+    """The refusal of the one before it says nothing about this one."""
     world = a_kept_gpu()
     alike = bundles(2, gpu_mb=30 * GIB)
     submit(world, a_gang("long", *alike), a_gang("quick", *alike, expected_seconds=Seconds(600.0)))

@@ -341,7 +341,7 @@ def test_victim_that_other_places_do_not_need_is_put_back_among_many() -> None:
 
 
 def test_victim_that_frees_nothing_for_the_gang_is_put_back_among_many() -> None:
-    """However cheap it is."""
+    """It is put back however cheap it is."""
 
     def on(node: str, name: str, mb: int, seconds: float) -> Any:
         task = a_task(name, gpu_mb=mb, priority=5)
@@ -356,7 +356,7 @@ def test_victim_that_frees_nothing_for_the_gang_is_put_back_among_many() -> None
 
 
 def test_victim_gang_outside_the_chosen_places_is_put_back_among_many() -> None:
-    """On all of its nodes: the memory that it holds there is of no use."""
+    """The memory that it holds on all of its nodes is of no use."""
     by_room, spread = Policy(placement="best_fit"), {"strategy": "strict_spread"}
     useless = a_gang("useless", *bundles(2, gpu_mb=15), priority=4, **spread)
     needed = a_gang("needed", *bundles(2, gpu_mb=20), priority=5, **spread)

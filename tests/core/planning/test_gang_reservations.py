@@ -95,7 +95,7 @@ def test_refusal_of_a_gang_behind_forecasts_is_cached_until_they_change(monkeypa
 
 
 def test_room_coming_for_one_gang_is_no_reason_for_another_to_wait() -> None:
-    """The second one has been stopped so often that it would not give way to who starts there."""
+    """The second gang has been stopped so often that it would not give way to a task that starts there."""
     leaves = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 9.0)}
     leaving = [
         replace(run, task=replace(run.task, **leaves)) if run.leases else run for run in full("n1", 500.0)

@@ -185,7 +185,7 @@ def test_a_task_behind_the_first_for_a_limit_shows_that_as_its_reason() -> None:
 
 
 def test_quota_held_by_runs_that_are_over_counts_as_given_back() -> None:
-    """Else there would be no line while anybody leaves, and whoever comes next would pass."""
+    """Otherwise there would be no line while a run leaves, and the next task would pass."""
     ended = a_task("over", gpu_mb=160 * GIB, tenant="solo")
     over = holding(ended, "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING)
     runs = a_run("one", "gpu1", left=60.0, tenant="solo", gpu_mb=160 * GIB)

@@ -214,7 +214,7 @@ def test_who_leaves_the_queue_between_two_slices_is_passed_over() -> None:
 
 
 def test_limited_task_that_leaves_the_queue_between_slices_is_passed_over() -> None:
-    """Being the last of its group, whose next turn had come already."""
+    """It is the last of its group, whose next turn had come already."""
     counted = [a_task(name, cpu=cpu, slots=(("label:run=x", 1.0),)) for name, cpu in (("a", 1.0), ("b", 2.0))]
     world = a_world(a_node(), *counted)
     assert slices(world, PlanCache(), cancels(world, "b")) == ["a"]

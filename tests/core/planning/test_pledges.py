@@ -163,7 +163,7 @@ def test_nobody_keeps_its_turn_where_the_operator_gives_it_no_time() -> None:
 
 
 def test_pledged_room_is_not_subtracted_twice_beside_a_reservation() -> None:
-    """Three run slots: for a run that is stopped, for the task it is stopped for, and for a task behind."""
+    """One run slot is for a stopped run, one for the task it is stopped for, and one for a task behind."""
     first, behind = a_task("first", priority=95, gpu_mb=80 * GIB), a_task("behind", priority=50, cpu=1.0)
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=Seconds(30.0)), "gpu0")
     world = a_world(a_node(max_runs=3), a_device(), low, first, behind)

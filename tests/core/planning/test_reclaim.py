@@ -239,7 +239,7 @@ def test_a_gang_leaves_guarantees_whole_among_many_borrowers_too() -> None:
 
 
 def test_owner_waits_if_too_little_is_lent_though_its_equal_was_refused() -> None:
-    """The more urgent of another tenant was refused the same before; only the owner may ask `guest`."""
+    """The more urgent task of another tenant was refused the same before; only the owner may ask `guest`."""
     fixed = a_run("fixed", "outsider", 40, priority=90)
     lent = [a_run("lent", "guest", 35), wants(60)]
     before = a_task("before", tenant="outsider", gpu_mb=60, priority=80)

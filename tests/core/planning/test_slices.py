@@ -198,7 +198,7 @@ def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next() -> None:
 
 
 def test_slices_and_explanations_leave_no_cycles_to_the_garbage_collector() -> None:
-    """It comes rarely: see `make_full_collections_rare`."""
+    """Full collections come rarely: see `make_full_collections_rare`."""
     run = holding(a_task("run", priority=10, gpu_mb=60 * GIB), key("gpu0", "n1"))
     waits = a_task("waits", priority=80, gpu_mb=60 * GIB)
     likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=70 * GIB) for tenant in "abc"]
@@ -225,7 +225,7 @@ def test_forecasts_leave_no_cycles_to_the_garbage_collector() -> None:
 
 
 def test_demand_whose_limit_is_used_up_is_admitted_at_no_priority() -> None:
-    """Whatever their priorities."""
+    """Tasks of every priority are refused."""
     taker = a_task("taker", gpu_mb=10, priority=65, custom={"licence": 1.0})
     late = [a_task(f"late{at}", gpu_mb=20, priority=at, custom={"licence": 1.0}) for at in (60, 50)]
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))

@@ -124,7 +124,7 @@ def test_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill() -> 
 
 
 def test_gang_over_several_nodes_is_not_starved_by_single_tasks() -> None:
-    """Four ranks of a whole GPU each; a task of one GPU comes every 70 s to eight, and takes 600 s."""
+    """Each of four ranks has a whole GPU. Tasks of one GPU come every 70 s to eight GPUs and take 600 s."""
     for forecasts in (8, 0):
         devices = [device for number in range(4) for device in gpus(2, f"n{number}")]
         hours = Hours(a_world(*devices), {"gang": 60.0}, replace(POLICY, forecasts=forecasts))

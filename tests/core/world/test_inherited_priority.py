@@ -105,7 +105,7 @@ def test_an_inherited_priority_preempts_nothing() -> None:
 
 
 def test_higher_priority_is_tried_though_tasks_before_it_cannot_start() -> None:
-    """Tasks with an inherited priority only; they may preempt nothing."""
+    """The tasks before it have an inherited priority only, and may preempt nothing."""
     world = a_world(a_device(), holding(a_task("run", priority=45, gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_task("a", priority=40, gpu_mb=60 * GIB), a_task("b", priority=95, **after("a")))
     cache = PlanCache()

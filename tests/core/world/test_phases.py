@@ -48,7 +48,7 @@ def test_a_task_of_one_attempt_is_known_from_its_row() -> None:
 
 
 def test_run_without_its_order_time_was_starting_since_its_admission() -> None:
-    """An agent of an earlier release does not say it."""
+    """An agent of an earlier release does not tell that time."""
     times: dict[str, Any] = {"fence": Fence(1), "admitted_at": NOW + 5.0, "started_at": NOW + 7.0}
     assert seconds(course_of_row(a_task(state=TaskState.RUNNING, **times)), 8.0) == [5.0, 0.0, 2.0, 1.0, 0.0]
 
