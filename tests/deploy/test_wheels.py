@@ -98,7 +98,7 @@ def test_gateway_runs_without_ray_and_a_broker_names_the_missing_extra(
     assert "pip install 'gpubroker-server[ray]'" in refusal(place, "broker", *server)
 
 
-def test_server_without_extras_maintains_its_database_and_names_what_lacks(
+def test_without_extras_the_database_is_cared_for_and_missing_ones_named(
     wheels: Sequence[Path], place: Place, tmp_path: Path
 ) -> None:
     place.install_linked(wheels)

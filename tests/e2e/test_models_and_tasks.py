@@ -67,7 +67,7 @@ def is_answered(service: ServiceProcess, seconds: float, priority: int) -> bool:
         return False
 
 
-def test_models_and_tasks_take_each_others_room_and_no_byte_is_doubled(
+def test_models_and_tasks_take_each_others_room_and_no_byte_is_given_twice(
     served: ServiceProcess, triton: Triton, tmp_path: Path
 ) -> None:
     hands, broker = Hands(served.broker, tmp_path), served.broker

@@ -72,7 +72,7 @@ async def test_a_model_on_cpus_is_loaded_however_many_gpus_its_server_sees() -> 
         assert (await there.gateway.admin.post(LOAD, json={})).status_code == 202
 
 
-async def test_gpus_a_server_reports_count_where_its_settings_leave_them_open() -> None:
+async def test_gpus_a_server_reports_count_and_not_those_its_settings_leave_open() -> None:
     async with on_two_gpus(seen=("gpu1",), tells_gpus=True) as there:
         assert (await there.gateway.admin.post(LOAD, json={})).status_code == 202
         task = await there.wanted()

@@ -12,7 +12,7 @@ from tests.gateway.test_lanes import Scene
 
 
 async def test_http_request_beyond_the_tenant_limit_is_refused() -> None:
-    """A request of another tenant is not."""
+    """A request of another tenant is answered."""
     scene = Scene(slots=1)
     async with a_stage(scene.model, lanes=scene.lanes, tenant_requests=2) as stage:
         [first] = await scene.busy(stage, b"first")

@@ -95,10 +95,10 @@ async def test_head_that_loses_a_process_at_any_moment_of_its_start_is_replaced(
 
 @pytest.mark.evidence
 @pytest.mark.parametrize("name", VITAL)
-async def test_runs_get_notice_and_count_when_their_head_loses_a_process(
+async def test_runs_of_a_failing_head_get_notice_and_what_they_end_with_counts(
     open_lab: OpenLab, name: str
 ) -> None:
-    """They count by what they end with."""
+    """The head has lost one of its processes."""
     lab = await open_lab(spares=2)
     saving = await lab.start("count_until_stopped", gpu_mb=1000)
     finishing = await lab.start("finish_after_notice", gpu_mb=1000)
