@@ -64,7 +64,10 @@ def _count(scene: str) -> list[dict[str, Any]]:
         check=False,
     )
     if child.returncode:
-        raise RuntimeError(f"the scene {scene} could not be counted:\n{child.stderr[-4000:]}")
+        raise RuntimeError(
+            f"the scene {scene} could not be counted: its process ended with {child.returncode}:\n"
+            f"{child.stderr[-4000:]}"
+        )
     return [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
 
 

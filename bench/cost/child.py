@@ -6,6 +6,7 @@ one.
 
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,9 @@ from bench.cost.service_here import watch_writer  # noqa: E402
 async def count(scene: str, loop: virtual_time.VirtualLoop, counter: CallCounter) -> None:
     out = os.fdopen(os.dup(1), "w")  # a run may take over standard output
     with TemporaryDirectory(prefix="gpb-cost-", ignore_cleanup_errors=True) as folder:
+        # Directories of runs lie below it. Two children that count at a time have runs of the same ids, and
+        # each would end what has the other's log open.
+        tempfile.tempdir = folder
         async for found in SCENES[scene](counter, loop, Path(folder)):
             print(msgspec.json.encode(found).decode(), file=out, flush=True)
 

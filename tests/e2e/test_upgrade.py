@@ -15,8 +15,15 @@ from tests.e2e.service_process import GIB, ServiceProcess, until
 
 
 def agent_of(broker: Broker) -> NodeAgent:
-    until(lambda: [node.agent for node in broker.nodes() if node.agent], "its agent is known")
-    [agent] = [node.agent for node in broker.nodes() if node.agent]
+    """Wait for the one agent that is known: while an agent is replaced, there is none."""
+    agents: list[NodeAgent] = []
+
+    def is_known() -> bool:
+        agents[:] = [node.agent for node in broker.nodes() if node.agent]
+        return bool(agents)
+
+    until(is_known, "its agent is known")
+    [agent] = agents
     return agent
 
 
