@@ -1,5 +1,5 @@
-"""From a URL to an open database: checked, locked if it is a file, brought to the newest schema, and not
-moved away by `move_data`.
+"""Open the database that a URL names. It is checked, locked if it is a file, brought to the newest schema,
+and refused if `move_data` has moved it away.
 
 psycopg is imported only where a server is spoken to: a service on SQLite runs without it.
 """
