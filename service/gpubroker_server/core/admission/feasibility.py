@@ -71,7 +71,7 @@ def waits_for_a_node(message: str, policy: Policy) -> str:
 
 
 def constraints_text(demand: Demand) -> str:
-    """Which devices and nodes it may use; empty: all."""
+    """Return a text that names the devices and nodes that the task may use; empty if it may use all."""
     where = demand.where
     parts = [
         f"kinds {', '.join(where.kinds)}" if where.kinds else "",

@@ -1,4 +1,4 @@
-"""What a token and the operator allow: kinds of run, entrypoints, variables, priorities, secrets."""
+"""Permissions of a token and of the operator: kinds of run, entrypoints, variables, priorities, secrets."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase

@@ -1,4 +1,4 @@
-"""What counts beyond one node: pools that tasks name, and limits on running tasks."""
+"""Limits beyond one node: pools that tasks name, and limits on running tasks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

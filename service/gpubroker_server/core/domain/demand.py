@@ -1,4 +1,4 @@
-"""What a task asks for, and which devices and nodes satisfy it."""
+"""Demands of tasks, and the devices and nodes that satisfy them."""
 
 import math
 from collections.abc import Iterable
@@ -54,8 +54,8 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
     """The demand of each rank of a gang. The gang's own demand says only `custom` and `slots` (of the ranks
     that it needs at least) and `pool`."""
     strategy: str = "pack"
-    """How ranks are spread over nodes: `pack` on few, `spread` on many, `strict_pack` on one, `strict_spread`
-    one each."""
+    """The way to spread ranks over nodes: `pack` on few, `spread` on many, `strict_pack` on one,
+    `strict_spread` one each."""
     min_ranks: int | None = None
     """A gang may run with this many of its ranks, the first ones; None: with all only."""
     answered_by: str = ""
@@ -163,7 +163,7 @@ class NodeUpperBound(NamedTuple):
 
     amounts: tuple[int, ...]
     whole: int
-    """How many devices are entirely free."""
+    """The number of devices that are entirely free."""
 
     def may_fit(self, demand: Demand) -> bool:
         """False: it cannot fit. True: it may fit."""

@@ -59,7 +59,7 @@ class Device(Struct, frozen=True, dict=True):
     parent: str = ""
     """UUID of the GPU that this is a MIG instance of; empty for a whole GPU."""
     split: bool = False
-    """It has MIG instances: they are leased, it is not."""
+    """True if the GPU has MIG instances: these are leased, and the GPU itself is not."""
     present: bool = True
     """True if its node's agent finds it. A removed device takes nothing new; its leases stay until their
     holders are confirmed gone."""
@@ -114,7 +114,8 @@ class Node(Struct, frozen=True):
     """An operator says that nothing new starts here."""
     cordon_reason: str = ""
     draining_since: Instant | None = None
-    """Since when what runs here is asked to leave; cordoned as well."""
+    """The time since which the runs on this node are asked to leave; None if they are not. A draining node is
+    also cordoned."""
     drain_deadline_at: Instant | None = None
     """The time at which every run is ended, whatever its priority; None: never."""
     labels: tuple[tuple[str, str], ...] = ()
@@ -128,7 +129,7 @@ class DiskSample(NamedTuple):
 
     path: str
     total_bytes: int
-    """Without what is reserved, for root or by a quota."""
+    """The size without the part that is reserved, for root or by a quota."""
     free_bytes: int
     """The bytes that a process without privileges may still write."""
 
@@ -175,14 +176,14 @@ class NodeSample(Struct, frozen=True):
     likewise."""
     sent_bytes: int = 0
     store: StoreSample | None = None
-    """None where Ray does not say."""
+    """The sample of Ray's object store; None if Ray does not tell."""
     gpus: Mapping[str, GpuHealth] = field(default_factory=dict)
     """UUID -> health, without simulated GPUs and without those that do not answer now."""
     network: float | None = None
     """The share of its speed that the busiest interface used since the sample before, in the busier
     direction; None if the kernel tells no speed."""
     unreached: tuple[UnreachedNode, ...] = ()
-    """Among those that it has tried lately."""
+    """The nodes that this one could not reach, of those that it has tried lately."""
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """Return True if the sample is older than three periods, as for the sample of a device."""
@@ -230,7 +231,7 @@ class FoundFile(NamedTuple):
 
     root: str
     path: str
-    """Below the root."""
+    """The path below `root`."""
     file_class: FileClass
     size_bytes: int
     modified_ns: int
@@ -252,7 +253,7 @@ class DiskQuestion(Struct, frozen=True):
     """The share of a disk down to which it is cleaned."""
     old_seconds: Seconds
     deletes: tuple[FoundFile, ...] | None = None
-    """None: look."""
+    """The files to delete; None to look for them."""
     runs_sync: bool = False
     """Run the sync commands; without that, nothing redundant is found."""
     live: tuple[str, ...] = ()

@@ -18,15 +18,16 @@ class MemberState(StrEnum):
     """The order is on its way, or the process is starting. Its agent's Ready moves it on; the gang's start
     limit stops it. One that joins a running gang stays so until all that join are ready."""
     READY = "ready"
-    """It waits at the barrier; once its task is RUNNING it has been sent the GoOrder. Its end moves it on."""
+    """The rank waits at the barrier. Once its task is RUNNING, the GoOrder has been sent to the rank. The
+    rank's end moves it on."""
     SUCCEEDED = "succeeded"
     ENDED = "ended"
-    """It failed, was stopped or lost, or never started."""
+    """The rank failed, was stopped or lost, or never started."""
     LEAVING = "leaving"
-    """It was asked to leave and the gang goes on without it: its outcome does not count. Its end, or its stop
-    deadline, moves it on."""
+    """The rank was asked to leave and the gang goes on without it: the rank's outcome does not count. Its
+    end, or its stop deadline, moves it on."""
     LEFT = "left"
-    """It has left, or was given up."""
+    """The rank has left, or was given up."""
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -105,7 +106,7 @@ class External(Struct, frozen=True):
     its devices from its admission on."""
 
     ttl_seconds: Seconds
-    """It is asked to leave this long after its admission or its last renewal."""
+    """The time after the admission or the last renewal at which the holder is asked to leave."""
     pid: int | None = None
     """A process on its node: its use and its children's are the holder's. Once it is gone, the holder
     is."""
@@ -139,10 +140,11 @@ class Model(Struct, frozen=True):
     versions: tuple[str, ...] = ()
     """The versions loaded when it was last ready, sorted; empty if unknown."""
     measured: bool = False
-    """It is loaded to be measured: what it takes until it leaves is its size, however late."""
+    """True if the model is loaded to be measured: all that it takes until it leaves is its size, however
+    late."""
     address: str = ""
-    """Where its server is asked; empty if unknown. A server is known by this, or by its process: its name may
-    change."""
+    """The address at which the server is asked; empty if unknown. A server is identified by its address, or
+    by its process, because its name may change."""
     process: str = ""
     """The server's process, as its machine knows it; empty where that cannot be seen."""
     sized: bool = False

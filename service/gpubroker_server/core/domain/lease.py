@@ -22,13 +22,13 @@ class HolderKind(StrEnum):
 
 
 HOLDERS_WITH_RUNS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
-"""Node agents start and stop them."""
+"""Holders whose processes node agents start and stop."""
 
 HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, HolderKind.SERVER}
-"""Their id is a task id."""
+"""Holders whose id is a task id."""
 
 HOLDERS_ON_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
-"""Held by a model server; no agent knows its process."""
+"""Holders in the process of a model server, which no agent knows."""
 
 
 def holder_kind_of(holder: Holder) -> HolderKind:
@@ -87,9 +87,9 @@ class Proof(StrEnum):
     BOOT_CHANGED = "boot_changed"
     """The machine was rebooted since."""
     NEVER_STARTED = "never_started"
-    """Its start never reached a process."""
+    """The start of the holder never reached a process."""
     SHARED_PROCESS = "shared_process"
-    """It ran in a process of others and had no memory of its own."""
+    """The holder ran in a process of others and had no memory of its own."""
     NOT_YOUR_PROCESS = "not_your_process"
     """The process that an external lease named belongs to something else, which has a lease."""
     AGENT_RESTARTED = "agent_restarted"
@@ -168,9 +168,9 @@ def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
 
 class PledgeEnd(StrEnum):
     CONSUMED = "consumed"
-    """Its task was admitted onto the pledged memory."""
+    """The preemptor was admitted onto the pledged memory."""
     WITHDRAWN = "withdrawn"
-    """Its task is no longer pending, or found memory elsewhere."""
+    """The preemptor is no longer pending, or found memory elsewhere."""
     TAKEN = "taken"
     """A task of strictly higher priority took the memory."""
     DISSOLVED = "dissolved"
@@ -191,8 +191,8 @@ class Pledge(Struct, frozen=True):
     device: DeviceKey
     mb: Mib
     priority: int
-    """Only a higher priority may take it: the preemptor's own, or for a guarantee or a move the top of a
-    band."""
+    """The priority above which another task may take the pledge: the preemptor's own, or for a guarantee or a
+    move the top of a band."""
     tenant: str
     made_at: Instant
     deadline_at: Instant

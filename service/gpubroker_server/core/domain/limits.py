@@ -51,6 +51,6 @@ class ServiceLimits(Struct, frozen=True):
     wait_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(60.0)
     """No answer is held back longer than this."""
     settle_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(1.0)
-    """How long the answer to a cancel or a change waits for the leader to carry it out."""
+    """The longest time that the answer to a cancel or a change waits for the leader to carry it out."""
     page_items: Annotated[int, ELSEWHERE] = 500
     """The most items on a page."""

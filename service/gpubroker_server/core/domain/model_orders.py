@@ -19,7 +19,7 @@ class ModelState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     UNLOADING = "unloading"
-    """It takes no new requests and still has earlier ones."""
+    """The model takes no new requests and still has earlier ones."""
 
 
 class IndexedModel(Struct, frozen=True):
@@ -53,11 +53,12 @@ class _ModelOrder(_AtServer, frozen=True, kw_only=True):
 class LoadOrder(_ModelOrder, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
     sized: bool = False
-    """Its size is known, so other models of known size may be loaded on its devices meanwhile."""
+    """True if the model's size is known, so that other models of known size may be loaded on its devices
+    meanwhile."""
 
 
 class UnloadOrder(_ModelOrder, frozen=True):
-    """Its current requests may take up to `grace_seconds`."""
+    """Unload the model. Its current requests may take up to `grace_seconds`."""
 
     grace_seconds: Seconds
 

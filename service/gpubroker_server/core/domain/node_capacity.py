@@ -1,4 +1,4 @@
-"""What runs use of a node besides its devices, and what is left of it."""
+"""The resources of a node besides its devices: those that its runs use, and those that are left."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.units import TaskId
 
 
 class NodeUsage:
-    """What the active runs of one node use of its CPU, host memory, run slots and custom resources."""
+    """The CPU, host memory, run slots and custom resources that the active runs of one node use."""
 
     __slots__ = ("cpu", "custom", "memory_mb", "priorities", "runs", "starting", "stopping")
 

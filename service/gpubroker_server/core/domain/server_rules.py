@@ -1,4 +1,4 @@
-"""What the settings say of model servers whose models are in the ledger."""
+"""The rules of the settings for model servers whose models are in the ledger."""
 
 from collections.abc import Mapping
 

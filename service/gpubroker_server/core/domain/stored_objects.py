@@ -20,7 +20,7 @@ class StoredObject(Struct, frozen=True):
     size_bytes: int
     created_at: Instant
     expires_at: Instant
-    """From then on it does not exist for clients."""
+    """The time from which the object does not exist for clients."""
 
     @property
     def counted_bytes(self) -> int:

@@ -23,7 +23,8 @@ EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
 
 
 class ItemTerms(Struct, frozen=True):
-    """How a worker of an array treats each item. Its process reads this from its environment as JSON."""
+    """Terms by which a worker of an array treats each item. The worker's process reads them from its
+    environment as JSON."""
 
     id: TaskId
     """The id of the array."""
@@ -36,7 +37,8 @@ class ItemTerms(Struct, frozen=True):
 
 
 class SeatTerms(Struct, frozen=True):
-    """How a worker of a set takes calls. Its process reads this from its environment as JSON."""
+    """Terms by which a worker of a set takes calls. The worker's process reads them from its environment as
+    JSON."""
 
     id: TaskId
     """The id of the set."""
@@ -51,7 +53,7 @@ class SeatTerms(Struct, frozen=True):
 
 
 class RunSpec(Struct, frozen=True):
-    """What a task runs: the cold half of a task, as submitted. Large parts are blobs."""
+    """The specification of a task's run: the cold half of a task, as submitted. Large parts are blobs."""
 
     kind: str
     """entrypoint, command or function, or one of the above."""
@@ -105,23 +107,24 @@ WORKER_LABELS = ARRAY_LABEL, WORKER_SET_LABEL = "array", "worker_set"
 
 
 class ArrayTerms(Struct, frozen=True):
-    """What an array does; it never changes. Its workers are the tasks of a batch, and `id` is the first."""
+    """The specification of an array, which never changes. Its workers are the tasks of a batch, and `id` is
+    the first of them."""
 
     id: TaskId
     tenant: str
     name: str
     workers: tuple[TaskId, ...]
     numbers: tuple[tuple[int, int], ...]
-    """Which of its items are to be done: the first number, and the one after the last, of each range."""
+    """The items that are to be done, as ranges: each is the first number and the number after the last."""
     chunk: int | None
-    """How many items are handed out together; None: about 100 ms of work."""
+    """The number of items that are handed out together; None for about 100 ms of work."""
     item_retries: int
     item_timeout_seconds: float | None
     result_format: Literal["json", "cloudpickle"]
     submitted_at: float
     retry_of: TaskId | None = None
     pickled: bool = False
-    """Its workers unpickle the items; otherwise they are JSON."""
+    """True if the workers unpickle the items; otherwise the items are JSON."""
     objects: tuple[str, ...] = ()
     """Ids of those that its items name."""
     retry_on: tuple[RetryOn, ...] = tuple(RetryOn)
@@ -157,7 +160,7 @@ class WorkerSet(Struct, frozen=True):
     """A set of workers that take calls. Each has a place: an ordinary task, held while it is not wanted."""
 
     id: TaskId
-    """That of its first worker."""
+    """The id of the set, which is that of its first worker."""
     tenant: str
     name: str
     workers: tuple[TaskId, ...]
@@ -165,7 +168,7 @@ class WorkerSet(Struct, frozen=True):
     least: int
     most: int
     count: int
-    """How many are wanted."""
+    """The number of workers that are wanted."""
     max_concurrency: int
     """Calls at once to one worker."""
     created_at: Instant
@@ -180,7 +183,7 @@ def worker_set_from(fields: Mapping[str, Any]) -> WorkerSet:
 
 
 SECRET_PREFIX = "secret:"  # noqa: S105  # not a secret: it marks one
-"""Before the name of a secret, as the value of a variable in `RunSpec.env`."""
+"""Prefix of a secret's name in the value of a variable in `RunSpec.env`."""
 
 
 def secrets_named(env: Mapping[str, str]) -> Mapping[str, str]:
@@ -311,7 +314,7 @@ class BatchSubmission(Struct, frozen=True):
     """Kept beside the key for a repeated request; of an array or a worker set its terms. Nothing is kept if
     it is empty."""
     requests: Sequence[Request] = ()
-    """To the leader, about these tasks."""
+    """Requests to the leader about these tasks."""
 
     @property
     def tenant(self) -> str:

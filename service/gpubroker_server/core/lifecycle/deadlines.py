@@ -1,4 +1,4 @@
-"""What becomes due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
+"""Things that become due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
 
 from collections.abc import Collection, Iterable, Iterator, Set
 from math import inf
@@ -45,14 +45,14 @@ KILL_AGAIN_SECONDS = 3.0
 """A kill order may be lost with its connection, so it is repeated until the run is given up."""
 
 GAP_SECONDS = 5.0
-"""After a gap this long the leader may have unread reports: they come first."""
+"""The length of a gap in which the leader may have missed reports: it reads those first."""
 
 MAX_NAMED = 3
 """Ranks named in a message; the others are counted."""
 
 
 class ObservationWindow(Struct, frozen=True):
-    """Since when the leader has looked without a gap, and when it looked last."""
+    """The time since which the leader has looked without a gap, and the time of its last look."""
 
     since: Instant
     last: Instant

@@ -1,4 +1,4 @@
-"""What runs and model loads teach about the size and duration of later ones.
+"""Sizes and durations that are learned from runs and model loads.
 
 A model's size is the most that its device has more in use once it is loaded and answers its first requests. A
 load during which anything else on the device changes teaches nothing.
@@ -236,7 +236,8 @@ class _Look(Struct, frozen=True):
 
 
 class ModelMeter:
-    """In one leader's memory: a load that it did not see from the beginning teaches nothing."""
+    """Measures the loads of models. It lives in the memory of one leader: a load that this leader did not see
+    from the beginning teaches nothing."""
 
     def __init__(self) -> None:
         self._watches: dict[TaskId, _Watch] = {}

@@ -43,7 +43,7 @@ def take_over(world: World) -> Decision | None:
 
 
 class NodeRules(Struct, frozen=True):
-    """What the operator says of one node. None: what its agent says."""
+    """The operator's values for one node. A value that is None is left to the node's agent."""
 
     cpu: PositiveAmount | None = None
     memory_mb: PositiveMib | None = None
@@ -53,14 +53,14 @@ class NodeRules(Struct, frozen=True):
     reserve_mb: Annotated[Mapping[str, NonNegativeMib], alone("*")] = field(default_factory=dict)
     """UUID or number of a device -> reserve; `*` is each other device."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """They win over the agent's."""
+    """Labels of the node. They win over those of the agent."""
 
 
 class InventoryRules(Struct, frozen=True):
     cluster: str
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
-    """Per GPU, by node name or by kind; the node's number wins."""
+    """Declared foreign memory of each GPU, by node name or by kind. The node's number wins."""
     node_custom: tuple[tuple[str, float], ...] = ()
     """Amounts of the custom resources that each node has for itself, sorted by name."""
     nodes: Mapping[str, NodeRules] = field(default_factory=dict)

@@ -14,26 +14,27 @@ FOLLOWED_SECONDS = Seconds(5.0)
 
 
 class FollowedLogs(Struct, frozen=True):
-    """What a gateway's readers read now."""
+    """The logs that the readers of a gateway read now."""
 
     gateway: str
     at: Instant
     since: Mapping[LogName, Instant]
-    """For each log, when its newest reader came."""
+    """Log -> the time at which its newest reader came."""
 
 
 class WantedLog(Struct, frozen=True):
     node: NodeName
     since: Instant
-    """When its newest reader came: it waits for what the log has then, even if it is nothing."""
+    """The time at which the newest reader came. The reader waits for what the log has then, even if it is
+    nothing."""
 
 
 class KnownLog(Struct, frozen=True):
-    """What is kept of a log."""
+    """The part of a log that is kept."""
 
     end_byte: int = 0
     read_at: Instant | None = None
-    """When the newest part was read; None if there is none."""
+    """The time at which the newest part was read; None if there is none."""
 
 
 def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) -> dict[LogName, WantedLog]:
@@ -67,7 +68,7 @@ def cut_between(told: Logged, limit_bytes: int) -> tuple[int, int] | None:
 
 
 def _node_of(world: World, log: LogName) -> NodeName | None:
-    """None if the run is over."""
+    """Return the node of the run that writes the log; None if the run is over."""
     task = world.tasks.get(log.task)
     if task is None or task.fence != log.fence or not task.is_active:
         return None

@@ -1,4 +1,4 @@
-"""How the reports of agents change tasks and leases."""
+"""Changes of tasks and leases by the reports of agents."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType

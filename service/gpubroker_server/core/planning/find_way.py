@@ -89,11 +89,11 @@ class WaitReason(StrEnum):
     LIMIT = "limit"
     """A limit of the cluster has too little left, or tasks ahead of it wait for the same limit or quota."""
     QUOTA = "quota"
-    """Its tenant has what it may have, and no run of its own that could give way."""
+    """The task's tenant has what it may have, and no run of its own that could give way."""
     GUARANTEE = "guarantee"
-    """Its tenant would borrow, and what it could preempt is guaranteed to others."""
+    """The task's tenant would borrow, and what it could preempt is guaranteed to others."""
     PLEDGED = "pledged"
-    """Its victims have not left yet."""
+    """The victims of the task have not left yet."""
 
 
 class Wait(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Where a task can run now: a node, and on it as many devices as it asks for."""
+"""Places where a task can run now: a node, and on it as many devices as the task asks for."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field

@@ -139,7 +139,7 @@ class _GrownRooms:
 
 @dataclass(slots=True)
 class _Ruled:
-    """What is known of single tasks on a set of nodes."""
+    """Refusals of single tasks on a set of nodes."""
 
     out: dict[EquivalenceClass, _RuledOut]
     coming: dict[Likes, _Coming]
@@ -147,12 +147,12 @@ class _Ruled:
 
 
 class Refusals:
-    """What is remembered from cycle to cycle."""
+    """The refusals that are remembered from cycle to cycle."""
 
     def __init__(self) -> None:
         self.everywhere = _Ruled({}, {})
         self.unreserved = _Ruled({}, {})
-        """On the nodes without a reservation."""
+        """Refusals on the nodes without a reservation."""
         self.answers: dict[Key, _Answer] = {}
         """Refusals of gangs, and refusals in which a quota or a guarantee had a part."""
         self.behind: dict[tuple[object, ...], _Answer] = {}
@@ -171,7 +171,7 @@ class Refusals:
 
 
 class RefusalCache:
-    """What is remembered, as it stands in one draft."""
+    """The remembered refusals, as they hold in one draft."""
 
     def __init__(self, known: Refusals, view: View, revisions: NodeRevisions) -> None:
         self._known = known

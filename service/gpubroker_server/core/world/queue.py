@@ -23,7 +23,7 @@ Rank = tuple[int, int]
 """A tenant's place within a band: (0 below its guarantee, else 1; steps of fair share that it has used)."""
 
 EVEN: Rank = (0, 0)
-"""For all tenants where none is ranked."""
+"""The rank of all tenants where none is ranked."""
 
 TenantOrderKey = tuple[int, int, float, float, TaskId]
 
@@ -48,7 +48,7 @@ def order_within_tenant(
 
 
 def order_key(own: TenantOrderKey, rank: Rank) -> OrderKey:
-    """Among all tasks: the tenant's rank comes right after the band."""
+    """Return the order key among all tasks: the tenant's rank comes right after the band."""
     return (own[0], *rank, *own[1:])
 
 

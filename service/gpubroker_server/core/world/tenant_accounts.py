@@ -1,4 +1,4 @@
-"""What each tenant holds, and has used: GPU-MiB-seconds that decay with a half-life."""
+"""The memory that each tenant holds and has used, in GPU-MiB-seconds that decay with a half-life."""
 
 from collections.abc import Iterable, Iterator
 from heapq import nlargest

@@ -51,7 +51,7 @@ class ForecastRounds:
         self._nodes: frozenset[NodeName] = frozenset()
         """Usable nodes when the forecasts were made."""
         self._said: dict[TaskId, tuple[Instant, Forecast]] = {}
-        """When each task got its first forecast, and that forecast."""
+        """Task -> the time at which it got its first forecast, and that forecast."""
         self._work: Iterator[Sequence[Forecast]] | None = None
         """The round under way, begun at `_as_of` with that `_inventory`."""
         self._so_far: Sequence[Forecast] | None = None

@@ -1,4 +1,5 @@
-"""When and where the first tasks of the queue are expected to start, as the runs ahead of them end."""
+"""Forecasts of the times and places at which the first tasks of the queue start, as the runs ahead of them
+end."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -157,8 +158,9 @@ class _Forecasting:
         yield best
 
     def _gang_on(self, nodes: Sequence[NodeName], task: Task) -> Iterator[Forecast | None]:
-        """Where and when the required ranks fit on these nodes, each result earlier than the last: a binary
-        search over the instants, because free room only grows. Reservations count from now to their end."""
+        """Yield the places and times at which the required ranks fit on these nodes, each result earlier than
+        the last. This is a binary search over the instants, because free room only grows. Reservations count
+        from now to their end."""
         profiles: dict[NodeName, CapacityProfile] = {}
         for number, node in enumerate(nodes, start=1):
             profiles[node] = self._capacity.of(node, task)

@@ -23,7 +23,7 @@ from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 
 
 class ExpectedEnd(Struct, frozen=True):
-    """When a run is expected to be gone: median and 90th percentile."""
+    """The times at which a run is expected to be gone: median and 90th percentile."""
 
     p50_at: Instant
     p90_at: Instant
@@ -33,7 +33,7 @@ class ExpectedEnd(Struct, frozen=True):
     """The run's length is unknown, or it has outlasted its estimate."""
 
     def within(self, now: Instant) -> Remaining | None:
-        """None for a guess."""
+        """Return the time that remains; None for a guess."""
         if self.is_guess or self.p50_at == inf:
             return None
         return Remaining(Seconds(self.p50_at - now), Seconds(self.p90_at - now), self.n)
@@ -140,13 +140,13 @@ class CapacityProfile(Struct, frozen=True):
 
 
 class _WaitingTask(NamedTuple):
-    """What decides which runs end, or can be preempted, for a task that is to start."""
+    """The properties of a task that is to start which decide which runs end, or can be preempted, for it."""
 
     priority: int
     below: int
     """Runs of lower priority may be preempted for it (`stops_below`)."""
     since: Instant
-    """When it was submitted."""
+    """The time at which the task was submitted."""
     spared: frozenset[str] = frozenset()
     """Tenants whose runs with GPUs it may not preempt."""
     pledged: TaskId | None = None
@@ -154,8 +154,8 @@ class _WaitingTask(NamedTuple):
 
 
 class _CapacityReleases:
-    """What is free on the nodes of one draft, and what is released when. A class of its own so that the
-    answers kept by `FutureCapacity` form no reference cycle with it."""
+    """The free room on the nodes of one draft, and its releases over time. This is a class of its own so that
+    the answers kept by `FutureCapacity` form no reference cycle with it."""
 
     def __init__(self, expected_ends: ExpectedEnds, *, for_plans: bool) -> None:
         self._expected_ends = expected_ends

@@ -1,4 +1,5 @@
-"""When cluster-wide limits and quotas leave enough for a task, as the current runs end."""
+"""Forecasts of the times at which cluster-wide limits and quotas leave enough for a task, as the current runs
+end."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass
@@ -39,7 +40,7 @@ def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
 
 
 class Limits:
-    """When limits and quotas allow one task after another, in one draft."""
+    """The order in which limits and quotas allow one task after another, in one draft."""
 
     def __init__(self, draft: Draft, expected_ends: ExpectedEnds, needs: QuotaNeeds) -> None:
         self._draft = draft
@@ -76,7 +77,7 @@ class Limits:
 
 
 class _LimitBalance:
-    """What a task lacks of its limits and its quota as other runs begin and end."""
+    """The amounts of its limits and its quota that a task lacks as other runs begin and end."""
 
     def __init__(self, draft: Draft, policy: Policy, quotas: Quotas, task: Task) -> None:
         self._draft = draft

@@ -28,7 +28,7 @@ from gpubroker_server.core.world.world import World
 
 
 class Basis(StrEnum):
-    """What a forecast is based on: the weakest of all its inputs."""
+    """The basis of a forecast: the weakest of all its inputs."""
 
     STATED = "stated"
     """Run times stated at submission, time limits and stop deadlines."""
@@ -39,7 +39,8 @@ class Basis(StrEnum):
 
 
 class Forecast(Struct, frozen=True):
-    """Where and when a task is expected to start. It is recomputed every second and holds no memory."""
+    """The place and the time at which a task is expected to start. A forecast is recomputed every second and
+    holds no memory."""
 
     task: TaskId
     places: tuple[Placement, ...]
@@ -105,7 +106,7 @@ class BindingOrder:
 
 
 class Reservation(NamedTuple):
-    """What a forecast reserves on one node."""
+    """The room that a forecast reserves on one node."""
 
     forecast: Forecast
     task: Task
@@ -137,10 +138,10 @@ def usage_on(
 
 
 class _Constraint(NamedTuple):
-    """What one reservation leaves of a node to a task that would delay it."""
+    """The room of a node that one reservation leaves to a task that would delay it."""
 
     capacity: CapacityAt
-    """At the start of the reservation."""
+    """The capacity at the start of the reservation."""
     ahead: tuple[Reservation, ...]
     """The reservation itself, and the others that hold room at that time."""
     devices: frozenset[DeviceKey]
@@ -153,7 +154,7 @@ class _Constraint(NamedTuple):
 
 
 class BackfillWindow:
-    """What reservations leave of a node to a task behind them."""
+    """The room of a node that reservations leave to a task behind them."""
 
     def __init__(self, constraints: Sequence[_Constraint]) -> None:
         self._constraints = constraints
@@ -195,7 +196,7 @@ class Reservations:
     """A task's place in the queue now."""
     forecasts: tuple[Forecast, ...]
     refused_by_reservation: int = 0
-    """So far in this cycle."""
+    """Number of tasks that reservations have refused so far in this cycle."""
 
     def __post_init__(self) -> None:
         as_of = max((f.as_of for f in self.forecasts if f.as_of is not None), default=self.now)
@@ -205,7 +206,7 @@ class Reservations:
         )
         self._binding = BindingOrder(self.draft.world, self.order, self.forecasts)
         self.on: dict[NodeName, list[Reservation]] = {}
-        """In the order of the forecasts."""
+        """Node -> its reservations, in the order of the forecasts."""
         self._kinds: list[str] | None = None
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         """Key: everything that a run time estimate depends on."""
@@ -256,8 +257,8 @@ class Reservations:
                 yield self.backfill_window(task, node, all_reservations=all_reservations).limit(gang_node)
 
     def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
-        """Where no run is preempted for the task: a task ahead of it has a reservation there, and could not
-        preempt it (or `like`) in turn."""
+        """Return the nodes on which no run is preempted for the task: a task ahead of it has a reservation
+        there, and could not preempt it (or `like`) in turn."""
         mine, run = self._binding.place_of(task), like or task
         return frozenset(
             node

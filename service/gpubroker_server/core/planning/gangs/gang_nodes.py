@@ -25,7 +25,7 @@ def taken_share(device: Device, free_mb: int) -> int:
 
 @dataclass(slots=True)
 class GangNode:
-    """What is left of one node while the search adds and removes ranks."""
+    """The rest of one node while the search adds and removes ranks."""
 
     node: Node
     room: NodeHeadroom

@@ -23,7 +23,7 @@ from gpubroker_server.core.world.world import World
 NOTHING: Mapping[DeviceKey, int] = MappingProxyType({})
 
 NO_PLEDGE = 2**31
-"""Above every priority."""
+"""Stands for no pledge: a priority above all others."""
 
 
 class Draft:

@@ -1,4 +1,4 @@
-"""Which nodes changed since the last plan: by what the log told, and by the passing of time."""
+"""Revisions of nodes: those that have changed since the last plan, by the log or by the passing of time."""
 
 from collections.abc import Iterable
 from math import inf
@@ -137,7 +137,7 @@ class NodeRevisions:
         return found
 
     def _has_its_turn(self, run: Task) -> bool:
-        """Before some task of its band whose priority is higher."""
+        """Return True if the run has its turn before some task of its band whose priority is higher."""
         is_early = self._cycle_at < turn_protection_ends_at(run, self._policy)
         return is_early and ahead_of_priority(run, self._policy, self._cycle_at) > run.priority
 

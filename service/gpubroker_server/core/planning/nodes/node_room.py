@@ -1,4 +1,4 @@
-"""What each node has for a task: free now, free after releases, and free if all possible victims left."""
+"""The room of each node for a task: free now, free after releases, and free if all possible victims left."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.placement_scores import Row, rows
 
 CRITICAL = BANDS[0][1]
-"""From this priority on no shield counts; above IDLE_TOP, none of idle work."""
+"""The priority from which no shield counts. Above IDLE_TOP no shield of idle work counts."""
 
 
 class Room(Struct, frozen=True, dict=True):
-    """What could be had of a node: of each device, and of CPU, host memory and slots."""
+    """The room that could be had of a node: of each device, and of CPU, host memory and slots."""
 
     devices: tuple[tuple[Device, int], ...]
     """(device, MiB), in key order."""
@@ -65,7 +65,7 @@ class Room(Struct, frozen=True, dict=True):
 
 @dataclass(slots=True)
 class _Facts:
-    """What is known of one node since its newest revision. Rooms are kept by how many of the node's steps a
+    """Facts about one node since its newest revision. Rooms are kept by the number of the node's steps that a
     priority is above: between two steps they are the same."""
 
     revision: int
@@ -114,7 +114,7 @@ class NodeRooms:
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))
 
     def soon(self, node: NodeName, priority: int) -> Room:
-        """Once every run that is leaving has left."""
+        """Return the room of the node once every run that is leaving has left."""
         facts = self._facts(node)
         above = bisect_left(facts.pledges, priority) if facts.pledges else 0
         room = facts.soon.get(above)

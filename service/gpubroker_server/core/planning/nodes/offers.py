@@ -1,4 +1,4 @@
-"""What each node offers a preemptor: room being released, and runs that may be preempted."""
+"""The offer of each node to a preemptor: room being released, and runs that may be preempted."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""Which runs of lower priority are protected from preemption, and for how long."""
+"""Protection of runs from preemption: which runs are protected, and for how long."""
 
 from math import inf
 
@@ -22,8 +22,8 @@ def preempts(task: Task, policy: Policy) -> bool:
 
 
 def stops_below(task: Task) -> int:
-    """Only runs of a lower priority than this may be stopped for it: its own, if it asks for GPUs or is
-    critical. For others idle work makes room."""
+    """Return the priority below which runs may be stopped for the task: its own, if it asks for GPUs or is
+    critical. For other tasks idle work makes room."""
     if task.demand.gpus:  # the common case, first: it is asked for each node
         return task.priority
     return victims_below(task.priority, with_gpus=needs_gpus(task.demand))
@@ -73,8 +73,8 @@ def _ignores_shields(run: Task, for_priority: int) -> bool:
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has just started; or its preemption budget is spent, and this attempt has neither saved a checkpoint
-    nor run for the shield time."""
+    """Return True if the run has just started, or if its preemption budget is spent and this attempt has
+    neither saved a checkpoint nor run for the shield time."""
     if run.started_at is None:
         match run.holder:
             case Model():
@@ -85,7 +85,7 @@ def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
 
 
 def is_young(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has run for less than the minimum."""
+    """Return True if the run has run for less than the minimum."""
     began, least = run.started_at, _least_seconds(run, policy)
     return least > 0 and (began is None or now - began < least)
 

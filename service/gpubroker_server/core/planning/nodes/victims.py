@@ -16,7 +16,8 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import may_be_stopped
 
 EXACT_LIMIT = 8
-"""Up to this many candidates every subset is tried; above, cheapest first with fill-back."""
+"""The number of candidates up to which every subset is tried. Above it the cheapest are taken first, with
+fill-back."""
 
 Cost = tuple[float, int, int]
 """(lost GPU-seconds, tasks stopped, ranks stopped that their gangs can do without)"""

@@ -21,8 +21,8 @@ class TenantPosition(NamedTuple):
 
 
 class FairShareLevels:
-    """How much of its fair share each tenant has used, at one instant: (usage + present claims) / weight,
-    each as a share of the whole. At 1 the tenant has had what its weight entitles it to."""
+    """The level of each tenant's use of its fair share, at one instant: (usage + present claims) / weight,
+    each as a share of the whole. At level 1 the tenant has had what its weight entitles it to."""
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self._policy = policy

@@ -23,7 +23,8 @@ MAX_NEEDS = 10_000
 
 
 class QuotaNeeds:
-    """What demands count against a quota, cached for one inventory; a gang counts its required ranks."""
+    """The amounts of demands that count against a quota, cached for one inventory. A gang counts its required
+    ranks."""
 
     def __init__(self) -> None:
         self._version = -1
@@ -63,7 +64,7 @@ class Allowance(Struct, frozen=True):
     """Held, and being freed for it."""
     guaranteed_mb: int
     left_mb: int
-    """What it may still take; negative above its quota."""
+    """The memory that the tenant may still take; negative above its quota."""
 
     @property
     def borrowed_mb(self) -> int:
@@ -173,7 +174,8 @@ class Quotas:
     def of(
         self, name: str, priority: int, task: TaskId = NO_TASK, given: Mapping[str, int] = NO_CHANGE
     ) -> Allowance | None:
-        """None without a quota. What is being freed for this task, or for lower priorities, is free."""
+        """Return the allowance of the tenant; None without a quota. Memory that is being freed for this task,
+        or for lower priorities, counts as free."""
         guaranteed_mb = self._policy.tenant(name).guaranteed_mb
         left_mb = self._left_mb(name, priority, task, given)
         if guaranteed_mb is None or left_mb is None:
