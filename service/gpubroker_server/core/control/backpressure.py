@@ -1,4 +1,5 @@
-"""When the service takes no more of the work that can wait, and when it takes it again."""
+"""Backpressure: the times at which the service takes no more of the work that can wait, and takes it
+again."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

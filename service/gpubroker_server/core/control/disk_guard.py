@@ -1,4 +1,4 @@
-"""How full a node's disks may become, and which files go first."""
+"""Levels of a node's disks, and the choice of the files that go first."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,9 +23,9 @@ class DiskRules(Struct, frozen=True):
 
     warn: Share = 0.60
     clean: Share = 0.65
-    """From here on it is cleaned, down to `warn`."""
+    """The used share from which the disk is cleaned, down to `warn`."""
     block: Share = 0.70
-    """From here on nothing new starts on the node."""
+    """The used share from which nothing new starts on the node."""
 
     def __post_init__(self) -> None:
         """Check that the levels rise. Raises ValueError."""
@@ -43,7 +43,7 @@ class DiskLevel(IntEnum):
 
 
 def level_of(used_share: float | None, rules: DiskRules) -> DiskLevel:
-    """None: nothing is watched."""
+    """Return the level of a used share. None: nothing is watched, which counts as roomy."""
     if used_share is None or used_share < rules.warn:
         return DiskLevel.ROOMY
     if used_share < rules.clean:
@@ -89,7 +89,7 @@ class DiskStanding(NamedTuple):
     threshold: float
     """The threshold of that level; 0 if it has none."""
     at: Instant = Instant(0.0)
-    """When it was measured."""
+    """The time at which the share was measured."""
 
 
 def follow_disks(
@@ -127,7 +127,7 @@ class FileSeen(NamedTuple):
 
     root: str
     path: str
-    """Below the root."""
+    """The path below `root`."""
     file_class: FileClass
     size_bytes: int
     modified_at: Instant
@@ -160,11 +160,11 @@ class KeptBecause(StrEnum):
 
 
 class Cleaning(Struct, frozen=True):
-    """What would go, in this order, and why the rest stays."""
+    """The files that would go, in this order, and the reasons for which the rest stays."""
 
     files: tuple[FileSeen, ...]
     kept: Mapping[str, int]
-    """How many files."""
+    """Reason -> number of files that stay."""
 
     @property
     def freed_bytes(self) -> int:

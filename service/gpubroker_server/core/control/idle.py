@@ -10,11 +10,11 @@ class IdleRules(NamedTuple):
     below: float = 0.05
     """A device that uses less than this share counts as unused."""
     grace_seconds: Seconds = Seconds(300.0)
-    """It counts as idle after so long."""
+    """The time after which an unused device counts as idle."""
 
 
 class Reading(NamedTuple):
-    """Of one device or node."""
+    """The use of one device or node."""
 
     name: str
     utilization: float | None

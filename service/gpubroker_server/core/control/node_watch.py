@@ -23,7 +23,7 @@ class Overload(NamedTuple):
 
 
 class NodeWatch:
-    """In one leader's memory."""
+    """Watches the use of nodes. It lives in the memory of one leader."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How much a work stream counts now: its weight in the queue, and its chance to be drawn."""
+"""Weights of work streams: the weight in the queue now, and the chance to be drawn."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Set

@@ -1,4 +1,4 @@
-"""How many items a second each component gets done."""
+"""Items per second that each component gets done."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class ThroughputRules(Struct, frozen=True):
 
 
 class Throughput:
-    """What has been done since this leader began, in its memory."""
+    """Counts of what has been done since this leader began. It lives in the leader's memory."""
 
     def __init__(self, rules: ThroughputRules) -> None:
         self._rules = rules

@@ -1,4 +1,4 @@
-"""What keeps a task from being placed now, most structural first."""
+"""Blockers that keep a task from being placed now, most structural first."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -345,8 +345,9 @@ def inference_blockers(world: World, task: Task, policy: Policy) -> list[tuple[R
 def expected_send_at(
     world: World, task: Task, policy: Policy, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """When an inference that waits only for its model is likely to be sent: when the model is in memory. None
-    for a model without a recorded load time, and where other inferences must be answered first."""
+    """Return the time at which an inference that waits only for its model is likely to be sent: when the
+    model is in memory. Returns None for a model without a recorded load time, and where other inferences must
+    be answered first."""
     model = task.demand.answered_by
     if task.id not in world.queue or servers_of(world, policy, model):
         return None

@@ -1,4 +1,4 @@
-"""What keeps a pending task from being placed; for a gang, rank by rank."""
+"""Diagnosis of the blockers that keep a pending task from being placed; for a gang, rank by rank."""
 
 from msgspec import Struct
 
@@ -25,7 +25,7 @@ MAX_DISTINCT = 8
 """Distinct ranks without room that are evaluated."""
 
 _RankResult = tuple[Placement | None, Blocker | None]
-"""Where there is room, or why there is none."""
+"""The place with room for a rank, or the blocker that leaves none."""
 
 NOT_EVALUATED: _RankResult = (
     None,
@@ -33,7 +33,7 @@ NOT_EVALUATED: _RankResult = (
 )
 
 STRICT = frozenset({"strict_pack", "strict_spread"})
-"""With these a rank has no place of its own, only one beside the others."""
+"""Strategies with which a rank has no place of its own, only one beside the others."""
 
 
 class RankVerdict(Struct, frozen=True):
@@ -42,13 +42,13 @@ class RankVerdict(Struct, frozen=True):
 
     rank: int
     place: Placement | None
-    """Where there is room for it."""
+    """The place with room for the rank."""
     blocker: Blocker | None
     """Why there is none; None as well for one that may join later."""
 
 
 class Diagnosis(Struct, frozen=True):
-    """What `explain_pending` and `advise` answer from."""
+    """The facts from which `explain_pending` and `advise` answer."""
 
     survey: Survey
     """The survey for the task. For a gang it has no verdicts on devices."""

@@ -82,8 +82,8 @@ class Explanation(Struct, frozen=True):
     blockers: tuple[Blocker, ...] = ()
     """Most structural first; never empty for a pending task."""
     devices: tuple[DeviceVerdict, ...] = ()
-    """In key order; empty unless the task is pending and asks for GPUs. For a gang: evaluated for its first
-    rank without room, beside the ranks before it."""
+    """The verdicts on devices, in key order; empty unless the task is pending and asks for GPUs. Those for a
+    gang are evaluated for its first rank without room, beside the ranks before it."""
     ranks: tuple[RankVerdict, ...] = ()
     """The verdicts on the ranks of a pending gang, in order."""
     quota: Quota | None = None
@@ -143,7 +143,8 @@ def position_of(
 
 
 def is_deferred(task: Task, world: World) -> bool:
-    """It is held, paused, not due yet, or waits for other tasks; the planner does not look at it."""
+    """Return True if the planner does not look at the task, because it is held, paused, not due yet, or waits
+    for other tasks."""
     is_paused = world.queue.pause_of(task) is not None
     return task.held or task.awaits or task.not_before is not None or is_paused
 

@@ -1,4 +1,5 @@
-"""Whether a set of components fits a fleet: where each goes, what is missing, and which runs it displaces."""
+"""Checks whether a set of components fits a fleet: the place of each, what is missing, and the runs it
+displaces."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -46,7 +47,7 @@ class Component(Struct, frozen=True):
 class Placed(Struct, frozen=True):
     component: str
     number: int
-    """Which of the component's tasks, from 0."""
+    """The number of the task among those of its component, from 0."""
     places: Gang
     """One; for a gang one per rank."""
     is_gang: bool
@@ -75,7 +76,7 @@ class FleetPlan(Struct, frozen=True):
     missing: Missing
     totals: Totals
     totals_apart: Totals
-    """Without colocation."""
+    """The totals without colocation."""
 
     @property
     def fits(self) -> bool:
@@ -323,7 +324,7 @@ def _parts(wanted: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
 
 
 MAX_RUNS = 10_000
-"""Per node; no real limit."""
+"""Run slots of a node that is only planned, which are no real limit."""
 
 
 class Machine(Struct, frozen=True):

@@ -42,13 +42,13 @@ class PreemptionStatus(StrEnum):
     """The room that its victims would free is reserved for tasks ahead of it."""
     OFF = "off"
     NO_GPUS = "no_gpus"
-    """Only a critical task preempts others if it asks for no GPU."""
+    """The task asks for no GPU, and of such tasks only critical ones preempt others."""
     LIMIT = "limit"
     """The task lacks a shared limit, which no node can give."""
     ALL_SHIELDED = "all_shielded"
     """Every run is protected."""
     NOT_ENOUGH = "not_enough"
-    """Without all unprotected runs the task would still not fit."""
+    """The task would not even fit without all unprotected runs."""
     NO_RUNS = "nobody"
     """Nothing runs on the nodes that it could use."""
 
@@ -59,17 +59,18 @@ class Protection(StrEnum):
 
     NONE = "none"
     WOULD_NOT_HELP = "would_not_help"
-    """It could be preempted, and the task would still not fit."""
+    """The run could be preempted, and the task would still not fit."""
     YOUNG = "young"
-    """It has run for less than `policy.min_run_seconds`."""
+    """The run has run for less than `policy.min_run_seconds`."""
     BUDGET = "budget"
-    """Its preemption budget is spent, and it has neither saved its work nor run long since."""
+    """The run's preemption budget is spent, and it has neither saved its work nor run long since."""
     TURN = "turn"
-    """It started from ahead of such a task in its band, and has neither saved its work nor run long since."""
+    """The run started from ahead of such a task in its band, and has neither saved its work nor run long
+    since."""
     GUARANTEED = "guaranteed"
-    """Its tenant is within its guarantee, and the task's tenant would borrow."""
+    """The run's tenant is within its guarantee, and the task's tenant would borrow."""
     PRIORITY = "priority"
-    """Its priority is not lower."""
+    """The run's priority is not lower."""
     LEAVING = "leaving"
 
 
@@ -87,7 +88,7 @@ class PreemptionVerdict(PreemptionCounts, frozen=True):
     """`why` is a PreemptionStatus; `counts` has each Protection that a run has."""
 
     runs: tuple[RunProtection, ...]
-    """At most MAX_LISTED, by protection, then the lowest priority first."""
+    """At most MAX_LISTED runs, sorted by protection, then the lowest priority first."""
 
 
 def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = ()) -> PreemptionVerdict:

@@ -41,11 +41,11 @@ class Remedy(Struct, frozen=True):
     after: Task | None = None
     """The run after whose end it starts."""
     within: Remaining | None = None
-    """When that is expected; None: at once, or unknown."""
+    """The time until that end; None if the task starts at once, or if the time is unknown."""
 
     @property
     def places(self) -> Gang | None:
-        """Where the task then starts; None if runs must stop first."""
+        """The places at which the task then starts; None if runs must stop first."""
         return self.way.places
 
     @property

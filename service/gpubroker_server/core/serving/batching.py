@@ -26,7 +26,7 @@ class BatchRules(Struct, frozen=True):
     most_rows: Annotated[int, Meta(ge=1, le=65_536), written("max_size", {})] = 16
     """Rows in one request, and no more than the model takes; 1: no batches."""
     delay_seconds: Annotated[Seconds, Meta(ge=0, le=60)] = Seconds(0.005)
-    """How long the first request of a batch waits for others."""
+    """The longest time that the first request of a batch waits for others."""
 
 
 class InferenceRequest(Struct, frozen=True):

@@ -27,7 +27,7 @@ Shares = Mapping[str, int]
 
 
 class Claim(NamedTuple):
-    """What a gateway says of itself."""
+    """The slots that a gateway says it has and wants."""
 
     gateway: str
     at: Instant
@@ -38,7 +38,8 @@ class Claim(NamedTuple):
 
 
 class SlotShares:
-    """Of one leader. When it gives its first shares, no gateway acts upon those of older leaders any more."""
+    """The shares that one leader gives. When the leader gives its first shares, no gateway acts upon those of
+    older leaders any more."""
 
     def __init__(self, slots: Mapping[str, int], began_at: Instant) -> None:
         """`slots`: by model."""
@@ -128,8 +129,8 @@ class HillClimb:
     def __init__(self) -> None:
         self.limit = FIRST_LIMIT
         self._answers = 0
-        """Since the rate is taken; negative while answers of requests come that were sent under another
-        limit."""
+        """Number of answers since the rate is taken; negative while answers of requests come that were sent
+        under another limit."""
         self._since = MonotonicSeconds(0.0)
         self._before: _Tried | None = None
         """The attempt that the present limit is compared with."""

@@ -15,7 +15,7 @@ _FORMATS: Final = {
 _BF16_BYTES: Final = 2
 
 _AT_ONCE: Final = 4096
-"""How many values are converted at a time, so that other work gets the processor in between."""
+"""Number of values that are converted at a time, so that other work gets the processor in between."""
 
 
 class BadTensor(ValueError):
@@ -103,7 +103,7 @@ def split_rows(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
 
 
 def _ends(tensor: Tensor, counts: Sequence[int]) -> list[int]:
-    """Where in the data each of these numbers of values ends."""
+    """Return the offsets in the data at which each of these numbers of values ends."""
     if tensor.datatype == "BYTES":
         lengths = (4 + len(element) for element in elements_of(tensor.data))
         ends: Sequence[int] = list(accumulate(lengths, initial=0))

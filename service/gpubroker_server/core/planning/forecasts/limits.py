@@ -40,7 +40,7 @@ def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
 
 
 class Limits:
-    """The order in which limits and quotas allow one task after another, in one draft."""
+    """Finds the runs whose ends a task waits for because of limits and quotas, in one draft."""
 
     def __init__(self, draft: Draft, expected_ends: ExpectedEnds, needs: QuotaNeeds) -> None:
         self._draft = draft
