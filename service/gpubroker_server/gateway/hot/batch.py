@@ -48,7 +48,7 @@ resource = Resource("tasks", DirectRoute)
 
 MAX_TASKS = 10_000
 SLICE_SECONDS = 0.003
-"""After this long the batch lets other requests use the event loop."""
+"""The time after which the batch lets other requests use the event loop."""
 IDS_PER_LINE = 100
 
 _read_task = TypeAdapter(SubmitTask).validator.validate_json

@@ -1,5 +1,5 @@
-"""How much memory a model takes: it is loaded, asked at its batch sizes while its GPU is measured, and
-unloaded. The leader learns the size as from any load."""
+"""Measurement of the memory that a model takes. The model is loaded, asked at its batch sizes while its GPU
+is measured, and unloaded. The leader learns the size as from any load."""
 
 from collections.abc import Sequence
 from typing import Annotated, Final
@@ -31,7 +31,7 @@ _SAMPLES: Final = 2
 counted the first."""
 
 _PERIODS: Final = 15
-"""Without a sample in so many periods the GPU is not being measured."""
+"""Number of periods without a sample after which the GPU counts as not measured."""
 
 _REQUEST_SECONDS: Final = Seconds(300.0)
 
@@ -46,9 +46,9 @@ class MeasureModel(Body):
     """The shapes of single inputs, without rows. Left out: the model's own, and 1 where any length will
     do."""
     priority: Priority | None = None
-    """At which it is loaded. Left out: that of its configuration."""
+    """The priority of the load; by default that of the model's configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 300.0
-    """How long it may take until the model is in memory."""
+    """The longest wait until the model is in memory."""
 
 
 @resource.route(

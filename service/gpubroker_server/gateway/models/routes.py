@@ -70,7 +70,7 @@ class LoadModel(Body):
     priority: Priority | None = None
     """Left out: that of its configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=300)] = 0.0
-    """How long the answer may wait for the model."""
+    """The longest time that the answer may wait for the model."""
 
 
 class PinModel(Body):

@@ -52,7 +52,7 @@ class Upload:
         return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
 
     async def finish(self, owner: str) -> None:
-        """It is durable when this returns."""
+        """Finish the upload. The object is durable when this returns."""
         if self._blobs is None:
             return
         if self._passed_bytes:

@@ -16,7 +16,7 @@ REPEAT_SECONDS = 1.0
 
 
 class LogReaders:
-    """Which logs this gateway's readers read now, told to the leader by a row."""
+    """The logs that this gateway's readers read now. A row tells them to the leader."""
 
     def __init__(self, gateway: str, store: LogRows, clock: Clock) -> None:
         self._gateway = gateway

@@ -1,4 +1,5 @@
-"""From a submission to a stored task: what admission must know is read, and its answer is carried out."""
+"""The way from a submission to a stored task: the facts that admission needs are read, and its answer is
+carried out."""
 
 import asyncio
 import hashlib
@@ -63,7 +64,7 @@ _HASHED_INLINE_BYTES = 256 * 1024
 
 
 class SentKey(NamedTuple):
-    """What tells a repeated request from a new one."""
+    """The key and the hash that tell a repeated request from a new one."""
 
     key: str
     body_hash: str

@@ -1,4 +1,5 @@
-"""Where a call to a worker set goes: the workers that are ready, and how many calls each has from here."""
+"""The routing of calls to a worker set: the workers that are ready, and the number of calls that each has
+from here."""
 
 import asyncio
 from collections import Counter
@@ -26,12 +27,13 @@ from gpubroker_server.ports.worker_calls import (
 IS_READY = WorkerCall("", "", "json", b"")
 """The question whether a worker is ready."""
 READY_SECONDS = Seconds(3600.0)
-"""It may load a large model first; then it is asked again."""
+"""The longest time that a worker may take to be ready, since it may load a large model first. Then it is
+asked again."""
 ANSWER_SHARE, ANSWER_SECONDS = 0.1, 1.0
 """A call must begin this share of its time, at most so much, before the gateway gives it up: then the worker
 has said by then that it has not begun."""
 LOOK_SECONDS = 0.1
-"""While calls wait for a worker, the set is looked at again this often."""
+"""Interval in which the set is looked at while calls wait for a worker."""
 MOST_WAITING = 1000
 """Beyond what it works on, a worker has at most so many calls from one gateway ..."""
 MOST_BYTES = 64 * 2**20
