@@ -146,7 +146,7 @@ def _with_hex(row: Row, binary: Sequence[int]) -> Row:
 
 
 class DatabaseRefused(Exception):
-    """This database cannot be used; the text says why and what to do."""
+    """This database cannot be used. The text says why, and what to do."""
 
 
 class GuardMissed(Exception):

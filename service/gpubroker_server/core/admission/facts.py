@@ -55,12 +55,12 @@ class Facts(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """Why a submission is not admitted."""
+    """The refusal of a submission."""
 
     code: str
     """The code of its problem, as in docs/errors.md."""
     detail: str = ""
-    """Empty for `validation-failed`: its faults say what is wrong."""
+    """The cause in words; empty for `validation-failed`, whose faults say what is wrong."""
     faults: tuple[Refusal, ...] = ()
     """The fields that are invalid, all of them, or the one that could never be satisfied. `field` is a
     pointer into the body, as RFC 6901 has it."""

@@ -102,7 +102,8 @@ class Permissions(Struct, frozen=True):
         return Refused(code, detail, (Refusal(code, detail, "/run/entrypoint"),))
 
     def _check_pickle(self, python: str, cloudpickle: str | None) -> Refused | None:
-        """Another Python minor cannot open pickled code, nor can an older major version of cloudpickle."""
+        """Check the versions that pickled a function: another Python minor cannot open pickled code, nor can
+        an older major version of cloudpickle."""
         if python != self.python:
             return _mismatch(
                 "python",

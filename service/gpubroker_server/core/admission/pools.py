@@ -136,7 +136,7 @@ def _mismatch(demand: Demand, pool: Pool) -> Refusal | None:
 
 
 def _merged(wanted: Labels, had: Labels) -> Labels:
-    """Both hold; a label on which they contradict each other has no values left."""
+    """Return labels with which both hold. A label on which they contradict each other has no values left."""
     merged = dict(had)
     for label, values in wanted:
         known = merged.get(label)

@@ -55,7 +55,7 @@ def threshold_name(name: str, thresholds: Mapping[str, Threshold]) -> str:
 
 
 def tenant_of(name: str) -> str:
-    """Empty if it is about all."""
+    """Return the tenant that an alarm is about; empty if it is about all."""
     return name.removeprefix("queue:") if name.startswith("queue:") else ""
 
 

@@ -61,7 +61,7 @@ class DiskGuard(DiskRules, frozen=True, kw_only=True):
     """Rules of single nodes (`node:NAME`), and of nodes with a label (`label:KEY=VALUE`). A node's own go
     before those of its labels, of which the first that applies counts."""
     old_seconds: Annotated[Seconds, Meta(ge=3600)] = WEEK_SECONDS
-    """Younger files stay, whatever they are."""
+    """The age below which files stay, whatever they are."""
     clean_every_seconds: Annotated[Seconds, Meta(ge=60)] = Seconds(600.0)
     """A node is cleaned unasked no more often than this."""
     roots: tuple[WatchedRoot, ...] = ()
@@ -147,7 +147,8 @@ class FileSeen(NamedTuple):
 
 
 class KeptBecause(StrEnum):
-    """Why a file is left where it is; the first that applies. Or what a look at the file itself says."""
+    """Reasons for which a file is left where it is; the first that applies, or the finding of a look at the
+    file itself."""
 
     YOUNG = "young"
     HAS_JOURNAL = "has_journal"
@@ -156,7 +157,7 @@ class KeptBecause(StrEnum):
     OF_LIVE_TASK = "of_live_task"
     NOT_SYNCED = "not_synced"
     NOT_NEEDED = "not_needed"
-    """Enough goes without it."""
+    """Enough goes without this file."""
 
 
 class Cleaning(Struct, frozen=True):
@@ -216,11 +217,12 @@ def needed_bytes(total_bytes: int, free_bytes: int, warn: float) -> int:
 
 
 def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
-    """Whole paths: the newest whole entry of each directory, and those that are at most SHARD_SECONDS older.
-    An entry is a file or all that a directory has. One of less than half the size of the largest is no whole
-    checkpoint: a mark, an index, or what a crash has left. A directory directly below the root holds the
-    checkpoints of one job, so it is no entry itself. Of any other that was written in a shorter time, as one
-    checkpoint is, just the newest entry is kept; of equally new ones the last by name."""
+    """Return the whole paths of the newest whole entry of each directory, and of those that are at most
+    SHARD_SECONDS older. An entry is a file or all that a directory has. One of less than half the size of the
+    largest is no whole checkpoint: a mark, an index, or the rest of a crash. A directory directly below the
+    root holds the checkpoints of one job, so it is no entry itself. Of any other directory that was written
+    in a shorter time, as one checkpoint is, only the newest entry is kept; of equally new ones the last by
+    name."""
     found: dict[str, dict[str, tuple[Instant, int]]] = {}
     oldest: dict[str, Instant] = {}
     for one in files:
@@ -243,7 +245,8 @@ def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
 
 
 def _entries(one: FileSeen) -> Iterator[tuple[str, str]]:
-    """Whole paths: each directory above the file, and which entry of it the file is or is in."""
+    """Yield each directory above the file, with the entry of that directory which is the file or has it. Both
+    are whole paths."""
     entry = one.whole_path
     while entry != one.root:
         directory = entry.rpartition("/")[0]

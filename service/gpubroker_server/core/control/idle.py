@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Something that is below the threshold."""
+    """A device or node that is below the threshold."""
 
     name: str
     utilization: float

@@ -1,4 +1,5 @@
-"""Idle templates: how many more tasks of each the gateways are to submit, so that what is idle has work."""
+"""Idle templates: the number of tasks of each that the gateways are to submit, so that idle devices have
+work."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -22,7 +23,7 @@ MEMORY_SECONDS = Seconds(3600.0)
 counts."""
 
 MOST_WAITING = 32
-"""Waiting tasks of one template: gateways submit them one by one, and a look has to be short."""
+"""Most waiting tasks of one template. Gateways submit them one by one, and a look has to be short."""
 
 FIRST_PAUSE_SECONDS = Seconds(2.0)
 LONGEST_PAUSE_SECONDS = Seconds(600.0)

@@ -48,7 +48,7 @@ class MemoryFailureCount:
         """The one that failed longest ago comes first."""
 
     def note(self, decisions: Iterable[Decision]) -> None:
-        """Committed ones: a run's end has its outcome and its task."""
+        """Count the failures in committed decisions. The end of a run has its outcome and its task."""
         for decision in decisions:
             outcome = decision.outcome
             memory = None if outcome is None else memory_of(outcome.failure)

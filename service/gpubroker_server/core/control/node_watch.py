@@ -39,7 +39,7 @@ class NodeWatch:
         self._present: set[NodeName] = set()
         self._since: Instant | None = None
         self._silent_since: dict[NodeName, Instant] = {}
-        """Silent node -> since when it does not answer."""
+        """Silent node -> the time since which it does not answer."""
         self._alarms = dict.fromkeys(overloaded, Alarm(is_on=True))
 
     def expect(self, nodes: Iterable[NodeName]) -> None:

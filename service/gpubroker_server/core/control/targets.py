@@ -24,7 +24,7 @@ from gpubroker_server.core.world.world import World
 
 
 class Measure(StrEnum):
-    """Published. Each is a share, 0 to 1."""
+    """The measures of targets, which are published. Each is a share, 0 to 1."""
 
     GPU_UTILIZATION = "gpu_utilization"
     """Mean over the devices."""

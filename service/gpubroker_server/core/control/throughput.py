@@ -15,7 +15,7 @@ ITEMS, INFERENCES, CALLS = "array_items", "inferences", "worker_calls"
 _MOVES = {Move.SUBMITTED: "submitted", Move.ADMITTED: "admitted", Move.STARTED: "started"}
 _ENDS = {Move(state.value): "finished" for state in TERMINAL}
 COMPONENTS = (*_MOVES.values(), "finished", ITEMS, INFERENCES, CALLS)
-"""Published."""
+"""The components whose items are counted. Their names are published."""
 
 
 class ThroughputRules(Struct, frozen=True):

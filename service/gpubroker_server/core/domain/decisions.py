@@ -110,7 +110,7 @@ class QueuePause(Struct, frozen=True):
 
     @property
     def tenant(self) -> str:
-        """Empty for a stream, which all tenants share."""
+        """The tenant of the queue; empty for a stream, which all tenants share."""
         kind, _, name = self.queue.partition(":")
         return name if kind == "tenant" else ""
 

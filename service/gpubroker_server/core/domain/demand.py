@@ -19,14 +19,14 @@ class PlacementConstraints(Struct, frozen=True, omit_defaults=True):
     """Constraints on devices and nodes, all of which must hold, and preferences."""
 
     kinds: tuple[str, ...] = ()
-    """Any of these, named as operators and drivers do."""
+    """Kinds of GPUs, named as operators and drivers do. The task may use any of them."""
     min_power: int = 0
     min_device_mb: Mib = Mib(0)
     nodes: Labels = ()
     devices: tuple[str, ...] = ()
-    """Any of these UUIDs; sorted."""
+    """UUIDs of GPUs, sorted. The task may use any of them."""
     prefer_kinds: tuple[str, ...] = ()
-    """Best first. A preference orders placements and forbids none."""
+    """Preferred kinds, best first. A preference orders placements and forbids none."""
     prefer_nodes: Labels = ()
 
 
@@ -68,7 +68,8 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
 
     @property
     def counted(self) -> tuple[tuple[str, float], ...]:
-        """Custom resources and shared limits: what the cluster, or one node, has a limited amount of."""
+        """The custom resources and shared limits that the task counts against: the cluster, or one node, has
+        a limited amount of each."""
         return self.custom + self.slots
 
     @property
@@ -83,7 +84,7 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
 
     @property
     def states_no_size(self) -> bool:
-        """And so takes whole devices, though it did not ask to be alone there."""
+        """True if the demand takes whole devices although it did not ask to be alone on them."""
         return self.takes_whole_devices and not self.exclusive
 
 

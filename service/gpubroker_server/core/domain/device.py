@@ -73,8 +73,8 @@ class Device(Struct, frozen=True, dict=True):
 
     @cached_property
     def sort(self) -> str:
-        """Equal for devices that a demand can tell apart by name only. Cached because each placement reads
-        it."""
+        """A text that is equal for devices which a demand can tell apart by name only. Cached because each
+        placement reads it."""
         part = "part" if self.parent else "whole"
         sizes = f"{self.physical_mb}/{self.allocatable_mb}/{self.context_mb}"
         return f"{self.kind}/{sizes}/{self.power}/{part}"
@@ -93,7 +93,7 @@ class DeviceSample(Struct, frozen=True):
     at: Instant
     used_mb: Mib
     foreign_mb: Mib | None = Mib(0)
-    """Used by processes without a lease; None where use cannot be attributed to processes."""
+    """The memory used by processes without a lease; None where use cannot be attributed to processes."""
     by_holder: dict[str, Mib] = field(default_factory=dict)
     """`holder:fence` -> MiB of that holder's process group; empty where use cannot be attributed."""
     utilization: float | None = None
@@ -143,12 +143,12 @@ class StoreSample(NamedTuple):
 
     total_mb: int
     spilled_mb: int | None
-    """Written to disk below Ray's session for lack of room, and not deleted yet; None if that does not
-    answer."""
+    """The memory that was written to disk below Ray's session for lack of room, and is not deleted yet; None
+    if that does not answer."""
 
 
 class UnreachedNode(NamedTuple):
-    """Another node of the cluster to which this one cannot connect."""
+    """Another node of the cluster, to which this one cannot connect."""
 
     node: NodeName
     address: str
@@ -196,7 +196,7 @@ class NodeSample(Struct, frozen=True):
 
 
 class FileClass(StrEnum):
-    """Published, and in the order in which they are deleted."""
+    """Classes of files, in the order in which they are deleted. Their names are published."""
 
     LOG = "log"
     EMPTY_DATABASE = "empty_database"
@@ -277,7 +277,7 @@ class DiskReport(Struct, frozen=True):
     files: tuple[FoundFile, ...] = ()
     """The files that may go, in this order; or those that are gone."""
     kept: tuple[tuple[str, int], ...] = ()
-    """Why the other files stay, and how many for each reason."""
+    """(reason, number) of the other files, which stay."""
     is_first: bool = False
     """Nothing was looked at with these roots and rules before, so this may only be a dry run."""
     message: str = ""

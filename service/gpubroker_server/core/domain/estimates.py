@@ -21,7 +21,7 @@ MOST_COUNTED = 1000
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GROWTH = log(_GROWTH)
 _SMALLEST = 1e-3
-"""Smaller values, zero and negatives included, count as this one."""
+"""The smallest value that is told apart. Smaller values, zero and negatives included, count as this one."""
 
 
 class Sketch(Struct, frozen=True):
@@ -94,5 +94,5 @@ class Observation(Struct, frozen=True):
     topic: SketchKey
     value: float
     sketch: Sketch
-    """Including this value; becomes the row of the topic."""
+    """The sketch with this value. It becomes the row of the topic."""
     at: Instant

@@ -1,4 +1,4 @@
-"""How long a leader may rely on its term: until an instant on its own machine's clock, never longer.
+"""The time for which a leader may rely on its term: up to an instant on its own machine's clock.
 
 The database keeps a term for its holder until `lease_until`, by its own clock; another candidate that finds
 that instant past takes the next term. The holder cannot read that clock at every step. It counts from the
@@ -102,7 +102,7 @@ class RefusedTerm(StrEnum):
     row."""
 
     OVER = "over"
-    """Another process leads."""
+    """The term is over: another process leads."""
     LOST = "lost"
     """The database went back: it has lost a term that it has given."""
     ELSEWHERE = "elsewhere"

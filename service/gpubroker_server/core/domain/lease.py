@@ -50,8 +50,9 @@ def holder_kind_of(holder: Holder) -> HolderKind:
 
 class LeaseState(StrEnum):
     RESERVED = "reserved"
-    """Promised by a committed decision; no process is confirmed yet. The agent's report moves it on. After a
-    crash the agent says whether the start ever arrived; no timeout releases it."""
+    """The memory is promised by a committed decision; no process is confirmed yet. The agent's report moves
+    the lease on. After a crash the agent says whether the start ever arrived; no timeout releases the
+    lease."""
     HELD = "held"
     """The agent, or the model server's index, confirmed what occupies it. The end of the run moves it on; a
     crash leaves it as it is."""
@@ -99,7 +100,7 @@ class Proof(StrEnum):
     UNLOADED = "unloaded"
     """The server's index no longer lists the model."""
     HELD_ANEW = "held_anew"
-    """Another lease of the same device covers what is still there of the model."""
+    """Another lease of the same device covers the memory that is still there of the model."""
     HOLDER = "released"
     """The holder of an external lease said so."""
     STATEMENT = "statement"

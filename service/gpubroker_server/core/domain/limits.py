@@ -27,7 +27,7 @@ class ServiceLimits(Struct, frozen=True):
     """The most that the objects have of which one request takes a copy."""
     tenant_object_bytes: Count = 4 * 1024**3
     tenant_objects: Count = 10_000
-    """Both limits are for all objects of a tenant."""
+    """Most objects of one tenant. This and the limit above count all objects of a tenant."""
     tenant_pending_tasks: Count = 500_000
     """The most tasks of a tenant that wait."""
     tenant_pending_bytes: Count = 4 * 1024**3

@@ -15,7 +15,8 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, S
 
 class ModelState(StrEnum):
     ABSENT = "absent"
-    """Never loaded, unloaded, or its last load failed: as far as the server knows, it holds nothing."""
+    """The model was never loaded, was unloaded, or its last load failed: as far as the server knows, it holds
+    nothing."""
     LOADING = "loading"
     READY = "ready"
     UNLOADING = "unloading"
@@ -30,7 +31,7 @@ class IndexedModel(Struct, frozen=True):
     stage: ModelState
     versions: tuple[str, ...] = ()
     reason: str = ""
-    """Why it is not loaded, in the server's words; empty if it was never loaded or was unloaded."""
+    """The server's reason for which the model is not loaded; empty if it was never loaded or was unloaded."""
 
 
 class _AtServer(Struct, frozen=True):
@@ -156,4 +157,4 @@ InferenceOrder = InferOrder | DropOrder
 
 
 ServerReport = ServerIndex | ServerGone | ModelsInUse
-"""About a server of models, not a run."""
+"""A report about a server of models, not about a run."""

@@ -110,7 +110,8 @@ MOST_GPUS_NAMED = 8
 
 
 def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
-    """Why a model with leases on so many GPUs cannot be on a server that sees these; empty if it can.
+    """Return the reason for which a model with leases on `gpus` GPUs cannot be on a server that sees these;
+    empty if it can.
 
     Triton loads a model on each GPU that it sees. A configuration that names some does so by numbers that
     only the server knows, and not every backend keeps to them: so the lease has to be on all.

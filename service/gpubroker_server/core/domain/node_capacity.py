@@ -59,7 +59,7 @@ def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
 
 
 class NodeHeadroom(NamedTuple):
-    """Free CPU, host memory in MiB, run slots and custom resources of one node."""
+    """The free CPU, host memory in MiB, run slots and custom resources of one node."""
 
     cpu: float
     memory_mb: int
@@ -68,7 +68,7 @@ class NodeHeadroom(NamedTuple):
     node: Node | None = None
     """The node, for demands that may not use every node."""
     gives_gpus: bool = True
-    """False: a task of the priority that is asked about may take none of its GPUs now."""
+    """False if a task of the priority that is asked about may take none of the node's GPUs now."""
 
     def fits(self, task: Task) -> bool:
         """A resource that is not asked for is never lacking, even where it is overcommitted."""

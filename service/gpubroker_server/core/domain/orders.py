@@ -148,7 +148,7 @@ class Ending(StrEnum):
 
 
 class Failure(Struct, frozen=True):
-    """Why a run failed, for people. `traceback` is text, at most 64 KiB."""
+    """The reason for which a run failed, for people. `traceback` is text, at most 64 KiB."""
 
     kind: str
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
@@ -243,7 +243,7 @@ class Stacked(RunReport, frozen=True):
 
     request: str
     stack: str
-    """Empty if there is none; then `message` says why."""
+    """The stacks as text; empty if there are none, and then `message` says why."""
     message: str
     rank: int = 0
 
@@ -256,7 +256,7 @@ class Logged(RunReport, frozen=True):
     first_byte: int
     """The position of the part in the stream. Bytes between this part and the one before may be missing."""
     data: bytes
-    """Empty if nothing is new."""
+    """The new bytes; empty if nothing is new."""
     is_final: bool = False
     """True for the whole log: its first part begins at 0 and replaces all parts that were sent before."""
     rank: int = 0

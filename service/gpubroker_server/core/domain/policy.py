@@ -192,8 +192,8 @@ class Policy(Struct, frozen=True, dict=True):
     autoscaler_tasks: Annotated[int, Meta(ge=1)] = 1000
     """The number of such tasks that one tenant may have waiting."""
     custom_limits: Annotated[tuple[CustomLimit, ...], by_name(alone="limit")] = ()
-    """Sorted by name. Names with a colon are slots: how many tasks may run at once (`tenant:NAME`,
-    `label:KEY=VALUE`; `*` is each by itself), and a pool's amounts (`pool:NAME:gpus`)."""
+    """Limits, sorted by name. Names with a colon are slots: the number of tasks that may run at once
+    (`tenant:NAME`, `label:KEY=VALUE`; `*` is each by itself), and a pool's amounts (`pool:NAME:gpus`)."""
     pools: Annotated[tuple[Pool, ...], ELSEWHERE] = ()
     tenants: Annotated[tuple[TenantPolicy, ...], by_name()] = ()
     usage_half_life_seconds: PositiveSeconds = HALF_LIFE_SECONDS
@@ -263,7 +263,7 @@ def wildcard_limit(slot: str) -> str:
 
 
 _LARGEST_EXPONENT = 32
-"""Far beyond every cap; keeps the power within a float."""
+"""The largest exponent that counts. It is far beyond every cap and keeps the power within a float."""
 
 
 def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:

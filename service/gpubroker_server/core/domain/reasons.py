@@ -1,4 +1,4 @@
-"""Why a task waits: stable tokens in a total order, the most structural first."""
+"""Reasons for which a task waits: stable tokens in a total order, the most structural first."""
 
 from enum import StrEnum
 
@@ -6,8 +6,8 @@ from msgspec import Struct
 
 
 class Reason(StrEnum):
-    """Published: a token is never renamed, and clients must expect new ones. A reserved one is not used
-    yet."""
+    """Reasons for which a task waits. They are published: a token is never renamed, and clients must expect
+    new ones. A reserved token is not used yet."""
 
     HELD = "Held"
     QUEUE_PAUSED = "QueuePaused"
@@ -33,7 +33,7 @@ class Reason(StrEnum):
     BACKGROUND_LIMITED = "BackgroundLimited"
     """Background and idle work may take no more GPU memory: a target says so."""
     FRAGMENTED = "Fragmented"
-    """Enough is free in sum, but not in one piece."""
+    """Enough memory is free in sum, but not in one piece."""
     WAITING_FOR_MEMORY = "WaitingForMemory"
     BEHIND_HIGHER_PRIORITY = "BehindHigherPriority"
     """The task would fit, but the free memory is reserved for others."""
@@ -46,7 +46,7 @@ class Reason(StrEnum):
 
     @property
     def tier(self) -> int:
-        """Lower wins."""
+        """The rank of the reason. The lower one wins."""
         return _TIERS[self]
 
 

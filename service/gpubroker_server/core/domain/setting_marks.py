@@ -21,7 +21,7 @@ HOME = Meta(extra={"home": True})
 """A path that may begin with `~`."""
 
 Share = Annotated[float, Meta(ge=0, le=1, extra={"percent": True})]
-"""Written in percent, with `_percent` at the end of the field's name."""
+"""A share that is written in percent, with `_percent` at the end of the field's name."""
 
 PositiveAmount = Annotated[float, Meta(gt=0)]
 NonNegativeMib = Annotated[Mib, Meta(ge=0)]

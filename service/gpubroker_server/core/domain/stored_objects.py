@@ -1,4 +1,4 @@
-"""Uploaded objects: when a use of one is stored, and how many a tenant may have."""
+"""Uploaded objects: the uses that are stored, and the number of objects that a tenant may have."""
 
 from typing import Final, NamedTuple
 

@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.task import RetryOn, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 Fields = Mapping[str, Any]
-"""Plain JSON values: what an event carries and `World.apply` reads."""
+"""Plain JSON values, as an event carries them and `World.apply` reads them."""
 
 EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
 """`RunSpec.kind` of tasks that no node agent starts."""
@@ -311,8 +311,8 @@ class BatchSubmission(Struct, frozen=True):
     idempotency_key: str | None = None
     body_hash: str = ""
     answer: str = ""
-    """Kept beside the key for a repeated request; of an array or a worker set its terms. Nothing is kept if
-    it is empty."""
+    """The answer that is kept beside the key for a repeated request; the terms of an array or a worker set.
+    An empty answer is not kept."""
     requests: Sequence[Request] = ()
     """Requests to the leader about these tasks."""
 
@@ -339,7 +339,7 @@ class StoredState(Struct, frozen=True):
 class SubmitVerdict(StrEnum):
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
-    """Same key, same body: `task` is the first task's id; for a batch, of the first batch's first task."""
+    """The key and the body are those of an earlier submission: `task` is the id of its first task."""
     KEY_REUSED = "key_reused"
 
 
@@ -386,8 +386,9 @@ def withdrawn_entrypoints(patterns: EntrypointPatterns, waiting: Mapping[str, in
 
 
 def _matches(entrypoint: str, pattern: str) -> bool:
-    """Left of the colon a wildcard covers whole packages; right of it, one name. Otherwise `jobs:*` would
-    allow `jobs:os.system`, which reaches whatever the module imports."""
+    """Return True if the entrypoint matches the pattern. Left of the colon a wildcard covers whole packages;
+    right of it, one name. Otherwise `jobs:*` would allow `jobs:os.system`, which reaches whatever the module
+    imports."""
     module, _, path = entrypoint.partition(":")
     wanted_module, _, wanted_path = pattern.partition(":")
     names, wanted_names = path.split("."), wanted_path.split(".")

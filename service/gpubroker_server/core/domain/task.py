@@ -15,8 +15,8 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, N
 
 class TaskState(StrEnum):
     PENDING = "pending"
-    """Accepted and on disk, waiting in the queue. The leader's cycle admits it; its time limit to wait, its
-    deadline or a cancel ends it. After a crash it still waits."""
+    """The task is accepted and on disk, and waits in the queue. The leader's cycle admits it; its time limit
+    to wait, its deadline or a cancel ends it. After a crash it still waits."""
     ADMITTED = "admitted"
     """The task's leases are committed and the start order is on its way. The agent's report moves the task
     on. After a crash `reconcile` asks the agent whether the order arrived; if not, the task is requeued."""
@@ -154,7 +154,7 @@ class Task(Struct, frozen=True, omit_defaults=True):
     timeout_seconds: Seconds | None = None
     grace_seconds: Seconds = Seconds(30.0)
     shareable: bool = False
-    """May share one warm process: an entrypoint, no GPU, less than one CPU, no env."""
+    """True if the run may share one warm process: an entrypoint, no GPU, less than one CPU, no env."""
     after: tuple[Dependency, ...] = ()
     """The tasks of its tenant that it waits for, as submitted."""
     queue_ttl_seconds: Seconds | None = None
@@ -171,7 +171,8 @@ class Task(Struct, frozen=True, omit_defaults=True):
     queued_bytes: int = 0
     """The bytes that it keeps for its run: arguments (also those in an object), command, env and labels."""
     state: TaskState = field(default_factory=repeat(TaskState.PENDING).__next__)
-    """Always encoded, unlike other defaults: what reads the log asks each event for it."""
+    """The state of the task. It is always encoded, unlike other defaults, because readers of the log ask each
+    event for it."""
     version: int = 1
     fence: Fence = Fence(0)
     held: bool = False

@@ -40,7 +40,7 @@ class Advice(Struct, frozen=True):
     that. None: unknown, as for a task without a forecast whose room is reserved for others."""
     preemption: PreemptionVerdict
     remedies: tuple[Remedy, ...]
-    """Empty where none is needed or none was found."""
+    """The remedies; empty if none is needed or none was found."""
     free_in: dict[DeviceKey, Remaining]
     """Device that the task may use -> the time until it has enough for the task, where known."""
     expected_ends: ExpectedEnds

@@ -100,7 +100,8 @@ class DemandScope(Struct, frozen=True):
     pool: str | None = None
     """The pool. None: all tasks; empty: tasks without a pool."""
     kind: str = ""
-    """Empty: all. A demand that may use several kinds counts for each of them; other nodes do not count."""
+    """The kind of GPU; empty for all. A demand that may use several kinds counts for each of them; other
+    nodes do not count."""
     waited_seconds: Seconds = Seconds(0.0)
 
 
@@ -110,8 +111,10 @@ EVERYTHING = DemandScope()
 def autoscaling_demand(
     world: World, policy: Policy, now: Instant, scope: DemandScope = EVERYTHING
 ) -> AutoscalingDemand:
-    """Held, delayed and dependent tasks do not count, nor do those for which memory is being freed. The ranks
-    that running elastic gangs lack do.
+    """Return the demand for autoscalers. Held, delayed and dependent tasks do not count, nor do those for
+    which memory is being freed. The ranks that running elastic gangs lack do count. Each task that waits
+    counts in full: free memory is of no use to it. The cost is one step per group of the queue, one per node
+    and device, and for each idle node one per different demand.
 
     Each task that waits counts in full: what is free is of no use to it. Costs one step per group of the
     queue, one per node and device, and for each idle node one per different demand.

@@ -44,7 +44,7 @@ class RankVerdict(Struct, frozen=True):
     place: Placement | None
     """The place with room for the rank."""
     blocker: Blocker | None
-    """Why there is none; None as well for one that may join later."""
+    """The blocker that leaves no place. None also for a rank that may join later."""
 
 
 class Diagnosis(Struct, frozen=True):
@@ -108,7 +108,7 @@ class _Gang:
         return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, why))
 
     def _why(self, part: Survey) -> Blocker:
-        """Why a rank has no place beside those that have one."""
+        """Return the blocker for which a rank has no place beside those that have one."""
         found = room_blockers(part, of_rank=True)
         how = STRATEGY_TEXT[self._task.demand.strategy]
         return found[0] if found else Blocker(Reason.FRAGMENTED, f"no place beside the others {how}")

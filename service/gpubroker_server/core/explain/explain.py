@@ -1,4 +1,5 @@
-"""Why a task waits, as of now: every blocker, every device, and its place in the queue. Changes nothing."""
+"""Explanation of a task as of now: every blocker, every device, and its place in the queue. It changes
+nothing."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, assert_never
@@ -80,7 +81,7 @@ class Explanation(Struct, frozen=True):
     inherits: Inherited | None = None
     """The task whose priority it has in the queue; None: its own."""
     blockers: tuple[Blocker, ...] = ()
-    """Most structural first; never empty for a pending task."""
+    """The blockers, most structural first; never empty for a pending task."""
     devices: tuple[DeviceVerdict, ...] = ()
     """The verdicts on devices, in key order; empty unless the task is pending and asks for GPUs. Those for a
     gang are evaluated for its first rank without room, beside the ranks before it."""
@@ -269,7 +270,8 @@ def _ranks(members: tuple[Member, ...], *, has_started: bool) -> str:
 
 
 def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> str:
-    """Why a running elastic gang has fewer ranks than it may have; empty while ranks are joining or done."""
+    """Return the reason for which a running elastic gang has fewer ranks than it may have; empty while ranks
+    are joining or done."""
     members = members_of(task)
     most, failed = len(task.demand.bundles), failed_joins(members)
     missing = most - sum(not member.has_ended for member in members)

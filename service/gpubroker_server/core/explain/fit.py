@@ -60,7 +60,7 @@ class Unplaced(Struct, frozen=True):
     count: int
     reason: Reason
     message: str
-    """Why the first of them has no place."""
+    """The reason for which the first of them has no place."""
 
 
 class Displaced(Struct, frozen=True):
@@ -222,7 +222,8 @@ def _task(component: Component, number: int, tenant: str, now: Instant) -> Task:
 
 
 def _placement_order(component: Component) -> tuple[int, float, float, str]:
-    """Higher priority first, so that no component displaces another; then the largest."""
+    """Return the order of components: higher priority first, so that no component displaces another; then the
+    largest."""
     parts = component.demand.bundles or (component.demand,)
     gpu_mb = sum(part.gpus * _mb_of(part) for part in parts)
     return -component.priority, -gpu_mb, -sum(part.cpu for part in parts), component.name

@@ -1,4 +1,4 @@
-"""Why no run is preempted for a waiting task: the runs in its way, and what protects each."""
+"""Explanation of preemption for a waiting task: the runs in its way, and the protection of each."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -29,7 +29,8 @@ MAX_LISTED = 20
 
 
 class PreemptionStatus(StrEnum):
-    """Published. Why no run is preempted, or that some are."""
+    """The state of preemption for a task: the reason for which no run is preempted, or that some are. It is
+    published."""
 
     NOT_NEEDED = "not_needed"
     """The task has room, or is deferred."""
@@ -46,7 +47,7 @@ class PreemptionStatus(StrEnum):
     LIMIT = "limit"
     """The task lacks a shared limit, which no node can give."""
     ALL_SHIELDED = "all_shielded"
-    """Every run is protected."""
+    """Every run in the task's way is protected."""
     NOT_ENOUGH = "not_enough"
     """The task would not even fit without all unprotected runs."""
     NO_RUNS = "nobody"
@@ -54,8 +55,8 @@ class PreemptionStatus(StrEnum):
 
 
 class Protection(StrEnum):
-    """Published. What protects one run from one task; the first that applies. In the order of lists: runs
-    that are easiest to preempt come first."""
+    """The protection of one run from one task; the first that applies. It is published. The order is that of
+    lists: runs that are easiest to preempt come first."""
 
     NONE = "none"
     WOULD_NOT_HELP = "would_not_help"

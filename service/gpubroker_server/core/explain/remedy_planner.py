@@ -32,7 +32,7 @@ class Remedy(Struct, frozen=True):
     """One change with which the task starts, unless another task takes the room first."""
 
     change: Change
-    """Empty: it is enough to wait."""
+    """The change; empty if it is enough to wait."""
     task: Task
     """The task with that change."""
     message: str

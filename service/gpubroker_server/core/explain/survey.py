@@ -21,7 +21,7 @@ from gpubroker_server.core.world.world import World
 
 
 class Verdict(StrEnum):
-    """Published. One device, evaluated for one task; the first that applies."""
+    """The evaluation of one device for one task; the first verdict that applies. It is published."""
 
     GONE = "gone"
     """The device's node no longer has it."""
@@ -130,7 +130,7 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
 
 
 def _closed(node: Node, full_disk: str, *, gives_gpus: bool) -> Verdict | None:
-    """Why a whole node is out of the question; None if it is not."""
+    """Return the verdict that puts a whole node out of the question; None if there is none."""
     if not node.ready:
         return Verdict.NODE_NOT_READY
     if node.cordoned:

@@ -142,7 +142,7 @@ def _late(members: Iterable[Member], now: Instant) -> list[Member]:
 
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
-    """Active tasks past a limit, or STOPPING past their grace period, ordered by id."""
+    """Return the active tasks past a limit, or STOPPING past their grace period, ordered by id."""
     perhaps = map(world.tasks.__getitem__, world.active.due(now))
     late = (task for task in perhaps if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
     return sorted(late, key=lambda task: task.id)

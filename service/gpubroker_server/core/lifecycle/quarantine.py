@@ -27,7 +27,7 @@ class Quarantined(Struct, frozen=True):
     since: Instant
     leases: tuple[Lease, ...]
     awaits: tuple[Proof, ...]
-    """Any of these proofs ends it; the likeliest first."""
+    """Proofs of which any ends the quarantine; the likeliest first."""
     message: str
 
 

@@ -78,8 +78,9 @@ def never_joined(world: World, rules: InventoryRules) -> list[str]:
 def reconcile(
     world: World, seen: NodeReport, now: Instant, policy: Policy, rules: InventoryRules
 ) -> list[Decision]:
-    """First the node and its devices, then one decision per task with a missing run, then orders. Runs that
-    only rows know are gone; runs that only the agent knows are killed."""
+    """Return the decisions after a node's report: first the node and its devices, then one decision per task
+    with a missing run, then orders. Runs that only rows know are gone; runs that only the agent knows are
+    killed."""
     decisions = []
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
     if nodes or devices:

@@ -52,8 +52,9 @@ def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) ->
 
 
 def is_kept(told: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
-    """False for what was told before, for an empty answer that no reader waits for, and for one that comes
-    late: the whole log of a run that has ended may be kept by then."""
+    """Return True if the part is to be kept. A part that was sent before is not, nor is an empty answer that
+    no reader waits for, nor one that comes late: the whole log of a run that has ended may be kept by
+    then."""
     if told.is_final:
         return True
     if wanted is None or told.first_byte < known.end_byte:

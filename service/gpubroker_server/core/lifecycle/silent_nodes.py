@@ -54,7 +54,7 @@ class HeartbeatMonitor:
         self._since: float | None = None
         self._checked_at = 0.0
         self._reported_dead: dict[NodeName, NodeLost] = {}
-        """Reported as lost, and not yet declared lost."""
+        """Nodes that are reported as lost, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
         """An operator allows declaring these lost."""
         self._unlisted_since: dict[NodeName, float] = {}
@@ -134,7 +134,7 @@ class HeartbeatMonitor:
         return [self._declare_lost(name, world, at, now) for name in lost]
 
     def _why_paused(self, names: Sequence[NodeName], world: World, at: float) -> str | None:
-        """Why the nodes may not be at fault; None if nothing speaks for that."""
+        """Return the reason for which the nodes may not be at fault; None if nothing speaks for that."""
         if not names:
             return None
         missed = self._missed(names, world, at)

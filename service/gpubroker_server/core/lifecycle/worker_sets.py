@@ -74,8 +74,8 @@ def scaled(
 
 
 DOWN_SHARE = 0.8
-"""Fewer workers are wanted when they would be at this share of the target: at the target itself, the next
-call would bring the worker back."""
+"""The share of the target below which fewer workers are wanted: at the target itself, the next call would
+bring the worker back."""
 
 
 class Autoscaler:
@@ -89,7 +89,7 @@ class Autoscaler:
     def count(
         self, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded], now: Instant
     ) -> int:
-        """More at once; fewer only after less was enough for some time."""
+        """Return the number of workers: more at once, but fewer only after less was enough for some time."""
         scaling, count = workers.scaling, _within(workers, workers.count)
         if scaling is None:
             return count

@@ -78,7 +78,7 @@ class Evict(Struct, frozen=True):
 
 
 class WaitReason(StrEnum):
-    """Why a task can neither start nor make room."""
+    """Reasons for which a task can neither start nor make room."""
 
     NO_ROOM = "no_room"
     """No node has room, and none would have it without the runs that may be preempted."""

@@ -129,7 +129,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(draft: Draft, demand: Demand, policy: Policy, now: Instant) -> Iterator[_Piece]:
-    """Every device that could host the demand."""
+    """Yield every device that could host the demand."""
     for node in draft.usable_nodes():
         if may_use_node(demand, draft.world.nodes[node]):
             for ledger in draft.usable_ledgers(node, policy, now):

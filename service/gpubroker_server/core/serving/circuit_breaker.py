@@ -19,7 +19,8 @@ class BreakerRules(NamedTuple):
 
 
 class Breaker:
-    """Closed until `faults` in a row; then open until the first answer after its pause."""
+    """A breaker that is closed until `faults` come in a row, then open until the first answer after its
+    pause."""
 
     __slots__ = ("_changed_at", "_faults", "_pause_seconds", "_rules", "fault", "is_open")
 

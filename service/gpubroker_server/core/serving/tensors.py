@@ -46,9 +46,9 @@ def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
 
 
 def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
-    """Flat, as JSON has them, in parts: all values together take many times the memory of their bytes. Bytes
-    that are no UTF-8 are read as Latin-1, NaN and infinities as None. Raises BadTensor before the first part
-    if the data does not have the length of its shape."""
+    """Yield the values in parts, flat, as JSON has them: all values together take many times the memory of
+    their bytes. Bytes that are no UTF-8 are read as Latin-1, NaN and infinities as None. Raises BadTensor
+    before the first part if the data does not have the length of its shape."""
     count, data = prod(tensor.shape), tensor.data
     if tensor.datatype == "BYTES":
         found = sum(1 for _ in elements_of(data))

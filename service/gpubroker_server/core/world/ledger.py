@@ -89,7 +89,7 @@ class DeviceLedger:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.holdings: dict[str, Holding] = {}
-        """Changed by `_enter` only."""
+        """The holdings by lease. Only `_enter` changes them."""
         self.pledges: dict[TaskId, Pledge] = {}
         self.sample: DeviceSample | None = None
         """The newest one; None before the first."""
@@ -136,7 +136,8 @@ class DeviceLedger:
         return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
     def _beyond_known_mb(self) -> int:
-        """Negative if processes are listed with more than is in use."""
+        """Return the use beyond that of the known processes; negative if processes are listed with more than
+        is in use."""
         sample = self.sample
         if sample is None:
             return 0

@@ -27,7 +27,7 @@ MAX_TYPICAL = 64
 """The most shapes that count as typical: each is evaluated on each state of a node."""
 
 MAX_CACHED_STATES = 10_000
-"""Cached answers, some megabytes, before all are dropped."""
+"""Number of cached answers at which all are dropped: some megabytes."""
 
 DeviceClasses = Mapping[str, tuple[int, Device]]
 """Device class -> (number of devices, one of them)"""
@@ -206,10 +206,10 @@ def _mean(stock: Inventory) -> float:
 
 
 MAX_COUNTED = 10_000
-"""Beyond this many submissions all counts are halved, so that old ones fade."""
+"""Number of submissions above which all counts are halved, so that old ones fade."""
 
 MAX_DEMANDS = 1_000
-"""Beyond this many different demands counts are halved as well: the rare ones go."""
+"""Number of different demands above which counts are halved as well: the rare ones go."""
 
 FRESH_SHARE = 0.125
 """The share of new submissions with which a new edition is published."""

@@ -50,7 +50,7 @@ class Accounts:
     def __init__(self, half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.half_life_seconds = half_life_seconds
         self.revision = 0
-        """Rises with every change of what a tenant holds."""
+        """Revision that rises with every change of what a tenant holds."""
         self._known: dict[str, Account] = {}
         self._whole: tuple[int, int] = (-1, 0)
 
@@ -77,7 +77,7 @@ class Accounts:
         account.mb_seconds, account.at = usage.mb_seconds, usage.at
 
     def rows(self) -> list[TenantUsage]:
-        """Sorted by tenant."""
+        """Return the usage of all tenants, sorted by tenant."""
         known = sorted(self._known.items())
         return [TenantUsage(tenant, account.mb_seconds, account.at) for tenant, account in known]
 

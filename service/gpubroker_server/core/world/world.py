@@ -79,7 +79,7 @@ class World:
         self.full_disks: dict[NodeName, str] = {}
         """Nodes on which nothing starts because a disk is too full, and which one."""
         self.inventory_version = 0
-        """Rises with every new or changed node or device row."""
+        """Version that rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
         """Unreleased leases of each claim, by key."""
@@ -202,7 +202,7 @@ class World:
         self.requests[request.id] = request
 
     def leases_of(self, task: Task) -> list[Lease]:
-        """Unreleased leases of a task's newest claim, ordered by key."""
+        """Return the unreleased leases of a task's newest claim, ordered by key."""
         run = self.leases.get((task.id, task.fence), {})
         return [run[key] for key in sorted(run)]
 

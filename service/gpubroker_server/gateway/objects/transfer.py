@@ -10,9 +10,9 @@ from gpubroker_server.http.problems import Problem
 from gpubroker_server.ports.store import BlobStore
 
 PART_BYTES: Final = 1024 * 1024
-"""Written and read at once. A smaller object is never in parts."""
+"""Number of bytes that are written and read at once. A smaller object is never in parts."""
 _INLINE_BYTES: Final = 64 * 1024
-"""Larger objects are hashed on a thread."""
+"""Size above which objects are hashed on a thread."""
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 

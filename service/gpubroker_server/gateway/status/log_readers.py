@@ -9,7 +9,7 @@ from gpubroker_server.ports.run_logs import LogRows
 from gpubroker_server.ports.store import Clock, StoreUnavailable
 
 LOOK_SECONDS = 0.2
-"""Between two looks of a reader for what is new."""
+"""Pause between two looks of a reader for what is new."""
 LOOKS_PER_SECOND = 200
 """The looks of all readers together: with many readers, each looks less often."""
 REPEAT_SECONDS = 1.0

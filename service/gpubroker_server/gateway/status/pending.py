@@ -1,4 +1,5 @@
-"""Why tasks wait, for answers that show it in passing. Cached for a second per kind of demand."""
+"""Reasons for which tasks wait, for answers that show them in passing. They are cached for a second per kind
+of demand."""
 
 from gpubroker.wire.tasks import Pending
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ NOT_YET_SEEN = Pending(
     inherits=None,
     start=None,
 )
-"""Why a task waits that the World does not have yet."""
+"""The state of a waiting task that the World does not have yet."""
 
 _NO_LEADER = (
     "there is no leader: no broker is running, or none reaches the database, and nothing starts or stops "

@@ -98,7 +98,7 @@ class Amounts(Body):
 
     @property
     def names_devices(self) -> bool:
-        """Restricts which GPUs will do, and so asks for one."""
+        """True if the demand restricts which GPUs will do, and so asks for one."""
         return bool(self.kinds or self.min_power or self.min_device_mb)
 
     @property

@@ -60,7 +60,7 @@ IdempotencyKey = Annotated[
 
 NOTHING_KEPT: Mapping[str, StoredObject] = {}
 _HASHED_INLINE_BYTES = 256 * 1024
-"""Larger bodies are hashed on a thread."""
+"""Size above which bodies are hashed on a thread."""
 
 
 class SentKey(NamedTuple):

@@ -128,7 +128,7 @@ class WorkersOfSet:
         self._turn = 0
         self._came = asyncio.Event()
         self.refusal = ""
-        """Why a worker that runs was last not to be reached, until one is ready."""
+        """The reason for which a worker that runs could not be reached last; empty once one is ready."""
 
     async def choose(
         self, workers: WorkerSet, size_bytes: int, routing: str, until: float

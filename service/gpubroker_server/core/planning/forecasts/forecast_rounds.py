@@ -43,7 +43,8 @@ def forecast_accuracies(world: World) -> list[ForecastsKept]:
 
 
 class ForecastRounds:
-    """Owned by the leader, and lost with it, except for the learned accuracy."""
+    """The rounds of forecasts. The leader owns them, and they are lost with it, except for the learned
+    accuracy."""
 
     def __init__(self) -> None:
         self.forecasts: Sequence[Forecast] = ()

@@ -230,7 +230,8 @@ class _Forecasting:
         task: Task,
         planned: Sequence[Reservation],
     ) -> list[float]:
-        """Possible starts: whenever a run ends, from the first instant with enough room in sum."""
+        """Return the possible starts: each time at which a run ends, from the first instant with enough room
+        in sum."""
         gpus = task.demand.gpus
         firsts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
         earliest = max(self._limits_allow_at, firsts[gpus - 1] if gpus else self._now)
@@ -288,7 +289,7 @@ class _Forecasting:
         return whole_run_seconds(task, self._world.learned.sketches, self._policy, kinds)
 
     def _ahead(self, place: Placement) -> Iterator[ExpectedEnd]:
-        """Expected ends of the holders of its devices, and of the reservations there."""
+        """Yield the expected ends of the holders of the place's devices, and of the reservations there."""
         for key, _ in place.devices:
             for holding in self._draft.ledger(key).holdings.values():
                 yield self._expected_ends.of_holding(holding)

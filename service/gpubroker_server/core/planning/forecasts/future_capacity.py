@@ -46,7 +46,7 @@ class ExpectedEnds:
         """`as_of`: the instant at which uncertain ends are estimated; None: now. Such an end moves on with
         every moment that the run lasts, so otherwise every task would delay a forecast made just before."""
         self.draft = draft
-        """May be replaced by another draft of the same World."""
+        """The draft, which may be replaced by another draft of the same World."""
         self.policy = policy
         self.now = now
         self._as_of = now if as_of is None else as_of
@@ -97,7 +97,8 @@ class ExpectedEnds:
         return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
 
     def _bounded(self, run: Task, p50_at: float, p90_at: float, n: int, *, is_guess: bool) -> ExpectedEnd:
-        """Every run is stopped at its time limit and at its deadline."""
+        """Return the expected end, bounded by the time limit and the deadline at which every run is
+        stopped."""
         latest = inf
         if run.timeout_seconds is not None:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds

@@ -69,7 +69,7 @@ class Limits:
         return None if balance.is_short or (gone and gone[-1].at == inf) else gone
 
     def _limiting_runs(self, task: Task) -> Iterator[EndingRun]:
-        """Active runs that count against one of the task's limits or its quota."""
+        """Yield the active runs that count against one of the task's limits or its quota."""
         for run in self._draft.active():
             if share_a_limit(run, task, self._policy):
                 expected_end = self._expected_ends.of(run)
@@ -166,7 +166,7 @@ class LimitReservations:
         return [first for first in ahead if ends_at > first.forecast.start_at]
 
     def _longest_seconds(self, task: Task) -> Seconds:
-        """90th percentile of its run time on the slowest usable kind; infinite if unknown."""
+        """Return the 90th percentile of the task's run time on the slowest usable kind; infinite if unknown."""
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
         equivalence = task.tenant, task.subject, needs_gpus(task.demand), *stated
         if equivalence not in self._longest:

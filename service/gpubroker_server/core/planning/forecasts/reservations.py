@@ -46,11 +46,11 @@ class Forecast(Struct, frozen=True):
     places: tuple[Placement, ...]
     """One; of a gang one for each of its required ranks; none while it waits for a limit or a quota."""
     start_at: Instant
-    """Median."""
+    """The median of the start."""
     p90_at: Instant
-    """90th percentile of the start."""
+    """The 90th percentile of the start."""
     end_at: Instant
-    """Median end of its run; infinite if its length is unknown."""
+    """The median of the end of the run; infinite if the run's length is unknown."""
     n: int
     """Past runs behind the estimate that has the fewest; 0 without any."""
     basis: Basis
@@ -331,7 +331,8 @@ class Reservations:
         return max((priority for priority in planned if task.priority < priority <= until), default=0)
 
     def _lengths_of(self, task: Task) -> tuple[Seconds, ...]:
-        """90th percentile of its run time, by kind of device on the nodes with reservations."""
+        """Return the 90th percentiles of the task's run time, by kind of device on the nodes with
+        reservations."""
         if self._kinds is None:
             self._kinds = sorted(
                 {ledger.device.kind for node in self.on for ledger in self.draft.ledgers_on(node)}
@@ -399,6 +400,6 @@ class Reservations:
         return stoppable_at(task, stops_below(other), self.policy, self.now) <= planned.forecast.start_at
 
     def _longest_seconds(self, task: Task, node: NodeName) -> float:
-        """90th percentile of its run time; infinite if unknown."""
+        """Return the 90th percentile of the task's run time; infinite if unknown."""
         sketches, kinds = self.draft.world.learned.sketches, self.draft.kinds_for(node, task)
         return whole_run_seconds(task, sketches, self.policy, kinds)[1]

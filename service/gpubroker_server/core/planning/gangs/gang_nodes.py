@@ -107,7 +107,7 @@ class GangNode:
         return self._spots[demand]
 
     def signature(self) -> object:
-        """Equal for nodes that are equivalent for the remaining ranks."""
+        """Return a value that is equal for nodes which are equivalent for the remaining ranks."""
         devices = ((self.devices[key].sort, free) for key, free in self.free.items())
         return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
 

@@ -45,7 +45,7 @@ class Room(Struct, frozen=True, dict=True):
         return rows(self.devices, self.beside.cpu)
 
     def may_fit(self, task: Task) -> bool:
-        """False: too small. True: perhaps large enough."""
+        """Return False if the room is too small, True if it is perhaps large enough."""
         demand = task.demand
         gpus, amounts = demand.gpus, self.ceiling.amounts
         if gpus and (gpus > len(amounts) or amounts[gpus - 1] < (demand.gpu_mb or 1)):
@@ -81,7 +81,8 @@ class _Facts:
     steps: list[int] = field(default_factory=list)
     """Priorities of its pledges and runs, and those up to which runs are protected by their turn."""
     most: dict[int, Room] = field(default_factory=dict)
-    """Negative: after idle work alone has left."""
+    """Steps above a priority -> room after all possible victims left; a negative key: after idle work alone
+    has left."""
 
 
 Known = dict[NodeName, _Facts]
@@ -108,7 +109,7 @@ class NodeRooms:
         return room
 
     def look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
-        """Now; `task`: one with pledges."""
+        """Return the room of the node now. `task`: a task with pledges."""
         ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
         devices = [(ledger.device, ledger.free_mb(task=task, priority=priority)) for ledger in ledgers]
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))
@@ -177,13 +178,13 @@ class NodeRooms:
                 rooms[above] = room.with_amounts(devices, room.beside.with_room_of(task, sign=-1))
 
     def leavers(self, node: NodeName, priority: int) -> list[PossibleVictim]:
-        """Possible victims for a task of this priority, in no order."""
+        """Return the possible victims for a task of this priority, in no order."""
         began_at, policy = self._began_at, self._policy
         runs = self.possible_victims(node)
         return [run for run in runs if gives_way(run, priority, policy, began_at)]
 
     def possible_victims(self, node: NodeName) -> Iterable[PossibleVictim]:
-        """Possible victims for any task, in no order."""
+        """Return the possible victims for any task, in no order."""
         facts = self._facts(node)
         if facts.runs is None:
             facts.runs = possible_victims(self._draft, node, self._began_at, facts.before)

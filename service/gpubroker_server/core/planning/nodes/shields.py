@@ -37,7 +37,8 @@ def victims_below(priority: int, *, with_gpus: bool) -> int:
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Strictly lower priority, and not protected. Nothing is protected from critical tasks."""
+    """Return True if the run has a strictly lower priority and is not protected. Nothing is protected from
+    critical tasks."""
     if run.priority >= for_priority or is_protected(run, for_priority, policy, now):
         return False
     return not has_turn_protection(run, for_priority, policy, now)
@@ -57,12 +58,13 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
 
 
 def is_protected(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Protected by its shield from a task of this priority."""
+    """Return True if the run is protected by its shield from a task of this priority."""
     return not _ignores_shields(run, for_priority) and is_shielded(run, policy, now)
 
 
 def _ignores_shields(run: Task, for_priority: int) -> bool:
-    """Critical tasks do. Idle work makes room for all other work at once, however often it had to before."""
+    """Return True if tasks of this priority ignore the shields of the run. Critical tasks do. Idle work makes
+    room for all other work at once, however often it had to before."""
     if is_critical(for_priority):
         return True
     match run.holder:

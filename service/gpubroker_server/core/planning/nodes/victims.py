@@ -88,8 +88,8 @@ def possible_victims(
 
 
 def _of_gang(draft: Draft, run: Task) -> Iterator[PossibleVictim]:
-    """Every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free nothing
-    more."""
+    """Yield every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free
+    nothing more."""
     surplus = removable_ranks(run)
     members = members_of(run)
     for rank in surplus:

@@ -74,9 +74,9 @@ NO_LESS: Cost = (0.0, 0, 1)
 
 class _NodeBound(NamedTuple):
     least: Cost
-    """Lower bound."""
+    """A lower bound of the cost."""
     newest: float
-    """Lower bound of what `_newest` says of the victims."""
+    """A lower bound of what `_newest` says of the victims."""
     node: NodeName
     is_close: bool
     """True if the bound was found by looking at all possible victims."""

@@ -15,7 +15,7 @@ are ordered by priority and age."""
 
 class TenantPosition(NamedTuple):
     claimed_mb: int = 0
-    """Held, and being freed for it."""
+    """The memory that is held, and that is being freed for the tenant."""
     used: float = 0.0
     """The decayed usage of the tenant, as a share of the most that all devices could have been used."""
 
@@ -87,7 +87,7 @@ class FairShares:
         return self._levels is other._levels and self.passed == other.passed
 
     def rank(self, tenant: str) -> Rank:
-        """Smallest first."""
+        """Return the rank of the tenant; the smallest comes first."""
         if self._levels is None:
             return EVEN
         rank = self._ranks.get(tenant)

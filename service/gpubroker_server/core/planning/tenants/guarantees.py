@@ -194,7 +194,7 @@ class _LeavingByTenant:
 
 
 def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
-    """Held by the run, or by one of its ranks, without leases that are leaving already."""
+    """Return the memory held by the run, or by one of its ranks, without leases that are leaving already."""
     leases = draft.world.leases_of(run)
     holdings = [draft.ledger(lease.device).holdings.get(lease.key) for lease in leases]
     stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]

@@ -19,7 +19,7 @@ NO_TASK = TaskId("")
 NO_CHANGE: Mapping[str, int] = MappingProxyType({})
 
 MAX_NEEDS = 10_000
-"""Cached demands; beyond this the cache is emptied."""
+"""Number of cached demands above which the cache is emptied."""
 
 
 class QuotaNeeds:
@@ -61,7 +61,7 @@ class Allowance(Struct, frozen=True):
     """The quota of one tenant, as one of its tasks finds it."""
 
     claimed_mb: int
-    """Held, and being freed for it."""
+    """The memory that is held, and that is being freed for the task."""
     guaranteed_mb: int
     left_mb: int
     """The memory that the tenant may still take; negative above its quota."""
@@ -122,7 +122,8 @@ class Quotas:
         self._policy = policy
         self._needs = QuotaNeeds() if needs is None else needs
         self._sums = _Sums(policy)
-        """Held in the World at `_revision`, and the first `_counted` entries that the draft has given."""
+        """Sums of what is held in the World at `_revision`, and of the first `_counted` entries that the
+        draft has given."""
         self._revision = -1
         self._counted = 0
         self._claims: dict[int, tuple[int, _Sums]] = {}
