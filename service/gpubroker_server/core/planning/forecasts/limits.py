@@ -166,7 +166,8 @@ class LimitReservations:
         return [first for first in ahead if ends_at > first.forecast.start_at]
 
     def _longest_seconds(self, task: Task) -> Seconds:
-        """Return the 90th percentile of the task's run time on the slowest usable kind; infinite if unknown."""
+        """Return the 90th percentile of the task's run time on the slowest usable kind; infinite if
+        unknown."""
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
         equivalence = task.tenant, task.subject, needs_gpus(task.demand), *stated
         if equivalence not in self._longest:
