@@ -67,6 +67,7 @@ _WRITER = {
     "idle_in_transaction_session_timeout": "2s",
     "lock_timeout": "5s",
     "statement_timeout": "10s",
+    # The connection is kept even if nothing is written for a long time.
     "idle_session_timeout": "0",
     # The server notices within seconds that our machine is gone, and releases its locks.
     "tcp_keepalives_idle": "1",
@@ -386,7 +387,7 @@ class Hints:
             while not connection.is_busy() and connection.get_result() is not None:
                 pass  # Answers to notifications and probes of ours say nothing.
             while (notice := connection.notifies()) is not None:
-                # The server also sends this process what it has sent itself, and has applied already.
+                # A process also receives its own notifications, which tell it nothing new.
                 is_hint |= notice.be_pid != connection.backend_pid
                 has_resigned |= notice.extra == _RESIGNED.encode()
         if is_hint:

@@ -214,7 +214,7 @@ class Change(Unit):
 
     def on_failed(self, error: Exception) -> None:
         match error:
-            # A device without a row cannot be leased. Planning again from the same World would fail again.
+            # The plan is wrong and not just old: only a device without a row misses `lease_memory`.
             case GuardMissed(statement=sql.lease_memory) | ConstraintFailed():
                 self.answer = CommitVerdict.REFUSED
             case GuardMissed():

@@ -371,7 +371,7 @@ def now(connection: Connection) -> Instant:
 
 def _held_back(connection: Connection) -> HeldBack | None:
     """Return how long transactions of others have held the database's cleanup back, and how many transactions
-    replication slots hold back, whose times are unknown. Returns None for SQLite, which has neither."""
+    replication slots hold back, whose times are unknown. Returns None for SQLite."""
     if connection.dialect.name == "sqlite":
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
@@ -410,7 +410,7 @@ def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
 def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
     order = _page.page if wanted.by_commit else _page.first
     chosen = select(tables.item_page).where(_page.array == wanted.array).order_by(order).limit(wanted.limit)
-    # The primary key finds the first one; a page holds few items, so few rows before it are read.
+    # Only `array` bounds the search in the index: pages up to `after` are read there and passed over.
     chosen = chosen.where(_page.page > wanted.after if wanted.by_commit else _behind > wanted.after + 1)
     if wanted.failed is not None:
         chosen = chosen.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)

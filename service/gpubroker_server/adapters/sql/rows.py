@@ -97,8 +97,8 @@ def spec_tail(submission: AdmittedTask) -> Row:
 
 
 def _env(spec: RunSpec) -> Row:
-    told = {**spec.env, **told_variables(spec)} if spec.is_told_more else spec.env
-    return (json_text(told) if told else "{}",)
+    variables = {**spec.env, **told_variables(spec)} if spec.is_told_more else spec.env
+    return (json_text(variables) if variables else "{}",)
 
 
 # The columns are those of StoredTask, and their values are the task's own fields of the same names.

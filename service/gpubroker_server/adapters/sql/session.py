@@ -62,7 +62,7 @@ class Rows:
         self.alike: list[Alike] = []
 
     def __len__(self) -> int:
-        return len(self.single) + sum(len(alike.heads) for alike in self.alike)
+        return len(self.single) + sum(len(block.heads) for block in self.alike)
 
     def __iter__(self) -> Iterator[Row]:
         yield from self.single
