@@ -43,7 +43,7 @@ class Facts(Struct, frozen=True):
     sender: Sender | None
     """The sender of the submission; None if the service itself submits, which needs no permission."""
     dependencies: Mapping[TaskId, StoredState] = NO_STATES
-    """The states of the tasks that it runs after, as far as they exist."""
+    """The states of the tasks that the new task runs after, as far as they exist."""
     streams: Collection[str] = ()
     """The work streams that there are. Needed only if the submission names one."""
     secrets: Sequence[str] = ()
@@ -58,14 +58,14 @@ class Refused(Struct, frozen=True):
     """The refusal of a submission."""
 
     code: str
-    """The code of its problem, as in docs/errors.md."""
+    """The code of the refusal's problem, as in docs/errors.md."""
     detail: str = ""
     """The cause in words; empty for `validation-failed`, whose faults say what is wrong."""
     faults: tuple[Refusal, ...] = ()
     """The fields that are invalid, all of them, or the one that could never be satisfied. `field` is a
     pointer into the body, as RFC 6901 has it."""
     would_be: AdmittedTask | None = None
-    """The task that it would have been, if its body is valid."""
+    """The task that the submission would have become, if its body is valid."""
 
 
 INVALID = "validation-failed"

@@ -26,7 +26,7 @@ class Permissions(Struct, frozen=True):
     python: str
     """The Python minor that runs pickled functions."""
     cloudpickle: str
-    """The version that unpickles them."""
+    """The version of cloudpickle that unpickles functions."""
     env_allowed: tuple[str, ...] = ()
     """Patterns of the environment variables that a token without a scope for code may set."""
 

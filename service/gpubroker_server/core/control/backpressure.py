@@ -25,9 +25,9 @@ class Pressure(NamedTuple):
     value: float | None
     high: float
     closed_below: int
-    """Tasks with a priority below it are refused ..."""
+    """The priority below which tasks are refused."""
     retry_after_seconds: Seconds
-    """... and their clients asked to try again so much later."""
+    """The time after which the clients of refused tasks are asked to try again."""
 
     @property
     def tenant(self) -> str:

@@ -76,7 +76,7 @@ class DiskGuard(DiskRules, frozen=True, kw_only=True):
 
 
 FALL = 0.01
-"""A disk leaves a level when it is so far below it: one that hovers there is not reported again and again."""
+"""Distance below a level at which a disk leaves it: one that hovers there is not reported again and again."""
 
 
 class DiskStanding(NamedTuple):

@@ -45,7 +45,7 @@ class FleetRules(Struct, frozen=True):
 
     targets: tuple[FleetTarget, ...] = ()
     constraint_seconds: NonNegativeSeconds = Seconds(60.0)
-    """A measure that has been above its target for so long is reported."""
+    """The time above its target after which a measure is reported."""
     controller: bool = False
     """Hold background work back so that GPU utilisation stays inside its targets."""
     gains: Gains = field(default_factory=Gains)

@@ -20,7 +20,7 @@ class Reading(NamedTuple):
     utilization: float | None
     """0 to 1; None: not measured lately."""
     fills_itself: bool = False
-    """All that runs on it is the work of idle templates, which does not make it busy."""
+    """True if the device or node runs nothing but the work of idle templates, which does not make it busy."""
 
 
 class Idle(NamedTuple):

@@ -58,7 +58,7 @@ class TemplateSeen(NamedTuple):
     running: int = 0
     waiting: int = 0
     number: int = 0
-    """The number of its next task in this term: all gateways choose the same key for it."""
+    """The number of the template's next task in this term. All gateways choose the same key for it."""
     missing: int = 0
     """The number of tasks that are to be submitted now, with this number and the following ones."""
     paused_until: Instant | None = None

@@ -22,9 +22,10 @@ class ThroughputRules(Struct, frozen=True):
     seconds: Annotated[Seconds, Meta(ge=1)] = Seconds(300.0)
     """Rates are means over this time."""
     change: Share = 0.5
-    """A rate is told when it differs from the one that was told last by this share of it ..."""
+    """A rate is reported when it differs from the rate that was reported last by this share of the latter,
+    and by `least_per_second`."""
     least_per_second: PositiveAmount = 0.1
-    """... and by so much."""
+    """The least difference of a rate that is reported, in items per second."""
 
 
 class Throughput:

@@ -121,7 +121,7 @@ class StreamState(Struct, frozen=True):
 
     name: str
     curriculum: float | None = None
-    """The weight that an operator has given it; None: it has that of the settings."""
+    """The weight that an operator has given the stream; None if it has that of the settings."""
     progress: float | None = None
     progress_at: Instant = Instant(0.0)
     velocity_per_hour: float = 0.0
@@ -175,7 +175,7 @@ class Decision(Struct, frozen=True):
     items: tuple[ItemPage, ...] = ()
     requests_done: tuple[str, ...] = ()
     answer: str = ""
-    """The digest of the object that answers them."""
+    """The digest of the object that answers the requests."""
     orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Observation, ...] = ()
     forgotten: tuple[SketchKey, ...] = ()

@@ -57,7 +57,7 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
     """The way to spread ranks over nodes: `pack` on few, `spread` on many, `strict_pack` on one,
     `strict_spread` one each."""
     min_ranks: int | None = None
-    """A gang may run with this many of its ranks, the first ones; None: with all only."""
+    """The number of its ranks, the first ones, with which a gang may run; None if it needs all."""
     answered_by: str = ""
     """The model that is to answer an inference. Such a task needs nothing of nodes or devices: the model
     holds it."""

@@ -53,16 +53,16 @@ class Device(Struct, frozen=True, dict=True):
     declared_foreign_mb: Mib = Mib(0)
     """The MiB that the operator declares for other programs: set aside, and expected to be in use."""
     power: int = 0
-    """The rank of its kind: more is stronger; 0 if it has none."""
+    """The rank of the device's kind: more is stronger; 0 if the kind has none."""
     context_mb: Mib = Mib(0)
     simulated: bool = False
     parent: str = ""
-    """UUID of the GPU that this is a MIG instance of; empty for a whole GPU."""
+    """The UUID of the GPU of which this device is a MIG instance; empty for a whole GPU."""
     split: bool = False
     """True if the GPU has MIG instances: these are leased, and the GPU itself is not."""
     present: bool = True
-    """True if its node's agent finds it. A removed device takes nothing new; its leases stay until their
-    holders are confirmed gone."""
+    """True if the node's agent finds the device. A removed device takes nothing new; its leases stay until
+    their holders are confirmed gone."""
     version: int = 1
 
     @cached_property
@@ -165,7 +165,7 @@ class NodeSample(Struct, frozen=True):
     node: NodeName
     at: Instant
     cpu: float
-    """The share of all its CPUs that was busy since the sample before: 0 to 1."""
+    """The share of all CPUs of the node that was busy since the sample before: 0 to 1."""
     memory_total_mb: Mib
     memory_available_mb: Mib
     memory_pressure: float | None = None
@@ -259,7 +259,7 @@ class DiskQuestion(Struct, frozen=True):
     live: tuple[str, ...] = ()
     """Checkpoints from which tasks would go on, as whole paths. Dispatch adds them."""
     above: float = 0.0
-    """A disk of which a smaller share is used is left as it is."""
+    """The used share below which a disk is left as it is."""
 
 
 class DiskOrder(DiskQuestion, frozen=True, kw_only=True):

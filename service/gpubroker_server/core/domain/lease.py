@@ -54,16 +54,16 @@ class LeaseState(StrEnum):
     the lease on. After a crash the agent says whether the start ever arrived; no timeout releases the
     lease."""
     HELD = "held"
-    """The agent, or the model server's index, confirmed what occupies it. The end of the run moves it on; a
-    crash leaves it as it is."""
+    """The agent, or the model server's index, confirmed the run or the model that occupies the memory. The
+    end of the run moves the lease on; a crash leaves it as it is."""
     RELEASING = "releasing"
     """The run ended; its process is not confirmed gone. The agent's proof moves it on, or its deadline does
     (to quarantined). A new leader restarts the deadline."""
     RELEASED = "released"
     """The holder is confirmed gone, by proof or by a named operator. The end."""
     QUARANTINED = "quarantined"
-    """The holder should be gone, and no agent has confirmed it. Counts as used. Only a proof or an operator's
-    statement moves it on; time and crashes do not."""
+    """The holder should be gone, and no agent has confirmed that. The memory counts as used. Only a proof or
+    an operator's statement moves the lease on; time and crashes do not."""
 
 
 NEXT_STATES = {
@@ -84,7 +84,7 @@ start is reported."""
 
 class Proof(StrEnum):
     PROCESS_ABSENT = "process_absent"
-    """The node agent found no trace of its process."""
+    """The node agent found no trace of the holder's process."""
     BOOT_CHANGED = "boot_changed"
     """The machine was rebooted since."""
     NEVER_STARTED = "never_started"
@@ -94,7 +94,7 @@ class Proof(StrEnum):
     NOT_YOUR_PROCESS = "not_your_process"
     """The process that an external lease named belongs to something else, which has a lease."""
     AGENT_RESTARTED = "agent_restarted"
-    """A later agent of the machine found neither its mark nor GPU memory of its process."""
+    """A later agent of the machine found neither the holder's mark nor GPU memory of its process."""
     DEVICE_REMOVED = "device_removed"
     """The device is no longer in the machine."""
     UNLOADED = "unloaded"
@@ -127,7 +127,7 @@ class Lease(Struct, frozen=True):
     """Use measured when the lease was first exceeded; 0 if it never was."""
     quarantined_at: Instant | None = None
     proof: str = ""
-    """The `Proof` that released it. In the event log; no row keeps it."""
+    """The `Proof` that released the lease. It is in the event log; no row keeps it."""
 
     @property
     def key(self) -> str:
@@ -175,7 +175,7 @@ class PledgeEnd(StrEnum):
     TAKEN = "taken"
     """A task of strictly higher priority took the memory."""
     DISSOLVED = "dissolved"
-    """A victim was not confirmed gone in time, and its task goes elsewhere or has waited for long."""
+    """A victim was not confirmed gone in time, and the preemptor goes elsewhere or has waited for long."""
 
 
 class Pledge(Struct, frozen=True):
@@ -197,9 +197,9 @@ class Pledge(Struct, frozen=True):
     tenant: str
     made_at: Instant
     deadline_at: Instant
-    """The latest stop deadline of its victims, or the limit of a move."""
+    """The latest stop deadline of the pledge's victims, or the limit of a move."""
     ranks: tuple[int, ...] = ()
-    """The ranks of a gang that will use it; their CPU and host memory are kept for them as well."""
+    """The ranks of a gang that will use the memory; their CPU and host memory are kept for them as well."""
 
     @property
     def key(self) -> str:

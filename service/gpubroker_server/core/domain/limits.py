@@ -31,7 +31,7 @@ class ServiceLimits(Struct, frozen=True):
     tenant_pending_tasks: Count = 500_000
     """The most tasks of a tenant that wait."""
     tenant_pending_bytes: Count = 4 * 1024**3
-    """The most that they keep for their runs."""
+    """The most bytes that the waiting tasks of a tenant keep for their runs."""
     tenant_waits: Count = 1_000
     """The most requests of a tenant that wait for a task in one gateway."""
     tenant_requests: Annotated[int, Meta(ge=1)] = 4_096

@@ -100,7 +100,7 @@ class ItemsOrder(_RunOrder, frozen=True):
     number: int
     held: tuple[ItemRange, ...]
     is_over: bool
-    """Nothing is left for it."""
+    """True if nothing is left for the worker."""
     rank: int = 0
 
 
@@ -308,7 +308,7 @@ class ReportedDevice(Struct, frozen=True):
     physical_mb: Mib
     simulated: bool
     parent: str = ""
-    """UUID of the GPU that it is a MIG instance of."""
+    """The UUID of the GPU of which the device is a MIG instance; empty for a whole GPU."""
     split: bool = False
     """True if only the MIG instances of the GPU can be used, even if it has none."""
 

@@ -204,7 +204,8 @@ class Policy(Struct, frozen=True, dict=True):
     min_run_seconds: NonNegativeSeconds = Seconds(0.0)
     """A run is not preempted for this long after its start, except by critical tasks."""
     min_residency_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(5.0)
-    """The same for a model, from its load; longer for one that loads slowly. 0: no protection at all."""
+    """The time after its load for which a model is not preempted, except by critical tasks; longer for a
+    model that loads slowly. 0: no protection at all."""
     maximum: TaskMaximum = TaskMaximum()  # frozen
     array_result_bytes: Annotated[int, ELSEWHERE] = ServiceLimits().array_result_bytes
     """The most bytes of the results of one array."""

@@ -11,7 +11,7 @@ class Reason(StrEnum):
 
     HELD = "Held"
     QUEUE_PAUSED = "QueuePaused"
-    """An operator has paused its tenant or its work stream."""
+    """An operator has paused the task's tenant or its work stream."""
     MISCONFIGURED = "Misconfigured"  # reserved
     EXCEEDS_CAPACITY = "ExceedsCapacity"
     """The task can never fit: no device, node or limit is large enough."""
@@ -25,7 +25,7 @@ class Reason(StrEnum):
     """No node answers, no broker leads, or memory use is unknown."""
     NOT_BEFORE = "NotBefore"
     DEPENDENCY_PENDING = "DependencyPending"
-    """Tasks that it runs after have not ended."""
+    """Tasks that this one runs after have not ended."""
     QUOTA_EXHAUSTED = "QuotaExhausted"
     """The quota of the task's tenant is used up."""
     CONCURRENCY_LIMITED = "ConcurrencyLimited"
@@ -38,11 +38,11 @@ class Reason(StrEnum):
     BEHIND_HIGHER_PRIORITY = "BehindHigherPriority"
     """The task would fit, but the free memory is reserved for others."""
     WAITING_FOR_PREEMPTION = "WaitingForPreemption"
-    """Runs are being stopped to make room for it."""
+    """Runs are being stopped to make room for the task."""
     MODEL_LOADING = "ModelLoading"
-    """The model that is to answer it is not loaded."""
+    """The model that is to answer the task is not loaded."""
     PENDING_EVALUATION = "PendingEvaluation"
-    """Nothing stands in its way; the next cycle considers it."""
+    """Nothing stands in the task's way; the next cycle considers it."""
 
     @property
     def tier(self) -> int:

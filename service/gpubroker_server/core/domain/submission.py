@@ -47,7 +47,8 @@ class SeatTerms(Struct, frozen=True):
     start_seconds: float = 3600.0
     """A worker that has not made its objects within this time has failed to start."""
     health: Mapping[str, Any] | None = None
-    """The method that is called to see whether it is well, how often, and how many failures end it."""
+    """The method that is called to see whether the worker is well, the interval, and the number of failures
+    that end it."""
     roles: Mapping[str, Any] = field(default_factory=dict)
     """Name -> the entrypoint of a further object in the same process, with its arguments."""
 
@@ -68,7 +69,7 @@ class RunSpec(Struct, frozen=True):
     python: str = ""
     """`3.11`: the Python minor that pickled a function."""
     objects: tuple[str, ...] = ()
-    """Ids of those that the arguments of a function name, which only its pickle knows otherwise."""
+    """Ids of the objects that the arguments of a function name, which otherwise only its pickle knows."""
     env: Mapping[str, str] = field(default_factory=dict)
     result_format: str = "json"
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -77,13 +78,13 @@ class RunSpec(Struct, frozen=True):
     sizing: Sizing | None = None
     """The way in which `gpu_mb` was learned at submit; None if the client stated it."""
     roles: tuple[str, ...] = ()
-    """Names of the roles that take turns in its process, sorted."""
+    """Names of the roles that take turns in the task's process, sorted."""
     profile: str = ""
-    """The profile whose sizes and limits hold for what its submit left out."""
+    """The profile whose sizes and limits hold for fields that the submit left out."""
     max_concurrency: int | None = None
-    """A number for its own code, which is shown and has no other effect."""
+    """The `max_concurrency` for the task's own code, which is shown and has no other effect."""
     retry_of: TaskId | None = None
-    """The ended task that it does again."""
+    """The ended task that this one does again."""
     items: ItemTerms | None = None
     """Set for a worker of an array."""
     seat: SeatTerms | None = None
@@ -126,7 +127,7 @@ class ArrayTerms(Struct, frozen=True):
     pickled: bool = False
     """True if the workers unpickle the items; otherwise the items are JSON."""
     objects: tuple[str, ...] = ()
-    """Ids of those that its items name."""
+    """Ids of the objects that the items name."""
     retry_on: tuple[RetryOn, ...] = tuple(RetryOn)
     """The causes that use a retry of an item."""
 
@@ -274,7 +275,7 @@ class AdmittedTask(Struct, frozen=True):
     idempotency_key: str | None = None
     body_hash: str = ""
     like: "AdmittedTask | None" = None
-    """A new task that differs in task id, run and `queued_bytes` only, so that its encoded fields can be
+    """A new task that differs only in task id, run and `queued_bytes`, so that its encoded fields can be
     reused."""
 
 

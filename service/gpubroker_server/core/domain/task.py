@@ -156,7 +156,7 @@ class Task(Struct, frozen=True, omit_defaults=True):
     shareable: bool = False
     """True if the run may share one warm process: an entrypoint, no GPU, less than one CPU, no env."""
     after: tuple[Dependency, ...] = ()
-    """The tasks of its tenant that it waits for, as submitted."""
+    """The tasks of its tenant that the task waits for, as submitted."""
     queue_ttl_seconds: Seconds | None = None
     deadline_at: Instant | None = None
     """The latest end: a pending task expires and a run is stopped then. An external holder's renewal extends
@@ -169,7 +169,8 @@ class Task(Struct, frozen=True, omit_defaults=True):
     """The name under which sizes and run times are learned: its model type, else its name, else its
     entrypoint. Empty: nothing is learned."""
     queued_bytes: int = 0
-    """The bytes that it keeps for its run: arguments (also those in an object), command, env and labels."""
+    """The bytes that the task keeps for its run: arguments (also those in an object), command, env and
+    labels."""
     state: TaskState = field(default_factory=repeat(TaskState.PENDING).__next__)
     """The state of the task. It is always encoded, unlike other defaults, because readers of the log ask each
     event for it."""
@@ -179,7 +180,7 @@ class Task(Struct, frozen=True, omit_defaults=True):
     awaits: bool = False
     """True if not all of `after` have ended, as far as the row says."""
     failed_by: TaskId | None = None
-    """The first failed task of the chain of dependencies that made it fail."""
+    """The first failed task of the chain of dependencies that made this task fail."""
     expires_at: Instant | None = None
     """The time at which the task expires if it was never admitted, set when it enters the queue. The time
     until which a model is wanted, pending or loaded."""

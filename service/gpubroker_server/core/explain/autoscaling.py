@@ -72,7 +72,8 @@ class AutoscalingDemand(Struct, frozen=True):
 
 
 MOST_BUNDLES = 1000
-"""An autoscaler plans for each of them. One of each shape comes first, then those of the most tasks."""
+"""The most bundles: an autoscaler plans for each of them. One of each shape comes first, then those of the
+most tasks."""
 
 
 def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:

@@ -172,7 +172,7 @@ def smaller_cpu_and_memory(planner: RemedyPlanner) -> Remedy | None:
 
 
 STEPS = 64
-"""Steps of its size in which a smaller rank is tried."""
+"""Number of steps of its size in which a smaller rank is tried."""
 
 NOT_STRICT = {"strict_pack": "pack", "strict_spread": "spread"}
 

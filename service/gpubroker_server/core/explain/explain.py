@@ -71,7 +71,7 @@ class Explanation(Struct, frozen=True):
     task: TaskId
     state: TaskState
     message: str
-    """The most structural blocker's, or what it is doing."""
+    """The message of the most structural blocker, or what the task is doing."""
     queue_length: int
     """All pending tasks, held and delayed ones included."""
     reason: Reason | None = None
@@ -79,7 +79,7 @@ class Explanation(Struct, frozen=True):
     position: int | None = None
     """1 is next; None for a task that is not in the queue: not pending, held, or not due."""
     inherits: Inherited | None = None
-    """The task whose priority it has in the queue; None: its own."""
+    """The task whose priority this one has in the queue; None if it has its own."""
     blockers: tuple[Blocker, ...] = ()
     """The blockers, most structural first; never empty for a pending task."""
     devices: tuple[DeviceVerdict, ...] = ()

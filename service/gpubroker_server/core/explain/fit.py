@@ -41,7 +41,8 @@ class Component(Struct, frozen=True):
     demand: Demand
     priority: int
     apart: tuple[Demand, ...] = ()
-    """The demands of its roles, if they share one process; without colocation each runs by itself."""
+    """The demands of the component's roles, if they share one process; without colocation each runs by
+    itself."""
 
 
 class Placed(Struct, frozen=True):
@@ -237,7 +238,7 @@ def _mb_of(demand: Demand) -> float:
 
 class FreeCapacity(Struct, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    """(device, MiB left of it), of those with anything left."""
+    """(device, MiB left) of the devices with anything left."""
     cpu: float
     memory_mb: int
 

@@ -40,7 +40,7 @@ class PreemptionStatus(StrEnum):
     ROOM_IS_COMING = "room_is_coming"
     """Memory that is being released anyway is enough."""
     RESERVED = "reserved"
-    """The room that its victims would free is reserved for tasks ahead of it."""
+    """The room that the victims would free is reserved for tasks ahead of this one."""
     OFF = "off"
     NO_GPUS = "no_gpus"
     """The task asks for no GPU, and of such tasks only critical ones preempt others."""
@@ -51,7 +51,7 @@ class PreemptionStatus(StrEnum):
     NOT_ENOUGH = "not_enough"
     """The task would not even fit without all unprotected runs."""
     NO_RUNS = "nobody"
-    """Nothing runs on the nodes that it could use."""
+    """Nothing runs on the nodes that the task could use."""
 
 
 class Protection(StrEnum):

@@ -39,7 +39,7 @@ class Remedy(Struct, frozen=True):
     way: Start | Evict
     """The planner's decision with the change."""
     after: Task | None = None
-    """The run after whose end it starts."""
+    """The run after whose end the task starts."""
     within: Remaining | None = None
     """The time until that end; None if the task starts at once, or if the time is unknown."""
 

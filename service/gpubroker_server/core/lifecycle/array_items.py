@@ -57,9 +57,9 @@ class ArrayWork:
         self.left = len(self._status) - self._status.count(_DONE) - self._status.count(_ABSENT)
         self.last_page = last_page
         self.size_bytes = size_bytes
-        """The bytes of its results."""
+        """The bytes of the array's results."""
         self._lowest_open = 0
-        """No item below it is open."""
+        """The lowest item that may be open: no item below it is."""
         self._held: dict[_Holder, frozenset[int]] = {}
         self._tries: dict[int, int] = {}
         """Item that ended its process at its time limit -> tries in those processes."""

@@ -44,7 +44,7 @@ TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
 
 
 STACK_SECONDS = Seconds(10.0)
-"""An agent has so long to read the stacks of a run."""
+"""The longest time that an agent has for reading the stacks of a run."""
 
 
 HOUR_SECONDS = 3600.0

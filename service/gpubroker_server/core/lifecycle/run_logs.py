@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 FOLLOWED_SECONDS = Seconds(5.0)
-"""The logs of a gateway that has not repeated them for so long are not followed."""
+"""The time after which the logs of a gateway that has not repeated them are not followed any more."""
 
 
 class FollowedLogs(Struct, frozen=True):

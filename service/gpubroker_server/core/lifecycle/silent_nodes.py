@@ -29,7 +29,7 @@ UNLISTED_SECONDS = 70.0
 lost the service ends itself after 60 s."""
 
 LISTING_SECONDS = 15.0
-"""A control service of which nothing is heard for so long is away."""
+"""The time after which a control service of which nothing is heard is away."""
 
 RECENT_SECONDS = 30.0
 """Nodes that are lost within this time count as lost at once."""

@@ -55,7 +55,7 @@ class View(Struct, frozen=True):
     places: Places
     offers: Offers
     most_nodes: int | None = None
-    """Victims are looked for on so many nodes only; None: on all."""
+    """The number of nodes on which victims are looked for; None for all."""
 
     def is_short_of_limits(self, task: Task) -> bool:
         """True if a limit of the whole cluster has too little left for it, whatever the nodes have."""
@@ -83,11 +83,12 @@ class WaitReason(StrEnum):
     NO_ROOM = "no_room"
     """No node has room, and none would have it without the runs that may be preempted."""
     COMING = "coming"
-    """Room for it is being given back; no run is stopped for it."""
+    """Room for the task is being given back; no run is stopped for it."""
     RESERVED = "reserved"
-    """The room that it could use is reserved for tasks ahead of it."""
+    """The room that the task could use is reserved for tasks ahead of it."""
     LIMIT = "limit"
-    """A limit of the cluster has too little left, or tasks ahead of it wait for the same limit or quota."""
+    """A limit of the cluster has too little left, or tasks ahead of this one wait for the same limit or
+    quota."""
     QUOTA = "quota"
     """The task's tenant has what it may have, and no run of its own that could give way."""
     GUARANTEE = "guarantee"
@@ -99,9 +100,10 @@ class WaitReason(StrEnum):
 class Wait(Struct, frozen=True):
     reason: WaitReason
     coming_on: tuple[NodeName, ...] = ()
-    """Nodes on which room for it is being given back, or is reserved."""
+    """Nodes on which room for the task is being given back, or is reserved."""
     by_tenant: bool = False
-    """A quota or a guarantee had a part in it: an equal task of another tenant may find a way."""
+    """True if a quota or a guarantee had a part in the answer: an equal task of another tenant may find a
+    way."""
     places: ClassVar[None] = None
     eviction: ClassVar[None] = None
 

@@ -53,7 +53,7 @@ class PlaceTable:
     """The best place of equal tasks on each node that has one."""
 
     seen: int = -1
-    """Revision of the draft's changes up to which it holds; -1: no node was probed yet."""
+    """Revision of the draft's changes up to which the table holds; -1: no node was probed yet."""
     found: dict[NodeName, Found] = field(default_factory=dict)
 
 

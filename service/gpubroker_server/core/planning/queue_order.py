@@ -84,7 +84,7 @@ class QueueOrder:
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
         """Bands to open, the highest last."""
         self._unsifted: list[EquivalenceClass] = []
-        """Demands of the open band of which it is not known whether they are admissible."""
+        """Demands of the open band of which nobody has checked whether they are admissible."""
         self._arriving: list[EquivalenceClass | Equals] = []
         """The groups of the open band that are sifted and not merged yet."""
         self._inadmissible: list[Equals] = []

@@ -14,10 +14,11 @@ FRESH_SECONDS: Final = Seconds(3.0)
 """Gateways ignore shares that the leader gave longer ago."""
 
 HOLD_SECONDS: Final = Seconds(30.0)
-"""A claim holds for so long after it was written: by then its gateway is down to one slot by itself."""
+"""The time for which a claim holds after it was written: by then its gateway is down to one slot by
+itself."""
 
 AWAY_SECONDS: Final = Seconds(5.0)
-"""A gateway that has written nothing for so long gets nothing more."""
+"""The time after which a gateway that has written nothing gets nothing more."""
 
 _REMEMBERED_SECONDS: Final = 2 * FRESH_SECONDS
 """No gateway acts upon shares that were given longer ago."""
@@ -32,9 +33,9 @@ class Claim(NamedTuple):
     gateway: str
     at: Instant
     holds: Mapping[str, int]
-    """Model -> how many requests it may be sending at once."""
+    """Model -> number of requests that the gateway may be sending at once."""
     wants: Mapping[str, int]
-    """Model -> how many requests it has, queued ones included."""
+    """Model -> number of requests that the gateway has, queued ones included."""
 
 
 class SlotShares:
@@ -102,12 +103,12 @@ def _split(amount: int, weights: Mapping[str, int]) -> Shares:
 FIRST_LIMIT: Final = 4
 MOST: Final = 256
 WORTH: Final = 0.2
-"""The part of what more requests at once could bring in answers per second that they must bring: twice as
-many are kept for a fifth more answers."""
+"""The share of the possible gain that more requests at once must bring in answers per second: twice as many
+are kept for a fifth more answers."""
 
 _FEWEST_ANSWERS: Final = 16
 _ROUNDS: Final = 2
-"""A rate is taken over so many answers for each slot."""
+"""Number of answers for each slot over which a rate is taken."""
 
 
 class _Tried(NamedTuple):

@@ -43,7 +43,7 @@ class PriorityInheritance:
         self._passed: dict[TaskId, int] = {}
         """Dependent -> the priority that it passes on."""
         self._counts: dict[TaskId, Counter[int]] = {}
-        """Dependency -> priority -> how many dependents pass it on."""
+        """Dependency -> priority -> number of dependents that pass it on."""
 
     def update(self, dependent: Task) -> None:
         self._own[dependent.id] = NO_PRIORITY if dependent.held else dependent.priority

@@ -293,7 +293,8 @@ class UnconfirmedHolders:
 
     def __init__(self) -> None:
         self.releasing: dict[RunId, Instant] = {}
-        """Run -> when its end was reported; rows say only that it ended. Its leases are released together."""
+        """Run -> the time at which its end was reported; rows say only that it ended. Its leases are released
+        together."""
         self.quarantined: dict[str, dict[str, Lease]] = {}
         """Holder -> leases in quarantine of all its attempts, by key."""
 

@@ -212,7 +212,7 @@ class PendingQueue:
         self.pauses: dict[str, QueuePause] = {}
         """Queue -> pause; changed by `set_pause` only."""
         self.paused: set[TaskId] = set()
-        """Nothing but a pause keeps them out of the groups."""
+        """Tasks that only a pause keeps out of the groups."""
         self.stream_weights: dict[str, float] = {}
         """Stream -> weight from fleet control; other work streams have that of the policy. Changed by `weigh`
         only."""

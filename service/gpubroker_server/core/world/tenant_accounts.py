@@ -37,10 +37,10 @@ class Account:
 
     def __init__(self, held_mb: int = 0, mb_seconds: float = 0.0, at: Instant = Instant(0.0)) -> None:
         self.held_mb = held_mb
-        """Sum of its unreleased leases, whatever their state."""
+        """The sum of the tenant's unreleased leases, whatever their state."""
         self.mb_seconds = mb_seconds
         self.at = at
-        """`mb_seconds` holds for this instant."""
+        """The instant for which `mb_seconds` holds."""
 
 
 class Accounts:

@@ -41,9 +41,9 @@ Shape = Annotated[list[Annotated[int, Field(ge=1, le=2**31)]], Field(max_length=
 
 class MeasureModel(Body):
     batch_sizes: Annotated[list[Rows], Field(max_length=16)] = Field(default_factory=list)
-    """Rows of the requests that it is asked with. Left out: 1, and the most that it takes."""
+    """Rows of the requests with which the model is asked; by default 1, and the most that the model takes."""
     shapes: Annotated[dict[str, Shape], Field(max_length=64)] = Field(default_factory=dict)
-    """The shapes of single inputs, without rows. Left out: the model's own, and 1 where any length will
+    """The shapes of single inputs, without rows; by default the model's own, and 1 where any length will
     do."""
     priority: Priority | None = None
     """The priority of the load; by default that of the model's configuration."""

@@ -79,7 +79,7 @@ class Upload:
 class Span(NamedTuple):
     first_byte: int
     end_byte: int
-    """The first one that is not in it."""
+    """The first byte that is not in the span."""
 
     @property
     def size_bytes(self) -> int:

@@ -30,14 +30,14 @@ READY_SECONDS = Seconds(3600.0)
 """The longest time that a worker may take to be ready, since it may load a large model first. Then it is
 asked again."""
 ANSWER_SHARE, ANSWER_SECONDS = 0.1, 1.0
-"""A call must begin this share of its time, at most so much, before the gateway gives it up: then the worker
-has said by then that it has not begun."""
+"""A call must begin this share of its time, at most ANSWER_SECONDS, before the gateway gives it up: then the
+worker has said by then that it has not begun."""
 LOOK_SECONDS = 0.1
 """Interval in which the set is looked at while calls wait for a worker."""
 MOST_WAITING = 1000
-"""Beyond what it works on, a worker has at most so many calls from one gateway ..."""
+"""The most calls from one gateway that a worker has waiting beside those that it works on."""
 MOST_BYTES = 64 * 2**20
-"""... and arguments of so many bytes, if it has more than one."""
+"""The most bytes of arguments that a worker has from one gateway, if it has more than one call."""
 
 
 class Answered(NamedTuple):
@@ -122,9 +122,9 @@ class WorkersOfSet:
         self._ready: dict[TaskId, WorkerRun] = {}
         self._asked: dict[WorkerRun, asyncio.Task[None]] = {}
         self._open: Counter[WorkerRun] = Counter()
-        """Calls from here that it has not answered ..."""
+        """Worker -> number of calls from here that it has not answered."""
         self._open_bytes: Counter[WorkerRun] = Counter()
-        """... and the size of their arguments."""
+        """Worker -> size of the arguments of these calls."""
         self._turn = 0
         self._came = asyncio.Event()
         self.refusal = ""

@@ -56,7 +56,7 @@ class MachineSeen(NamedTuple):
     shared_memory_mb: int | None = None
     """Size of /dev/shm; None if it is not there or not needed."""
     object_store_mb: int = 0
-    """The part of it that Ray's object store takes."""
+    """The part of the shared memory that Ray's object store takes."""
     ray_temp: DiskRoom | None = None
     """The disk on which Ray keeps its sessions."""
     data_dir: DiskRoom | None = None

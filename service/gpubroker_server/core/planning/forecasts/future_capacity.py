@@ -28,9 +28,9 @@ class ExpectedEnd(Struct, frozen=True):
     p50_at: Instant
     p90_at: Instant
     n: int = 0
-    """Past runs behind this; 0 if it was stated, or is certain."""
+    """Number of past runs behind the estimate; 0 if it was stated, or is certain."""
     is_guess: bool = False
-    """The run's length is unknown, or it has outlasted its estimate."""
+    """True if the run's length is unknown, or the run has outlasted its estimate."""
 
     def within(self, now: Instant) -> Remaining | None:
         """Return the time that remains; None for a guess."""
@@ -145,11 +145,11 @@ class _WaitingTask(NamedTuple):
 
     priority: int
     below: int
-    """Runs of lower priority may be preempted for it (`stops_below`)."""
+    """The priority below which runs may be preempted for the task (`stops_below`)."""
     since: Instant
     """The time at which the task was submitted."""
     spared: frozenset[str] = frozenset()
-    """Tenants whose runs with GPUs it may not preempt."""
+    """Tenants whose runs with GPUs the task may not preempt."""
     pledged: TaskId | None = None
     """The task itself, if it has pledges: what is pledged to it is not taken by others."""
 

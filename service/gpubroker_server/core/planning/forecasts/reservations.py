@@ -55,11 +55,11 @@ class Forecast(Struct, frozen=True):
     """Past runs behind the estimate that has the fewest; 0 without any."""
     basis: Basis
     reserves_room: bool = True
-    """Tasks behind it cannot take this room. Of forecasts that are a guess only the first reserves: more
-    would leave too much memory idle."""
+    """True if tasks behind this one cannot take the room. Of forecasts that are a guess only the first
+    reserves: more would leave too much memory idle."""
     first_in: frozenset[str] = frozenset()
-    """Limits and quotas (`quota_line`) for which it is among the first to wait. A task behind it may use
-    them only if its run ends before `start_at`."""
+    """Limits and quotas (`quota_line`) for which the task is among the first to wait. A task behind it may
+    use them only if that task's run ends before `start_at`."""
     as_of: Instant | None = None
     """The instant at which the ends of runs were estimated. None: now."""
 
@@ -73,7 +73,7 @@ class QueuePlace(NamedTuple):
     """A task's place among the reservations and in the queue."""
 
     turn: float
-    """The number of forecasts made before its own; infinite if nothing is reserved for it."""
+    """The number of forecasts made before the task's own; infinite if nothing is reserved for it."""
     key: OrderKey
 
 

@@ -42,7 +42,7 @@ class Draft:
         self.given: list[tuple[str, int]] = []
         """(tenant, MiB) of each lease made in this draft; negative for a lease taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
-        """Holder -> devices it was leased in this draft."""
+        """Holder -> devices that it was leased in this draft."""
         self._books: dict[DeviceKey, DeviceLedger] = {}
         self._use: dict[NodeName, NodeUsage] = {}
         self._tasks: dict[TaskId, Task] = {}

@@ -40,7 +40,7 @@ class NodeRevisions:
         """Revision of `changes` when the last slice began."""
         self._decided: tuple[Decision, ...] = ()
         self._due: dict[NodeName, Instant] = {}
-        """Node -> when time next makes a difference to it."""
+        """Node -> the time at which time next makes a difference to the node."""
         self._turned: dict[NodeName, frozenset[str]] = {}
         """Node -> what was stale or shielded there."""
         self._young: dict[NodeName, Instant] = {}

@@ -70,16 +70,16 @@ class _Facts:
 
     revision: int
     pledges: list[int]
-    """Priorities of its pledges."""
+    """Priorities of the node's pledges."""
     now: dict[int, Room] = field(default_factory=dict)
     soon: dict[int, Room] = field(default_factory=dict)
     runs: Mapping[TaskId, Sequence[PossibleVictim]] | None = None
     """Runs that could be victims of some task; None until asked for."""
     before: Mapping[TaskId, Sequence[PossibleVictim]] = field(default_factory=dict)
-    """The same before this revision, and the samples of that time."""
+    """The value of `runs` before this revision, and `samples` of that time."""
     samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """Priorities of its pledges and runs, and those up to which runs are protected by their turn."""
+    """Priorities of the node's pledges and runs, and those up to which runs are protected by their turn."""
     most: dict[int, Room] = field(default_factory=dict)
     """Steps above a priority -> room after all possible victims left; a negative key: after idle work alone
     has left."""

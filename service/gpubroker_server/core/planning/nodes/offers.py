@@ -32,9 +32,9 @@ class Site(Struct, frozen=True):
     free_after_releases_mb: int
     """The memory that is free after all releases under way."""
     holders: tuple[Candidate, ...]
-    """Possible victims on it, cheapest first."""
+    """Possible victims on the device, cheapest first."""
     most_mb: int
-    """The memory that is free if all of them left."""
+    """The memory that is free if all `holders` left."""
 
     def least_cost(self, missing_mb: int) -> Cost:
         """A lower bound of what freeing so much more costs."""

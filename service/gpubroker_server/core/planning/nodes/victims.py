@@ -56,8 +56,8 @@ class PossibleVictim(Struct, frozen=True):
 
 class Candidate(PossibleVictim, frozen=True):
     lost: float = 0.0
-    """GPU-seconds of work since its start or newest checkpoint; 0 for a single rank, since its gang goes on.
-    """
+    """GPU-seconds of work since the task's start or newest checkpoint; 0 for a single rank, since its gang
+    goes on."""
 
     @property
     def order(self) -> tuple[float, bool, int, int, TaskId, int]:
