@@ -1,1 +1,1 @@
-"""Speaks HTTP: parses, admits, stores, and shows. It decides nothing and changes no state."""
+"""The gateway speaks HTTP: it parses, admits, stores, and shows. It decides nothing and changes no state."""

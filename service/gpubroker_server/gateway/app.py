@@ -92,7 +92,7 @@ _RESOURCES = (
         operations,
     ),
 )
-"""In the order in which paths are matched and documented; the busiest first."""
+"""The resources in the order in which paths are matched and documented; the busiest first."""
 
 _NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI would look for an OpenTelemetry provider at each request; our metrics are in `telemetry`."""

@@ -1,4 +1,4 @@
-"""What the composition root hands to the app, and every route may ask for."""
+"""The parts that the composition root hands to the app, and that every route may ask for."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from gpubroker_server.ports.worker_calls import WorkerCalls
 
 
 class OperatorRules(Struct, frozen=True, kw_only=True):
-    """What the operator has configured."""
+    """The operator's configuration."""
 
     permissions: Permissions
     defaults: Defaults = Defaults()
@@ -87,7 +87,7 @@ class AppParts:
     surveys: SurveyCache = field(init=False, default_factory=SurveyCache)
     """The parts of the World that one explanation keeps for the next."""
     findings_seen: dict[tuple[str, str], Instant] = field(init=False, default_factory=dict)
-    """Since when, of the findings of the last diagnosis that this process made."""
+    """Finding of the last diagnosis that this process made -> the time since which it is known."""
 
     @property
     def world(self) -> World:

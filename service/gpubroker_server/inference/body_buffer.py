@@ -1,4 +1,4 @@
-"""The buffered body of a request, and how much memory all that wait may take."""
+"""The buffered body of a request, and the bound on the memory that all waiting bodies take."""
 
 from collections import Counter
 from typing import Final
@@ -6,12 +6,12 @@ from typing import Final
 from gpubroker_server.http.problems import Problem
 
 BUFFER_BYTES: Final = 1024 * 1024
-"""How much of a body is buffered while its request waits, or may be sent again, or must be complete before it
-is sent. A client with a longer body waits with the rest."""
+"""Most bytes of a body that are buffered while its request waits, or may be sent again, or must be complete
+before it is sent. A client with a longer body is told to hold the rest back."""
 
 
 class BodyBuffer:
-    """What has come of one body, as it came: nothing is copied."""
+    """The pieces of one body that have come. They are kept as they came: nothing is copied."""
 
     __slots__ = ("_charged", "_tenant", "_waiting", "pieces", "size")
 
@@ -20,7 +20,7 @@ class BodyBuffer:
         self.size = 0
         self._waiting = waiting
         self._charged = 0
-        """Bytes that count as waiting."""
+        """Bytes of this body that count as waiting."""
         self._tenant = ""
 
     def add(self, data: bytes) -> None:
@@ -28,13 +28,13 @@ class BodyBuffer:
         self.size += len(data)
 
     def charge(self, size: int, tenant: str) -> None:
-        """Count so many bytes as waiting. Raises Problem if that is too much."""
+        """Count `size` more bytes as waiting. Raises Problem if all that wait have too many."""
         self._waiting.take(size, tenant)
         self._tenant = tenant
         self._charged += size
 
     def release(self) -> None:
-        """The request no longer waits."""
+        """Stop counting the body: the request no longer waits."""
         if self._charged:
             self._waiting.give_back(self._charged, self._tenant)
             self._charged = 0
@@ -47,15 +47,15 @@ class BodyBuffer:
 
 class WaitingBytes:
     def __init__(self, most_bytes: int, tenant_share: float) -> None:
-        """`tenant_share`: the part of it that one tenant may have."""
+        """`tenant_share`: the part of `most_bytes` that one tenant may have."""
         self._most_bytes = most_bytes
         self._most_each = int(most_bytes * tenant_share)
         self._held: Counter[str] = Counter()
-        """Bytes, by tenant."""
+        """Tenant -> its waiting bytes. A tenant without any has no entry."""
 
     def take(self, size: int, tenant: str) -> None:
-        """Count `size` bytes for the tenant until `give_back`. Raises Problem if the limit is reached, except
-        for a request that is alone: a body larger than the limit could otherwise never wait."""
+        """Count `size` bytes for the tenant until `give_back`. Raises Problem if the limit is reached. A
+        request that is alone is always accepted: a body larger than the limit could otherwise never wait."""
         held_bytes, mine = self._held.total(), self._held[tenant]
         if held_bytes and held_bytes + size > self._most_bytes:
             raise Problem(

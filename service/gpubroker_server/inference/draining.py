@@ -1,5 +1,5 @@
-"""A gateway reports which models its requests need, and drains those that are to leave: it says so when none
-of its requests to one is unanswered."""
+"""A gateway reports which models its requests use, and drains models that are to leave: it reports a model as
+drained when none of its requests to that model is unanswered."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from gpubroker_server.ports.last_values import PRESENT_SECONDS, Presence, Presen
 from gpubroker_server.ports.store import Clock, StoreUnavailable
 
 _REPORT_SECONDS: Final = Seconds(PRESENT_SECONDS / 5)
-"""How often the gateway reports that it is present."""
+"""Interval in which the gateway reports that it is present."""
 
 _CHECK_SECONDS: Final = Seconds(0.05)
-"""How often it checks what has changed, while the leader waits for that."""
+"""Interval in which the gateway looks for changes while the leader waits for them."""
 
 _WAITS: Final = frozenset({"task.stopping", "task.submitted", "task.requeued"})
+"""Kinds of events after which the leader may wait for a report."""
 
 
 class Requests(Protocol):
@@ -29,11 +30,12 @@ class Requests(Protocol):
     def now(self) -> float: ...
 
     def has_older(self, model: str, at: float) -> bool:
-        """Return True if a request to the model that was sent by `at` (clock: `now`) is not answered yet."""
+        """Return True if a request to the model that was sent until `at` is not answered yet. `at` is a time
+        of the clock `now`."""
         ...
 
     def in_use(self) -> frozenset[str]:
-        """Models that have a request here, under way or waiting."""
+        """Return the models that have a request here, under way or waiting."""
         ...
 
 
@@ -42,11 +44,12 @@ class Draining:
         self._world = world
         self._requests = requests
         self._leaving_since: dict[str, float] = {}
-        """Claim -> when it became known here that it is to leave: later requests go elsewhere."""
+        """Claim of a model -> the time at which this gateway learned that the model is to leave. Later
+        requests go elsewhere, so only older ones can hold the claim."""
         self._woken = asyncio.Event()
 
     def drained(self) -> frozenset[str]:
-        """The claims of models that are to leave and have no request of this gateway left."""
+        """Return the claims of models that are to leave and have no request of this gateway left."""
         leaving = {
             mark_of(task.id, task.fence, 0): model_of(task).model
             for task in self._world.models.live()
@@ -59,7 +62,7 @@ class Draining:
         )
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Report at once; the World must have applied the events before."""
+        """Report at once if the leader may wait for it. The World must have applied the events before."""
         if any(event.kind in _WAITS for event in events):
             self._woken.set()
 
@@ -70,8 +73,8 @@ class Draining:
         return presence
 
     async def keep_reporting(self, store: PresenceStore, name: str, clock: Clock) -> None:
-        """Report at each change, and regularly, until cancelled. A report that fails is made the next
-        time."""
+        """Report at each change and at regular intervals, until cancelled. A report that fails is made at the
+        next look."""
         last = Presence(name, Instant(0.0))
         while True:
             is_contended, at = model_turns.is_contended(self._world), clock.now()

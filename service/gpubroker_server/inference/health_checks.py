@@ -1,5 +1,5 @@
-"""Checks each server all the time: whether it answers, over the connections that requests use, and what is
-in its repository."""
+"""Regular checks of each model server: whether it answers over the connections that requests use, and which
+models its repository has."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from gpubroker_server.ports.backends import NotFetched
 
 class CheckRules(NamedTuple):
     every_seconds: Seconds = Seconds(5.0)
-    """How often each server is checked."""
+    """Interval between checks of a server that answers."""
     rest_seconds: Seconds = Seconds(0.2)
-    """The shortest time between two checks, when something went wrong or a model was asked for that no server
-    has."""
+    """The shortest time between two checks. It counts when something went wrong or a model was asked for that
+    no server has."""
     doubt_seconds: Seconds = Seconds(1.0)
-    """How often a server is checked that did not answer the last time."""
+    """Interval between checks of a server that did not answer the last time."""
     answer_seconds: Seconds = Seconds(3.0)
-    """How long the answer may take."""
+    """The longest time that an answer may take."""
 
 
 class HealthChecks:
@@ -36,7 +36,7 @@ class HealthChecks:
                     group.create_task(self._keep(server, endpoint))
 
     async def check_all(self) -> None:
-        """Once, all of them together."""
+        """Check every endpoint of every server once, all at the same time."""
         checks = [self._check(server, endpoint) for server in self._servers for endpoint in server.endpoints]
         await asyncio.gather(*checks)
 
@@ -53,10 +53,12 @@ class HealthChecks:
                     await endpoint.check_wanted.wait()
 
     async def _check(self, server: Server, endpoint: Endpoint) -> None:
+        # Cleared before the check: what happens during the check is reason for another one.
         endpoint.check_wanted.clear()
         within = self._rules.answer_seconds
         try:
             await server.check(endpoint, within)
+            # The ledger says what a managed server has. The others are asked, once for both protocols.
             if endpoint is server.http and not server.is_managed:
                 models = await server.index(within)
                 server.contents = None if models is None else contents_of(models)

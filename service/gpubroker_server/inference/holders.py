@@ -26,14 +26,14 @@ _QUEUE_SECONDS: Final = 1.0
 
 AGAIN_SECONDS: Final = Seconds(60.0)
 MOST_AGAIN_SECONDS: Final = Seconds(3600.0)
-"""A model that was brought for the queue and is gone again, because its load failed or it was unloaded, is
-brought again after the first; after twice as long each time that it was not in memory meanwhile, up to the
-second."""
+"""Bounds of the backoff for models of the queue. A model that was brought for queued inferences and is gone
+again, because its load failed or it was unloaded, is brought again after AGAIN_SECONDS. The time doubles with
+each try in which the model was not in memory, up to MOST_AGAIN_SECONDS."""
 
 
 class Adoption:
-    """Gives holders to models that are in memory without one, and to the servers' base costs, so that what
-    they take is counted."""
+    """Gives holders to models that are in memory without one, and to the servers' base costs, so that their
+    memory is counted in the ledger."""
 
     def __init__(self, residencies: Residencies) -> None:
         self._residencies = residencies
@@ -43,7 +43,7 @@ class Adoption:
         """Servers whose holders have been compared with the settings since this process started."""
 
     async def keep(self) -> None:
-        """Check again and again, until cancelled."""
+        """Check at regular intervals until cancelled."""
         while True:
             await self.check()
             await asyncio.sleep(_ADOPT_SECONDS)
@@ -60,7 +60,8 @@ class Adoption:
                 self._followed.add(server)
             await residency.hold_base()
             found = await _without_holder(residency)
-            # A model that was just leaving when the index was read is not there at the next check.
+            # A model that was just leaving when the index was read is gone at the next check, so only a model
+            # that two checks have found is adopted.
             stay = sorted(found & self._seen.get(server, frozenset()))
             self._seen[server] = found
             steps: set[str] = set()
@@ -68,14 +69,16 @@ class Adoption:
                 with _logged(server, model):
                     steps.update(await residency.steps_of(model))
             for model in stay:
-                if model not in steps and residency.of(model) is None:  # a request may have made one
+                # A request may have made a holder since the check began.
+                if model not in steps and residency.of(model) is None:
                     with _logged(server, model):
                         await residency.adopt(model)
 
 
 @contextmanager
 def _logged(server: str, model: str = "") -> Iterator[None]:
-    """A failure concerns this model alone, and is tried again."""
+    """Log a failure instead of raising it: it concerns this server or model alone, and the next check tries
+    again."""
     try:
         yield
     except (Problem, UnknownModel, StoreUnavailable) as fault:
@@ -93,26 +96,28 @@ async def _without_holder(residency: Residency) -> frozenset[str]:
     held = {model.model for model in models} | {step for model in models for step in model.steps}
     index = await residency.repository() or {}
     return frozenset(
-        name for name, one in index.items() if one.stage is ModelState.READY and name not in held
+        name for name, indexed in index.items() if indexed.stage is ModelState.READY and name not in held
     )
 
 
 @dataclass(slots=True)
 class _Brought:
     at: Instant
+    """The time of the last try."""
     again_seconds: float = AGAIN_SECONDS
+    """The backoff before the next try."""
 
 
 class QueuedModels:
-    """Makes holders for models that queued inferences wait for. While a model has one, the leader keeps it
-    wanted; only gateways make tasks."""
+    """Makes holders for models that queued inferences wait for, because only gateways make tasks. While a
+    model has a holder, the leader keeps the model wanted."""
 
     def __init__(self, residencies: Residencies) -> None:
         self._residencies = residencies
         self._brought: dict[str, _Brought] = {}
 
     async def keep(self) -> None:
-        """Check again and again, until cancelled."""
+        """Check at regular intervals until cancelled."""
         while True:
             await asyncio.sleep(_QUEUE_SECONDS)
             with suppress(StoreUnavailable):
@@ -126,6 +131,7 @@ class QueuedModels:
         for model, groups in found.items():
             brought = self._brought.get(model)
             if self._residencies.holding(model):
+                # A model that got into memory has shown that it can be loaded: the backoff starts anew.
                 if brought is not None and self._residencies.have(model):
                     brought.again_seconds = AGAIN_SECONDS
                 continue

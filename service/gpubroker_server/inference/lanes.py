@@ -1,6 +1,8 @@
-"""Requests that wait for a slot of their model, until they get it, their time is up, or their client goes.
+"""The lanes of models. A request waits for a slot of its model until it gets one, its time is up, or its
+client goes.
 
-A slot is given back exactly once, however its request ends: by `LaneEntry.leave`, which may be called again.
+A slot is given back exactly once, however its request ends: `LaneEntry.leave` gives it back and may be called
+again.
 """
 
 import asyncio
@@ -22,7 +24,8 @@ MODEL_TYPE: Final = "x-model-type"
 WAITED: Final = "x-queue-seconds"
 
 MOST_LANES: Final = 1024
-"""Lanes that are kept, with what was learned, though they are idle: clients choose the names."""
+"""Number of lanes from which idle ones are dropped, with the limits that they have found. Clients choose the
+names of models, so without a bound lanes would fill the memory."""
 
 
 class LaneOptions(NamedTuple):
@@ -30,20 +33,20 @@ class LaneOptions(NamedTuple):
     priority: int = BAND_NAMES["interactive"]
     """The priority of requests that state none."""
     slots: Mapping[bytes, int] = {}
-    """Model -> slots; for other models the number is found by trying."""
+    """Model -> slots. For other models the lane finds the number by trying."""
     type_priorities: Mapping[str, int] = {}
     """Model type -> priority of the requests that name the type and state no priority."""
 
 
 class QueueWish(NamedTuple):
-    """What a request states of its place in the queue."""
+    """The place in the queue that a request asks for."""
 
     priority: int | None = None
-    """At most that of its token."""
+    """The priority that the request gets: at most that of its token. None if it states none."""
     seconds: float | None = None
-    """How long it would wait."""
+    """The longest time that the request waits; None if it states none."""
     is_capped: bool = False
-    """It asked for a higher priority than its token has."""
+    """True if the request asked for a higher priority than its token has."""
 
 
 NO_WISH: Final = QueueWish()
@@ -57,34 +60,36 @@ class LaneFigures(NamedTuple):
 
 
 class LaneLoad(NamedTuple):
-    """What a model has to do here."""
+    """The load of a model on this gateway."""
 
     slots: int
     in_flight: int
     wanted: int
-    """In flight, or waiting."""
+    """The number of requests in flight or waiting: the slots that the gateway could use."""
 
 
 class LaneEntry:
-    """One request in its model's lane: it waits, or has a slot."""
+    """One request in its model's lane. It waits or has a slot."""
 
     __slots__ = ("_capped", "_expiry", "_granted", "_is_over", "_lane", "_lanes", "_place", "_tenant",
                  "since", "waited_seconds")  # fmt: skip
 
     def __init__(self, lanes: "Lanes", lane: ModelLane, tenant: str, capped: int | None, now: float) -> None:
-        """`capped`: the priority that it has instead of a higher one."""
+        """`capped`: the priority that the request gets instead of the higher one that it asked for, or
+        None."""
         self.waited_seconds: float | None = None
-        """Set if it had to wait and has its slot."""
+        """The time for which the request waited; None if it did not wait or still waits."""
         self._capped = capped
         self._lanes = lanes
         self._lane = lane
         self._tenant = tenant
         self.since = now
-        """When it began to wait, or got its slot."""
+        """The time at which the request began to wait or, once it has a slot, got the slot."""
         self._is_over = False
         self._place: Place | None = None
-        """While it waits."""
+        """The place of a waiting request; None for a request that has a slot."""
         self._granted: asyncio.Future[Problem | None] | None = None
+        """Done when the wait is over, with the problem if the request has lost its place."""
         self._expiry: asyncio.TimerHandle | None = None
 
     @property
@@ -107,7 +112,7 @@ class LaneEntry:
         return headers
 
     def leave(self) -> None:
-        """The request is over, whether it had a slot or not."""
+        """Give back the slot or the place: the request is over. Later calls do nothing."""
         if self._is_over:
             return
         self._is_over = True
@@ -117,7 +122,7 @@ class LaneEntry:
         self._lane.withdraw(self._place)
         self._stop_waiting(None)
 
-    # What its lanes call.
+    # Methods for the lanes.
 
     def wait(self, place: Place, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -131,13 +136,15 @@ class LaneEntry:
         self._stop_waiting(None)
 
     def lose(self, problem: Problem) -> None:
-        """It has no place in its lane any more."""
+        """End the wait with this problem: the request has no place in its lane any more."""
+        # A later `leave` must not give back a slot that the request never had.
         self._is_over = True
         self._stop_waiting(problem)
 
     def _expire(self) -> None:
         place = self._place
         assert place is not None
+        # The estimate names the position in the queue, so it is made before the place is withdrawn.
         problem = queue_timeout(self._lane.estimate(place), self._lanes.now() - self.since)
         self._lane.withdraw(place)
         self.lose(problem)
@@ -150,6 +157,7 @@ class LaneEntry:
         self._lanes.forget(self._lane, place)
         self._place = None
         expiry.cancel()
+        # A caller that was cancelled has cancelled the future as well.
         if not granted.done():
             granted.set_result(problem)
 
@@ -165,10 +173,10 @@ class Lanes:
         self.now = now
         self._options = options
         self._limits = dict(options.slots)
-        """Model -> limit."""
+        """Model -> slots that this gateway may use."""
         self.limits_end_at = inf
-        """The value of `now` from which on each model with a limit gets one request at a time, also if this
-        process was asleep meanwhile."""
+        """Time by `now` at which the limits end: from then on each model with a limit gets one request at a
+        time. Every start compares the clock, so this also holds if the process was asleep meanwhile."""
         self._on_waited = on_waited
         self._lanes: dict[bytes, ModelLane] = {}
         self._waiting: dict[tuple[ModelLane, Place], LaneEntry] = {}
@@ -178,8 +186,8 @@ class Lanes:
     def wish_in(
         self, identity: Identity, priority: str | None, seconds: str | None, model_type: str | None
     ) -> QueueWish:
-        """Return what the three headers ask for, as far as they were sent. Raises Problem for a value that
-        cannot be used."""
+        """Return the wish that the three headers state, as far as they were sent. Raises Problem for a value
+        that cannot be used."""
         if priority is None and seconds is None and model_type is None:
             return NO_WISH
         asked = None if priority is None else _priority_in(priority)
@@ -210,8 +218,8 @@ class Lanes:
         return entry
 
     def _enqueue(self, lane: ModelLane, identity: Identity, priority: int, now: float) -> Place:
-        """Put the request into the lane's queue, in place of a less important one if it is full. Raises
-        Problem."""
+        """Put the request into the lane's queue. If the queue is full, the request takes the place of a less
+        important one. Raises Problem if there is none."""
         queued = lane.enqueue(identity.tenant, priority, MonotonicSeconds(now))
         if isinstance(queued, LaneFull):
             raise queue_full(queued, identity.tenant)
@@ -220,12 +228,12 @@ class Lanes:
         return queued.place
 
     def has_older(self, model: str, at: float) -> bool:
-        """Return True if a request that got its slot by `at` is not answered, or its stream is open."""
+        """Return True if a request that got its slot until `at` is not answered, or its stream is open."""
         lane = self._lanes.get(model.encode())
         return lane is not None and any(entry.since <= at for entry in self._started[lane])
 
     def in_use(self) -> frozenset[str]:
-        """Models that have a request here, under way or waiting."""
+        """Return the models that have a request here, under way or waiting."""
         lanes = (name.decode("utf-8", "replace") for name, lane in self._lanes.items() if not lane.is_idle)
         return frozenset(lanes)
 
@@ -241,7 +249,7 @@ class Lanes:
                 yield LaneFigures(name, lane.slots, lane.in_flight, lane.waiting)
 
     def limit(self, model: str, slots: int) -> None:
-        """The model gets so many requests at once from now on; those in flight go on."""
+        """Give the model `slots` requests at once from now on. Requests in flight continue."""
         name = model.encode()
         self._limits[name] = slots
         if (lane := self._lanes.get(name)) is not None:
@@ -257,7 +265,7 @@ class Lanes:
         self._apply_end_of_limits(lane, now)
         return LaneLoad(lane.slots, lane.in_flight, lane.in_flight + lane.waiting)
 
-    # What entries call.
+    # Methods for entries.
 
     def end(self, lane: ModelLane, tenant: str, ended: LaneEntry) -> None:
         now = self.now()
@@ -275,6 +283,7 @@ class Lanes:
             self._apply_end_of_limits(lane, now)
             if (place := lane.start_next(MonotonicSeconds(now))) is None:
                 return
+            # `start` removes the entry from `_waiting`, so the loop ends.
             entry = self._waiting[lane, place]
             self._started[lane].add(entry)
             entry.start(now)
@@ -294,7 +303,7 @@ class Lanes:
 
 
 def _priority_in(text: str) -> int:
-    """Return the priority that the header asks for. Raises Problem if it is none."""
+    """Return the priority that the header names. Raises Problem for any other text."""
     if (priority := priority_of(text)) is None:
         raise bad_header(PRIORITY, text, f"write {PRIORITIES_IN_WORDS}")
     return priority

@@ -1,5 +1,5 @@
-"""What a request asks of its model server, whatever protocol it came by: the terms in which lanes, the choice
-of a server and the state machine see it."""
+"""The operation that a request asks of its model server. Lanes, the choice of a server and the state machine
+know requests in these terms, whatever their protocol."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -10,35 +10,36 @@ from gpubroker_server.http.identity import Scope
 
 
 class FanOut(StrEnum):
-    """How several servers are asked, and what is made of their answers."""
+    """Ways to ask several servers and to make one answer of theirs."""
 
     ANY = "any"
-    """All at once: the answer is positive if one of them is."""
+    """All servers are asked at once. The answer is positive if that of one server is."""
     EACH = "each"
-    """All, one after the other: the first error is the answer."""
+    """The servers are asked one after the other. The first error is the answer."""
     INDEX = "index"
-    """All at once: the answer lists the models of all."""
+    """All servers are asked at once. The answer lists the models of all."""
     STATISTICS = "statistics"
-    """All at once: counts and times are added."""
+    """All servers are asked at once. Their counts and times are added."""
 
 
 class Operation(Struct, frozen=True):
     name: str
     """The label in metrics and logs, without names that clients choose."""
     scope: Scope | None = Scope.MODELS_INFER
-    """None: no token is needed."""
+    """The scope that the token needs; None if no token is needed."""
     fan_out: FanOut | None = None
-    """None: one server gets the request as it came, and its answer is passed on."""
+    """The way to ask several servers. None: one server gets the request as it came, and its answer is passed
+    on."""
     reads: bool = False
-    """It changes nothing, so that it may be sent twice."""
+    """True if the request changes nothing, so that it may be sent twice."""
     takes_slot: bool = False
-    """It makes the model work."""
+    """True if the request makes the model work."""
     needs_model: bool = False
-    """It waits until the model is in memory."""
+    """True if the request waits until the model is in memory."""
     loads: bool = False
-    """It loads a model."""
+    """True if the request loads a model."""
     unloads: bool = False
-    """It unloads a model, and waits until the model is gone."""
+    """True if the request unloads a model. It waits until the model is gone."""
 
     @property
     def is_audited(self) -> bool:
@@ -50,8 +51,8 @@ class Target(NamedTuple):
 
     operation: Operation
     model: bytes = b""
-    """Decoded. Empty if the request names none."""
+    """The decoded name; empty if the request names no model."""
     version: bytes = b""
     is_encoded: bool = False
-    """The path spells the name with escapes. A server that does not decode them denies a model that it has:
-    its denial proves nothing."""
+    """True if the path spells the name with escapes. A server that does not decode them denies a model that
+    it has: its denial proves nothing."""

@@ -1,4 +1,4 @@
-"""What the connections of the data plane share: tokens, limits, counters, servers, lanes and models."""
+"""State that all connections of the data plane share: tokens, limits, counters, servers, lanes and models."""
 
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -15,11 +15,11 @@ from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.telemetry.logs import log_answered
 
 IDEMPOTENT: Final = "x-idempotent"
-"""A header, `true`: the request may be carried out twice, so that it may go to a second server when the first
-one breaks off."""
+"""Header that says, with the value `true`, that the request may be carried out twice. Such a request may go
+to a second server when the first one breaks off."""
 
 QUEUE_HEADERS: Final = (PRIORITY, TIMEOUT, MODEL_TYPE)
-"""The headers by which a request states its place in its model's lane."""
+"""Headers in which a request states the place that it wants in its model's lane."""
 
 
 class Audit(Protocol):
@@ -38,10 +38,10 @@ class LoggedRequest(Protocol):
 
 
 class TenantRequests:
-    """Those that are under way, whether they wait or were sent, by tenant."""
+    """The requests of each tenant that are under way, whether they wait or were sent."""
 
     def __init__(self, most: int) -> None:
-        """`most`: of one tenant."""
+        """`most`: the most requests that one tenant may have under way."""
         self._most = most
         self._of: dict[str, set[object]] = {}
 
@@ -53,7 +53,7 @@ class TenantRequests:
         known.add(request)
 
     def leave(self, tenant: str, request: object) -> None:
-        """May be called for a request that did not enter."""
+        """Stop counting a request. Does nothing for a request that did not enter."""
         known = self._of.get(tenant, set())
         known.discard(request)
         if not known:
@@ -78,9 +78,9 @@ class Plane:
         audit: Audit,
         access_log: bool = False,
     ) -> None:
-        """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers with
-        models in the ledger. `on_request`: method, route, status, seconds. `on_call`: method, code,
-        seconds."""
+        """`takes_files`: a load of a model may bring files. `residencies`: the models of the servers that
+        the ledger manages. `on_request` gets method, route, status and seconds; `on_call` gets method, code
+        and seconds."""
         self.residencies = residencies
         self.ids = ids
         self._on_request = on_request
@@ -96,7 +96,7 @@ class Plane:
         self._audit = audit
 
     def answered(self, by: "LoggedRequest", method: str, status: int, seconds: float) -> None:
-        """Count and log a request over HTTP; its status is 0 without an answer."""
+        """Count and log a request over HTTP. The status of a request without an answer is 0."""
         self._on_request(method, by.target.operation.name, status, seconds)
         self._log(by, method, status, seconds)
 
@@ -112,13 +112,14 @@ class Plane:
             log_answered(method, by.target.operation.name, status, seconds, *caller, **about)
 
     def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:
-        """The identity of the token, if it has that scope. Raises Problem."""
+        """Return the identity of the token. Raises Problem if there is none or it lacks the scope."""
         identity = self.callers.identify(authorization)
         identity.require(scope, what)
         return identity
 
     async def note(self, target: Target, identity: Identity | None) -> None:
-        """Write a load or an unload to the audit log, before it is carried out. Raises Problem."""
+        """Write a load or an unload to the audit log, before it is carried out. Raises Problem if the log
+        cannot be written: then nothing is carried out."""
         if identity is None or not target.operation.is_audited:
             return
         subject = target.model.decode(errors="replace")[:100]

@@ -1,7 +1,8 @@
-"""The way of one request through the proxy, the same over every protocol: one state machine, one body buffer.
+"""The way of one request through the proxy. It is the same over every protocol: one state machine, one body
+buffer.
 
 The states and their moves are one table, `core/serving/request_states.py`; docs/reference/states.md draws it.
-The protocols add how a request is read, sent and answered.
+The protocols add the reading, the sending and the answer.
 """
 
 import asyncio
@@ -24,15 +25,19 @@ from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import Trouble, UpstreamRequest
 
 MOST_RETURNS: Final = 3
-"""How often a request waits for a model that has left; then the client gets the server's answer."""
+"""Most times that a request waits for a model that has left. Then the client gets the server's answer."""
 
 _NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY})
+"""Troubles after which any request may go to another server."""
 _IF_IDEMPOTENT: Final = _NOTHING_SENT | {Trouble.BROKEN}
-"""Without SILENT: a silent server may still carry the request out."""
+"""Troubles after which an idempotent request may go to another server. SILENT is not one of them: a silent
+server may still carry the request out."""
 _IF_READING: Final = _IF_IDEMPOTENT | {Trouble.SILENT}
+"""Troubles after which a request that changes nothing may go to another server."""
 
 Bring = Callable[[], Awaitable[bool]]
-"""Waits until a model is in memory. False: no server of the ledger has it. Raises Problem."""
+"""Function that waits until a model is in memory. Returns False if no server of the ledger has the model.
+Raises Problem."""
 
 
 class ProxiedRequest(ABC):
@@ -40,31 +45,32 @@ class ProxiedRequest(ABC):
 
     state = State.RECEIVING
     is_complete = False
-    """All of the body has come."""
+    """True once all of the body has come."""
     identity: Identity | None = None
-    """The identity of the client's token; None where none is needed."""
+    """The identity of the client's token; None where no token is needed."""
     wish = NO_WISH
     is_idempotent = False
     lane_entry: LaneEntry | None = None
-    """If it takes a slot of its model."""
+    """The request's place or slot in the lane of its model; None if it takes no slot."""
     server: Server | None = None
-    """The one that was asked last."""
+    """The server that was asked last."""
 
     _upstream: UpstreamRequest | None = None
-    """At `server`, until that has answered."""
+    """The request at `server`, until the server has answered."""
     _task: asyncio.Task[None] | None = None
-    """While it waits, or several servers are asked."""
+    """The task in which the request waits, or in which several servers are asked."""
     _collects = False
-    """RECEIVING until the body is complete."""
+    """True if the request stays in RECEIVING until the body is complete."""
     _is_kept = False
-    """The buffer has all of the body that has come, and may be sent again."""
+    """True if the buffer has all of the body that has come, so that the request may be sent again."""
     _is_paused = False
-    """The client was told to send no more for now."""
+    """True if the client was told to send no more for now."""
     _is_in_flight = False
-    """Counted at `server`."""
+    """True if the request counts in `server.in_flight`."""
     _was_there = False
-    """The ledger had the model in memory when the request was sent."""
+    """True if the ledger had the model in memory when the request was sent."""
     _returns = 0
+    """Number of times that the request waited for a model that has left."""
 
     def __init__(self, plane: Plane, target: Target) -> None:
         self.plane = plane
@@ -72,10 +78,10 @@ class ProxiedRequest(ABC):
         self._body = BodyBuffer(plane.waiting_bytes)
         self._tried: list[Server] = []
 
-    # What the client's side calls.
+    # Methods for the client's side.
 
     def start(self) -> None:
-        """Begin to work on the request, whose turn has come and whose client may ask this. Raises Problem."""
+        """Start to work on the request. Its turn has come and its client may ask this. Raises Problem."""
         if self.identity is not None:
             self.plane.requests.enter(self._tenant, self)
         if (operation := self.target.operation).loads or operation.fan_out is not None:
@@ -86,7 +92,7 @@ class ProxiedRequest(ABC):
         self._proceed()
 
     def write(self, data: bytes) -> None:
-        """The next bytes of the body."""
+        """Take the next bytes of the body."""
         if self._upstream is not None:
             self._upstream.write(data)
             if self._is_kept:
@@ -100,12 +106,12 @@ class ProxiedRequest(ABC):
                 self.refuse(body_too_large(most, self._body.size, "send less at once"))
 
     def flush(self) -> None:
-        """These were all bytes that have come for now."""
+        """Send what was written: no more bytes have come for now."""
         if self._upstream is not None:
             self._upstream.flush()
 
     def end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete, and pass that on."""
         self.is_complete = True
         if self._upstream is not None:
             self._upstream.end()
@@ -116,11 +122,12 @@ class ProxiedRequest(ABC):
                 self.refuse(fault)
 
     def close(self, move: Move) -> None:
-        """Release what the request holds. `move`: why it ends; only the first call counts."""
+        """Release what the request holds. `move`: the reason for the end. Only the first call counts."""
         if self.state in ENDS:
             return
         self.state = NEXT[self.state][move]
         self.plane.requests.leave(self._tenant, self)
+        # The request's own task may have called this: it must not cancel itself before it is done.
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         if self._upstream is not None:
@@ -131,10 +138,10 @@ class ProxiedRequest(ABC):
         if self._body.size:
             self._body.clear()
 
-    # What the server's side calls.
+    # Methods for the server's side.
 
     def pause_body(self) -> None:
-        """The server takes no more for now."""
+        """Have the client wait: the server takes no more for now."""
         self._is_paused = True
         self._pause_client()
 
@@ -142,27 +149,27 @@ class ProxiedRequest(ABC):
         self._is_paused = False
         self._resume_client()
 
-    # What the protocols add.
+    # Methods that the protocols implement.
 
     @abstractmethod
     def _ask(self, server: Server) -> UpstreamRequest:
-        """Open the request at that server."""
+        """Open the request at the server."""
 
     @abstractmethod
     async def _fan_out(self, servers: Sequence[Server], how: FanOut) -> None:
-        """Ask all of them, and pass one answer on. Raises Problem, CallFailed."""
+        """Ask all servers and pass one answer on. Raises Problem, CallFailed."""
 
     @abstractmethod
     def _must_see_body(self) -> bool:
-        """Return whether the whole body is looked into before anything of it is sent."""
+        """Return True if the whole body must be checked before anything of it is sent."""
 
     @abstractmethod
     def _check_body(self) -> None:
-        """Look into a complete body before anything is sent. Raises Problem."""
+        """Check a complete body before anything is sent. Raises Problem."""
 
     @abstractmethod
     def refuse(self, fault: Exception) -> None:
-        """Answer with that, and close."""
+        """Answer with the fault, and close."""
 
     def _pause_client(self) -> None:
         """Have the client send no more of the body for now."""
@@ -171,10 +178,10 @@ class ProxiedRequest(ABC):
     def _resume_client(self) -> None:
         return
 
-    # Before it is sent.
+    # Waiting, before the request is sent.
 
     def _proceed(self) -> None:
-        """Have it wait, or send it if there is nothing to wait for. Raises Problem."""
+        """Have the request wait, or send it if there is nothing to wait for. Raises Problem."""
         if self._collects:
             self._collects = False
             self._check_body()
@@ -186,8 +193,10 @@ class ProxiedRequest(ABC):
         self._forward()
 
     def _reserve(self) -> tuple[Bring | None, bool]:
-        """A slot if the model is there, else how to bring it; and whether it has to wait. Raises Problem."""
+        """Enter the model's lane if the model is there. Returns the function that brings a model that is not
+        there, or None, and whether the request has to wait. Raises Problem."""
         bring = self._missing_model()
+        # A request for a missing model takes no slot yet, which it would hold through the whole load.
         if bring is None and self.target.operation.takes_slot:
             assert self.identity is not None
             self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
@@ -195,8 +204,8 @@ class ProxiedRequest(ABC):
         return bring, bring is not None or waits or self.target.operation.is_audited
 
     def _missing_model(self) -> Bring | None:
-        """Return what to wait for before the request is sent: that the model is there, or gone if this
-        unloads it."""
+        """Return the function with which the request waits for its model: until the model is there, or until
+        it is gone if this request unloads it. Returns None if there is nothing to wait for."""
         operation, residencies = self.target.operation, self.plane.residencies
         if residencies is None or not self.target.model:
             return None
@@ -207,13 +216,13 @@ class ProxiedRequest(ABC):
         return None if residencies.note_wanted(self._model, self.wish.priority) else self._bring
 
     def _wait(self, bring: Bring | None) -> None:
-        """Wait in a task of its own until the request can be sent. Raises Problem if the bodies that wait are
-        too large."""
+        """Start a task that waits until the request can be sent. Raises Problem if the waiting bodies are too
+        large."""
         self._begin_waiting(bring, self._body.size)
         self._task = asyncio.ensure_future(self._forward_when_ready(bring))
 
     def _begin_waiting(self, bring: Bring | None, body_bytes: int) -> None:
-        """Count the body among those that wait. Raises Problem if all of them have too many bytes."""
+        """Count the body among the waiting ones. Raises Problem if all together have too many bytes."""
         if body_bytes:
             self._body.charge(body_bytes, self._tenant)
         is_queued = bring is None and self.lane_entry is not None
@@ -222,6 +231,7 @@ class ProxiedRequest(ABC):
     async def _forward_when_ready(self, bring: Bring | None) -> None:
         try:
             await self._until_ready(bring)
+            # Cleared before `_forward`, which may start another task.
             self._task = None
             self._body.release()
             self._forward()
@@ -230,8 +240,9 @@ class ProxiedRequest(ABC):
             self.refuse(fault)
 
     async def _until_ready(self, bring: Bring | None) -> None:
-        """Wait until the model is there and has a slot, both at once: while the request waits for one it may
-        lose the other. Raises Problem."""
+        """Wait until the model is there and has a slot at the same time: the model may leave while the
+        request waits for the slot. Raises Problem."""
+        # The line in the audit log is durable before the request is carried out.
         await self.plane.note(self.target, self.identity)
         while True:
             is_known = bring is None or await bring()
@@ -245,6 +256,7 @@ class ProxiedRequest(ABC):
             await self.lane_entry.granted()
             if not is_known or not self.plane.has_left(self._model):
                 return
+            # The model has left meanwhile: wait for it without its slot, and then for a slot again.
             self.lane_entry.leave()
             self.lane_entry, bring = None, self._bring
             if self.state is State.QUEUED:
@@ -268,10 +280,10 @@ class ProxiedRequest(ABC):
         if before < BUFFER_BYTES <= self._body.size:
             self.pause_body()
 
-    # At a server.
+    # The request at a server.
 
     def _forward(self) -> None:
-        """Send the request to the server that should get it, or to several."""
+        """Send the request to the server that is to get it, or to several."""
         plane, operation = self.plane, self.target.operation
         fleet = plane.fleet
         if operation.fan_out is not None and (servers := fleet.all_for(self.target, self.over_grpc)):
@@ -283,7 +295,7 @@ class ProxiedRequest(ABC):
         self._is_kept = self._was_there or fleet.has_choice(self.over_grpc)
         self._tried.clear()
         server = fleet.pick(self.target, over_grpc=self.over_grpc)
-        assert server is not None  # none was tried
+        assert server is not None  # `pick` returns None only after servers were tried.
         self._send_to(server)
 
     def _send_to(self, server: Server) -> None:
@@ -293,6 +305,7 @@ class ProxiedRequest(ABC):
         self._tried.append(server)
         server.in_flight += 1
         self._is_in_flight = True
+        # The server may ask for a pause while it is written to, so the flag is reset before and read after.
         was_paused, self._is_paused = self._is_paused, False
         self._upstream = upstream = self._ask(server)
         for piece in self._body.pieces:
@@ -314,6 +327,7 @@ class ProxiedRequest(ABC):
 
     def _begin_answer(self, is_success: bool) -> None:
         self.state = NEXT[self.state][Move.ANSWER]
+        # Once an answer has begun the request is never sent again.
         if self._is_kept:
             self._is_kept = False
             self._body.clear()
@@ -324,7 +338,8 @@ class ProxiedRequest(ABC):
                 server.note_load(self.target.model)
 
     def _retry(self, trouble: Trouble) -> bool:
-        """Send it to another server, if it may go there after this trouble."""
+        """Send the request to another server if it may go there after this trouble. Returns True if it was
+        sent."""
         failed = self.server
         self._leave_server()
         if failed is None or trouble not in self._retried_after() or not self._send_to_another():
@@ -346,15 +361,16 @@ class ProxiedRequest(ABC):
         return _IF_IDEMPOTENT if self.is_idempotent else _NOTHING_SENT
 
     def _may_ask_again(self) -> bool:
-        """Return True if the server says that it does not have the model: nothing was done then."""
+        """Return True if the request may be sent once more after the server has said that it lacks the model:
+        such a server has done nothing."""
         return self._is_kept and self.is_complete and self._returns < MOST_RETURNS
 
     def _ask_again(self) -> bool:
-        """Go on after a server has denied that it has the model. Returns False if all servers were asked.
+        """Continue after a server has denied that it has the model. Returns False if all servers were asked.
 
-        1. To another server that has the model: a restarted server may be long without it.
+        1. Send the request to another server that has the model: a restarted server may be long without it.
         2. If the ledger has the model at this server, wait until the ledger or the server changes.
-        3. Else to the next server, which may have got the model just now.
+        3. Otherwise send it to the next server, which may have got the model just now.
         """
         server, residencies = self.server, self.plane.residencies
         assert server is not None
@@ -374,7 +390,7 @@ class ProxiedRequest(ABC):
         return True
 
     def _report_dead(self) -> None:
-        """The server says that the model's process is gone."""
+        """Have the leader check the model: the server says that the model's process is gone."""
         if self.plane.residencies is not None and self.server is not None:
             self.plane.residencies.report_dead(self._model, self.server.name)
 
@@ -386,7 +402,7 @@ class ProxiedRequest(ABC):
             self._is_in_flight = False
 
     def _keep(self, data: bytes) -> None:
-        """Keep what was sent, as long as it is small enough to be sent again."""
+        """Keep the bytes that were sent, as long as the body is small enough to be sent again."""
         self._body.add(data)
         if self._body.size > BUFFER_BYTES:
             self._is_kept = False

@@ -1,4 +1,4 @@
-"""Why a request to a model is refused, as problems; the protocols write them in their clients' form."""
+"""Refusals of requests to models, as problems. The protocols write them in their clients' form."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -33,7 +33,7 @@ def body_too_large(most: str, body_bytes: int, remedy: str) -> Problem:
 
 
 class NoSlot(Problem):
-    """A request gets no slot of its model now; says when it might."""
+    """A request gets no slot of its model now. The problem says when it might."""
 
     def __init__(self, code: str, detail: str, estimate: QueueEstimate) -> None:
         eta = None if estimate.eta_seconds is None else round(estimate.eta_seconds, 3)

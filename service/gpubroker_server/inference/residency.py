@@ -1,5 +1,5 @@
-"""The models of one server as the ledger has them. Only the leader loads and unloads; a gateway makes the
-task that holds a model, tells the leader which models are wanted, and waits."""
+"""The models of one server in the ledger. Only the leader loads and unloads. A gateway makes the task that
+holds a model, tells the leader which models are wanted, and waits."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -49,10 +49,10 @@ log = structlog.get_logger("gpubroker.tasks.task")
 
 DESCRIBE_SECONDS: Final = Seconds(5.0)
 _INDEX_SECONDS: Final = Seconds(0.25)
-"""How often a server is asked whether a model is back that it has lost."""
+"""Interval in which a server is asked whether a model that it has lost is back."""
 
 _DEAD_SECONDS: Final = Seconds(5.0)
-"""How long the leader has to check a model that is reported dead before it is reported again."""
+"""Time that the leader has for checking a model that is reported dead before it is reported again."""
 
 _LOAD_TRIES: Final = 3
 
@@ -60,11 +60,11 @@ _HAS_STEPS: Final = frozenset({TaskState.ADMITTED, TaskState.RUNNING})
 """States of an ensemble in which its server has its steps in memory, or brings them there."""
 
 _FAILED_SECONDS: Final = Seconds(30.0)
-"""A request that comes later has the model loaded again."""
+"""Time after a failed load in which requests are refused. A later request has the model loaded again."""
 
 
 class ResidencyParts(Struct, frozen=True):
-    """What residencies need of the gateway."""
+    """The parts of the gateway that residencies use."""
 
     world: World
     policy: Policy
@@ -76,7 +76,7 @@ class ResidencyParts(Struct, frozen=True):
     admission: AdmissionPolicy
     forecasts: Callable[[], Sequence[Forecast]]
     settle_seconds: Seconds
-    """How long a request to the leader waits until it is carried out."""
+    """The longest time that a gateway waits until the leader has carried out its request."""
 
 
 def _never() -> bool:
@@ -84,9 +84,11 @@ def _never() -> bool:
 
 
 class Uses(NamedTuple):
+    """Requests to one model since the last report."""
+
     times: int
     priority: int
-    """The highest."""
+    """The highest priority of these requests."""
     last_at: Instant
 
 
@@ -116,23 +118,24 @@ class _Failed(Struct, frozen=True):
 
 
 class FailedLoads:
-    """Of one server, as one gateway has heard."""
+    """The failed loads of one server that one gateway has heard of."""
 
     def __init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
 
     def note(self, model: str, why: str, revision: str, now: Instant) -> Problem:
-        """`revision`: of the files that were loaded, as in `Described`."""
+        """Remember a failed load. Returns the problem that requests get. `revision`: the revision of the
+        files that were loaded, as in `Described`."""
         self._failed[model] = _Failed(why, revision, Instant(now + _FAILED_SECONDS))
         return self._problem(model, now)
 
     def forget(self, model: str) -> None:
-        """Somebody asks for another try."""
+        """Forget a failed load, because somebody asks for another try."""
         self._failed.pop(model, None)
 
     def check(self, model: str, revision: str, now: Instant) -> None:
-        """Return if the model may be tried: its files have changed or the pause is over. Raises Problem
-        model-not-loaded."""
+        """Check that the model may be loaded: no load has failed, its files have changed, or the pause is
+        over. Raises Problem model-not-loaded."""
         failed = self._failed.get(model)
         if failed is None:
             return
@@ -159,19 +162,20 @@ class Residency:
         self._uses = UseCounts()
         self._reported_now: set[str] = set()
         self._dead_until: dict[str, Instant] = {}
-        """Model -> until when it is not reported dead again."""
+        """Model -> the time until which the model is not reported dead again."""
         self._reporting: set[asyncio.Future[None]] = set()
+        """The running tasks of `_do`: asyncio itself keeps no reference to a task."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Weak because clients choose the names."""
+        """Model -> the lock under which its holder is made. Weak, because clients choose the names."""
 
-    # What the World and the server say.
+    # The state in the World and at the server.
 
     def of(self, model: str) -> Task | None:
-        """The task that holds the model, or waits for its memory."""
+        """Return the task that holds the model, or waits for its memory."""
         return self._parts.world.models.of(ModelKey(self.rules.name, model))
 
     def holders(self) -> list[Task]:
-        """Return the holders of all models of this server, without the one of the server's own base cost."""
+        """Return the holders of all models of this server, without that of the server's own base cost."""
         tasks, name = self._parts.world.models.live(), self.rules.name
         return [task for task in tasks if (model := model_of(task)).model and model.server == name]
 
@@ -180,7 +184,7 @@ class Residency:
         return task is not None and task.state is TaskState.RUNNING
 
     async def repository(self) -> Mapping[str, IndexedModel] | None:
-        """The server's index; None while it does not answer."""
+        """Return the server's index, or None while the server does not answer."""
         try:
             return (await self.host.index(DESCRIBE_SECONDS)).models
         except HostRefused:
@@ -195,13 +199,14 @@ class Residency:
         return self.rules.models.get(model, ModelRules())
 
     def try_again(self, model: str) -> None:
-        """Somebody asks for a load by hand: one that has failed lately does not count."""
+        """Allow a load by hand, even if one has failed lately."""
         self.failed_loads.forget(model)
 
-    # What the leader hears.
+    # Reports to the leader.
 
     def note_use(self, model: str, priority: int) -> None:
-        """Reported at once if the leader might give the model's memory away; else with the next report."""
+        """Count a use of the model. It is reported at once if the leader might give the model's memory away,
+        and otherwise with the next report."""
         now = self._parts.clock.now()
         self._uses.add(model, Uses(1, priority, now))
         task = self.of(model)
@@ -212,14 +217,15 @@ class Residency:
             self._do(self._report_now(model))
 
     async def report_use(self) -> None:
-        """Tell the leader when models were used. Raises StoreUnavailable: the rest is reported the next
-        time."""
+        """Tell the leader when models were used. Raises StoreUnavailable and keeps the rest for the next
+        report."""
         for model in self._uses.models():
             await self._report_uses(model)
 
     async def _report_uses(self, model: str) -> None:
-        """Tell the leader when this model was used. Raises StoreUnavailable after keeping the report for the
-        next time."""
+        """Tell the leader when this model was used. Raises StoreUnavailable and keeps the uses for the next
+        report."""
+        # Taken before the call, so that uses during the call are counted for the next report.
         uses, task = self._uses.take(model), self.of(model)
         if uses is None or task is None:
             return
@@ -232,7 +238,7 @@ class Residency:
 
     async def _report_now(self, model: str) -> None:
         try:
-            with suppress(StoreUnavailable):  # the next report has it
+            with suppress(StoreUnavailable):  # The next report has the uses.
                 await self._report_uses(model)
         finally:
             self._reported_now.discard(model)
@@ -252,16 +258,17 @@ class Residency:
     async def _report_dead(self, model: str) -> None:
         task = self.of(model)
         if task is not None:
-            with suppress(StoreUnavailable):  # the next request to it reports it again
+            with suppress(StoreUnavailable):  # A later request to the model reports it again.
                 priority = model_of(task).asked_priority
                 await self.ask_leader(task, "want", priority=priority, uses=0, doubted=True)
 
     async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
-        """Ask the leader for a change and return True if it was carried out by then. Raises
-        StoreUnavailable."""
+        """Ask the leader for a change. Returns True if the leader has carried it out within
+        `settle_seconds`. Raises StoreUnavailable."""
         parts = self._parts
         now = parts.clock.now()
         request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
+        # Expected before the write, so that an answer that comes at once is not missed.
         with parts.waiters.expect(request.id) as done:
             await parts.store.request(request)
             return await done.within(parts.settle_seconds)
@@ -276,18 +283,20 @@ class Residency:
         *,
         unless: Callable[[], bool] = _never,
     ) -> Task:
-        """Have the model brought, and wait until it is in memory: `seconds`, else `cold_seconds`. Returns
-        early if `unless` is true: another server has the model. Raises Problem: model-not-ready, with the
-        time to come again; model-not-loaded if the load failed."""
+        """Have the model brought, and wait until it is in memory, at most `seconds` or else `cold_seconds`.
+        Returns early once `unless` returns True, because another server has the model. Raises Problem
+        model-not-ready, with the time to come again, or model-not-loaded if the load failed."""
         until = self._parts.clock.now() + (self.rules.cold_seconds if seconds is None else seconds)
         task = await self.want(model, priority)
         was_leaving = False
         while True:
+            # Expected before the state is read, so that a move in between is not missed.
             with self._parts.waiters.expect(moves_of(task.id)) as moved:
                 now = self._parts.clock.now()
                 known = self._parts.world.tasks.get(task.id) or await self._row(task)
                 if known.state is TaskState.RUNNING or unless():
                     return known
+                # The holder that was found was already leaving, and its end says nothing of this request.
                 if known.is_terminal and was_leaving and known.state is not TaskState.FAILED:
                     task, was_leaving = await self.want(model, priority), False
                     continue
@@ -296,14 +305,15 @@ class Residency:
                 was_leaving = known.state is TaskState.STOPPING
                 if now >= until or self._parts.waiters.is_closed:
                     raise self._not_ready(known, now)
-                # Wanted as long as a request waits, however short that is.
+                # The model stays wanted as long as a request waits, however short `wanted_seconds` is.
                 again_seconds = min(1.0, self.rules.wanted_seconds / 4)
                 await moved.within(Seconds(min(until - now, again_seconds)))
             await self._keep_wanted(self._parts.world.tasks.get(task.id, known), priority)
 
     async def returned(self, model: str, *, unless: Callable[[], bool] = _never) -> None:
-        """Wait, for a model that the ledger has and the server denies, until the ledger no longer has it or
-        the server has it again, or until `unless` is true: another server has it. Raises Problem."""
+        """Wait for a model that the ledger has and the server denies. The wait ends when the ledger no longer
+        has the model, the server has it again, or `unless` returns True because another server has it.
+        Raises Problem."""
         now = self._parts.clock.now
         until = now() + self.rules.cold_seconds
         denied = self.of(model)
@@ -321,7 +331,7 @@ class Residency:
                 await moved.within(_INDEX_SECONDS)
 
     async def unloaded(self, model: str) -> None:
-        """Have the model unloaded, and wait until it is gone. Raises Problem model-not-ready, or
+        """Have the model unloaded and wait until it is gone. Raises Problem model-not-ready, or
         model-is-step."""
         self.check_unload(model)
         task = self.of(model)
@@ -366,8 +376,11 @@ class Residency:
     # Making holders.
 
     async def want(self, model: str, priority: int, *, queued: bool = False, measured: bool = False) -> Task:
-        """The model's holder, made if there is none. `queued`: for queued inferences, for which the leader
-        keeps it wanted. `measured`: to be measured. Raises Problem, UnknownModel, StoreUnavailable."""
+        """Return the model's holder, and make one if there is none. `queued`: it is for queued inferences,
+        for which the leader keeps the model wanted. `measured`: the model is loaded to be measured. Raises
+        Problem, UnknownModel, StoreUnavailable."""
+        # Under the lock this gateway makes one holder per model. The store refuses a second one of another
+        # gateway.
         async with self._locks.setdefault(model, asyncio.Lock()):
             task = self.of(model)
             if task is None:
@@ -389,20 +402,21 @@ class Residency:
         return await self._submit(model, asked, terms, now)
 
     async def steps_of(self, model: str) -> Sequence[str]:
-        """The models that are loaded with an ensemble. Raises Problem, UnknownModel."""
+        """Return the models that are loaded with an ensemble. Raises Problem, UnknownModel."""
         return (await self.demand_of(model, is_there=True))[1].steps
 
     async def adopt(self, model: str) -> None:
-        """Make a holder for a model that is in memory without one: its leases are where it is. No request has
-        asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
+        """Make a holder for a model that is in memory without one. Its leases are where the model is, and no
+        request has asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
         asked, described, sized = await self.demand_of(model, is_there=True)
         now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps, sized=sized)
         await self._submit(model, asked, terms, now, held=True)
 
     async def follow_settings(self) -> None:
-        """Replace what an earlier start entered by other settings: the base cost, and models that wait for
-        another size or other GPUs. Once per start only, because gateways may run with different settings
-        while an operator restarts one after the other. Raises Problem, UnknownModel, StoreUnavailable."""
+        """Replace holders that an earlier start entered under other settings: the base cost, and models that
+        wait for another size or other GPUs. Call this only once per start, because gateways may run with
+        different settings while an operator restarts one after the other. Raises Problem, UnknownModel,
+        StoreUnavailable."""
         for task in self.holders():
             if task.state is TaskState.PENDING and not task.held:
                 asked, _, _ = await self.demand_of(task.name)
@@ -445,9 +459,9 @@ class Residency:
     async def _submit(
         self, name: str, asked: Asked, terms: Model, now: Instant, *, held: bool = False
     ) -> Task:
-        """Return the new task, or the one that another gateway has submitted for the same model. `held`:
-        what it needs is in use already, so it is not examined. Raises Problem for what could never be loaded
-        here."""
+        """Submit a holder. Returns the new task, or that which another gateway has submitted for the same
+        model. `held`: the memory is in use already, so nothing checks whether it fits. Raises Problem for a
+        model that could never be loaded here."""
         parts, rules = self._parts, self.rules
         submission = Submission(
             tenant=rules.tenant,
@@ -469,8 +483,8 @@ class Residency:
         return new.task if record is None else record.task
 
     async def demand_of(self, model: str, *, is_there: bool = False) -> tuple[Asked, Described, bool]:
-        """Return what a load of the model asks for, its description, and whether its size is known. A model
-        that is there counts on all GPUs of the server. Raises Problem, UnknownModel."""
+        """Return the demand of a load of the model, its description, and whether its size is known. A model
+        that is there (`is_there`) counts on all GPUs of the server. Raises Problem, UnknownModel."""
         rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
         mine = [ledger.device for ledger in gpus_of(self._parts.world, rules)]
         try:
@@ -491,9 +505,9 @@ class Residency:
         return _asked(gpus if size_mb else 0, size_mb or None, where), described, sized
 
     async def _size_of(self, model: str, described: Described, kinds: set[str]) -> tuple[Mib, bool]:
-        """Return the size, and whether it is known: the operator gives it, the model runs on CPUs, or it was
-        measured. Else it is estimated from the files. An ensemble of unknown size has that of its steps,
-        which are loaded with it: it has no memory of its own."""
+        """Return the size, and whether it is known. It is known if the operator gives it, the model runs on
+        CPUs, or it was measured. Otherwise it is estimated from the files. An ensemble has no memory of its
+        own: if its size is unknown, it is the sum of its steps, which are loaded with it."""
         granted_mb = self.rules_of(model).gpu_mb
         size_mb = Mib(0) if granted_mb is None and described.on_cpu else granted_mb
         if size_mb is None:
@@ -537,18 +551,18 @@ class Residency:
 
 
 def _asks_for(task: Task, asked: Asked, *, same_size: bool = True) -> bool:
-    """Return whether the holder asks for these GPUs and, if `same_size`, for as much of each."""
+    """Return True if the holder asks for these GPUs and, with `same_size`, for as much of each."""
     demand = task.demand
     is_same_place = (demand.where.devices, demand.where.nodes) == (asked.where.devices, asked.where.nodes)
     return is_same_place and (not same_size or (demand.gpus, demand.gpu_mb) == (asked.gpus, asked.gpu_mb))
 
 
 def _asked(gpus: int, gpu_mb: Mib | None, where: PlacementConstraints) -> Asked:
-    """Return what a model needs: memory of GPUs, and nothing else of a node."""
+    """Return the demand of a model: memory of GPUs, and nothing else of a node."""
     return Asked(gpus=gpus, gpu_mb=gpu_mb, cpu=0.0, memory_mb=0, where=where)
 
 
 def _is_unchanged(before: Task, now: Task | None) -> bool:
-    """It is in memory as before: neither under notice nor loaded again."""
+    """Return True if the model is in memory as before: it is neither under notice nor loaded again."""
     is_there = now is not None and now.state is TaskState.RUNNING
     return is_there and now is not None and (now.id, now.fence) == (before.id, before.fence)

@@ -1,4 +1,4 @@
-"""Which server loads a model, for requests that name a model and no server."""
+"""The choice of the server that loads a model, for requests that name a model and no server."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from gpubroker_server.ports.store import StoreUnavailable
 log = structlog.get_logger("gpubroker.tasks.task")
 
 REPORT_SECONDS: Final = Seconds(30.0)
-"""How often the leader hears which models were used."""
+"""Interval in which the leader is told which models were used."""
 
 _NEVER: Final = 422
 """The HTTP status of the problem that the model does not fit on that server, now or later."""
@@ -32,7 +32,7 @@ class Residencies:
         self.parts = parts
         self._each = tuple(Residency(parts, rules, host) for rules, host in served)
         self.is_up: Callable[[str], bool] = lambda _server: True
-        """Returns True if a server answers; the fleet sets it."""
+        """Function that returns True if a server answers. The fleet sets it."""
 
     def __iter__(self) -> Iterator[Residency]:
         """Yield the residencies in the order of the settings."""
@@ -42,47 +42,47 @@ class Residencies:
         return next((residency for residency in self._each if residency.rules.name == server), None)
 
     def holding(self, model: str) -> list[Residency]:
-        """Where the model is in memory, or waits for it."""
+        """Return the residencies of servers where the model is in memory or waits for memory."""
         return [residency for residency in self._each if residency.of(model) is not None]
 
     def have(self, model: str) -> bool:
-        """Return whether it is in memory, also at a server that does not answer: it may by the time it is
-        asked."""
+        """Return True if the model is in memory at a server, also at one that does not answer now: the server
+        may answer by the time it is asked."""
         return any(residency.is_there(model) for residency in self._each)
 
     def priority_of(self, model: str, asked: int | None = None) -> int:
-        """Return the priority asked for, else that of the first server for which the operator has set one,
-        else the default."""
+        """Return the priority that was asked for, or else that of the first server whose settings name the
+        model, or else the default of the first server."""
         if asked is not None:
             return asked
         named = (residency for residency in self._each if model in residency.rules.models)
         return next(named, self._each[0]).priority_of(model)
 
     def note_wanted(self, model: str, asked: int | None) -> bool:
-        """Note that a request for the model has come. Returns whether the model is in memory at a server that
+        """Note that a request for the model has come. Returns True if the model is in memory at a server that
         answers."""
         priority = self.priority_of(model, asked)
         for residency in self.holding(model) or self._each[:1]:
             residency.note_use(model, priority)
-        return any(there.is_there(model) and self.is_up(there.rules.name) for there in self._each)
+        return any(residency.is_there(model) and self.is_up(residency.rules.name) for residency in self._each)
 
     def _can_answer(self, model: str, *, besides: Residency) -> bool:
-        """Return whether a server that answers has the model in memory, `besides` this one."""
+        """Return True if a server that answers, `besides` this one, has the model in memory."""
         return any(
-            there.is_there(model) and self.is_up(there.rules.name)
-            for there in self._each
-            if there is not besides
+            residency.is_there(model) and self.is_up(residency.rules.name)
+            for residency in self._each
+            if residency is not besides
         )
 
     async def ready_if_known(self, model: str, asked: int | None, seconds: float | None = None) -> bool:
-        """Wait until the model is in memory at one of the servers: `cold_seconds`, or less if the request
-        says so. False: no server has such a model. Raises Problem."""
+        """Wait until the model is in memory at one of the servers, at most `cold_seconds`, or less if the
+        request says so. Returns False if no server has such a model. Raises Problem."""
         priority, began = self.priority_of(model, asked), self.parts.clock.now()
         try:
             residency, _ = await self.want(model, priority)
             cold_seconds = residency.rules.cold_seconds
             own = cold_seconds if seconds is None else min(seconds, cold_seconds)
-            # The time that it took to store the holder is part of the wait.
+            # The time that storing the holder took is part of the wait.
             left_seconds = Seconds(began + own - self.parts.clock.now())
             elsewhere = partial(self._can_answer, model, besides=residency)
             await residency.ready(model, priority, left_seconds, unless=elsewhere)
@@ -93,29 +93,30 @@ class Residencies:
         return True
 
     async def returned(self, model: str, asked: int | None, server: str) -> bool:
-        """Wait as `ready_if_known` does, for a model that the ledger has there and the server denies."""
-        if (there := self.at(server)) is not None and there.is_there(model):
-            await there.returned(model, unless=partial(self._can_answer, model, besides=there))
+        """Wait as `ready_if_known` does, for a model that the ledger has at `server`, which denies it."""
+        if (residency := self.at(server)) is not None and residency.is_there(model):
+            await residency.returned(model, unless=partial(self._can_answer, model, besides=residency))
         return await self.ready_if_known(model, asked)
 
     def report_dead(self, model: str, server: str) -> None:
-        """The server's answer says that the model's process is gone."""
-        if (there := self.at(server)) is not None:
-            there.report_dead(model)
+        """Have the leader check the model: the server's answer says that the model's process is gone."""
+        if (residency := self.at(server)) is not None:
+            residency.report_dead(model)
 
     def try_again(self, model: str) -> None:
-        """Somebody asks for a load: one that has failed lately does not count."""
+        """Allow a load of the model that somebody asks for, even if one has failed lately."""
         for residency in self._each:
             residency.try_again(model)
 
     async def want(self, model: str, priority: int, *, queued: bool = False) -> tuple[Residency, Task]:
-        """The model's holder, made if there is none, and where it is: at the first server of these that has
-        the model and a GPU that is large enough. Raises Problem, UnknownModel, StoreUnavailable.
+        """Return the model's holder, made if there is none, and the residency that it belongs to: the first
+        in this order whose server has the model and a GPU that is large enough. Raises Problem, UnknownModel,
+        StoreUnavailable.
 
         1. servers that answer
-        2. those that have it in memory
-        3. those where it waits for memory
-        4. those for which the operator has named it
+        2. servers that have the model in memory
+        3. servers where the model waits for memory
+        4. servers whose settings name the model
         5. more free memory on one GPU
         6. the order of the settings
         """
@@ -133,8 +134,9 @@ class Residencies:
         raise refused
 
     async def unloaded(self, model: str) -> bool:
-        """Have the model unloaded everywhere, and wait until it is gone; False if it was nowhere. Raises
-        Problem."""
+        """Have the model unloaded everywhere and wait until it is gone. Returns False if no server had it.
+        Raises Problem."""
+        # All servers are checked before the first unload: either all unload the model or none.
         for residency in self._each:
             residency.check_unload(model)
         holding = self.holding(model)
@@ -173,13 +175,13 @@ class Residencies:
         )
 
     def _free_mb(self, rules: ServerRules) -> int:
-        """Return what is free on the emptiest of the server's GPUs."""
+        """Return the free memory of the emptiest of the server's GPUs."""
         return max((ledger.free_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)
 
 
 class PlaceChecks:
-    """Logs once of each server that it has no place. Nodes join one after the other: a place counts as
-    missing when it is missing in two checks running, while other nodes have joined."""
+    """Logs once for each server that it has no place. Nodes join one after the other, so a place counts as
+    missing only if two checks in a row miss it while other nodes have joined."""
 
     def __init__(self, world: World, servers: Sequence[ServerRules]) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""The model servers as the data plane sees them: which answer, what they have, and which one is asked."""
+"""The model servers as the data plane sees them: their health, their models, and the choice among them."""
 
 import asyncio
 import time
@@ -18,18 +18,19 @@ from gpubroker_server.telemetry.table import ServerRow
 log = structlog.get_logger("gpubroker.inference")
 
 _FAULTS = frozenset({Trouble.UNREACHABLE, Trouble.BROKEN, Trouble.SILENT})
-"""Others are no fault of the server."""
+"""Troubles that are the server's fault."""
 
 _CHECK_SECONDS: Final = Seconds(3.0)
-"""How long a server may take to say what it has, for a request that waits for that."""
+"""The longest time that a server may take for its index while a request waits for it."""
 
 
 class Contents(NamedTuple):
-    """What a server says that it has. A version of a model is listed as `model/version` as well."""
+    """The models that a server says it has. A version of a model is listed as `model/version` as well."""
 
     known: frozenset[bytes] = frozenset()
-    """In its repository."""
+    """Names of the models in the server's repository."""
     ready: frozenset[bytes] = frozenset()
+    """Names of the models in memory, and of their versions."""
 
 
 def contents_of(models: Mapping[str, IndexedModel]) -> Contents:
@@ -41,13 +42,13 @@ def contents_of(models: Mapping[str, IndexedModel]) -> Contents:
 
 
 class ServerChecks(Protocol):
-    """How a kind of model server is asked about itself. Both methods raise NotFetched."""
+    """Questions to a kind of model server about itself. Both methods raise NotFetched."""
 
     async def check(self, server: "Server", endpoint: "Endpoint", within_seconds: Seconds) -> None:
-        """Return if the server answers at that endpoint as it should."""
+        """Check that the server answers at the endpoint as it should."""
 
     async def index(self, server: "Server", within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
-        """Return the models of its repository, or None if its answer is no index."""
+        """Return the models of the server's repository, or None if the answer is no index."""
 
 
 class Endpoint:
@@ -61,15 +62,15 @@ class Endpoint:
         self.protocol = protocol
         self.breaker = Breaker(rules)
         self.faults = 0
-        """Since the start."""
+        """Number of faults since the start."""
         self.check_wanted = asyncio.Event()
-        """There is reason to check at once whether it answers, and what it has."""
+        """Set if there is reason to check at once whether the server answers, and which models it has."""
         self._server = server
         self._now = now
         self._is_closed = False
 
     def close(self) -> None:
-        """Failures from now on are not the server's."""
+        """Ignore failures from now on: they come from closing, not from the server."""
         self._is_closed = True
 
     def failed(self, trouble: Trouble, why: str) -> None:
@@ -97,7 +98,7 @@ class Server:
         rules: BreakerRules | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_managed`: its models are in the ledger, which says what it has."""
+        """`is_managed`: the server's models are in the ledger, which says which models it has."""
         self.name = name
         self.backend = backend
         self._checks = checks
@@ -107,11 +108,11 @@ class Server:
         self.http = Endpoint(name, "http", rules, now)
         self.grpc = Endpoint(name, "grpc", rules, now)
         self.in_flight = 0
-        """Requests that were sent to it and are not answered."""
+        """Number of requests that were sent to the server and are not answered."""
         self.passed_on = 0
-        """Requests that went to another server when this one failed, since the start."""
+        """Number of requests since the start that went to another server when this one failed."""
         self.contents: Contents | None = None
-        """None: it has not said."""
+        """The models that the server has; None if it has not said."""
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -126,7 +127,7 @@ class Server:
         return not all(endpoint.breaker.is_open for endpoint in self.endpoints)
 
     def note_load(self, model: bytes) -> None:
-        """It has loaded the model; the next check tells which versions."""
+        """Note that the server has loaded the model. The next check tells which versions."""
         if self.contents is not None:
             known, ready = self.contents
             self.contents = Contents(known | {model}, ready | {model})
@@ -140,19 +141,20 @@ class Server:
             self.contents = Contents(known, left)
 
     async def check(self, endpoint: Endpoint, within_seconds: Seconds) -> None:
-        """Return if it answers there as it should. Raises NotFetched."""
+        """Check that the server answers at the endpoint as it should. Raises NotFetched."""
         await self._checks.check(self, endpoint, within_seconds)
 
     async def index(self, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
-        """Ask for its models. Returns None if the answer is no index. Raises NotFetched."""
+        """Ask the server for its models. Returns None if the answer is no index. Raises NotFetched."""
         return await self._checks.index(self, within_seconds)
 
     def lists(self, model: str) -> bool:
-        """Return whether its last index had the model."""
+        """Return True if the server's last index had the model."""
         return self.contents is not None and model.encode() in self.contents.known
 
     async def may_have(self, model: str) -> bool:
-        """Ask for its models. Returns False only if the server says that its repository lacks this one."""
+        """Ask the server for its models. Returns False only if the server says that its repository lacks this
+        model."""
         try:
             models = await self.index(_CHECK_SECONDS)
         except NotFetched:
@@ -171,7 +173,7 @@ class Fleet:
     """All model servers, and the choice among them."""
 
     def __init__(self, servers: Sequence[Server], residencies: Residencies | None = None) -> None:
-        """`servers`: one at least. `residencies`: of those with models in the ledger."""
+        """`servers`: at least one. `residencies`: the models of the servers that the ledger manages."""
         self.servers = tuple(servers)
         self._only = servers[0] if len(servers) == 1 else None
         self._residencies = residencies
@@ -186,7 +188,7 @@ class Fleet:
         return self._only is None and len(self._able(over_grpc)) > 1
 
     def is_outside_ledger(self, model: str) -> bool:
-        """A server without models in the ledger has it ready."""
+        """Return True if a server whose models are not in the ledger has the model ready."""
         if self._only is not None:
             return False
         key = model.encode()
@@ -204,14 +206,15 @@ class Fleet:
         tried: Collection[Server] = (),
         before: Server | None = None,
     ) -> Server | None:
-        """Where a request goes; None if all servers that could take it were `tried`. The first of these:
+        """Return the server that a request goes to, or None if all servers that could take it were `tried`.
+        It is the first of these:
 
-        1. of those that have the model and answer, the one that its stream was at `before`, or else the one
-           with fewest requests in flight; of several the next in turn
-        2. one that has the model, though it does not answer
-        3. the same of those that do not say what they have
-        4. where none has it, or the request names no model: the first that answers, which will say so
-        5. the first
+        1. of the servers that have the model and answer: the one at which the stream was `before`, or else
+           the one with fewest requests in flight, and of several such the next in turn
+        2. a server that has the model, although it does not answer
+        3. the same choice among the servers that have not said which models they have
+        4. if no server has the model, or the request names none: the first that answers, which will say so
+        5. the first server
         """
         if self._only is not None:
             return None if tried else self._only
@@ -228,7 +231,7 @@ class Fleet:
         return left[0] if left and not tried else None
 
     def another_has(self, target: Target, tried: Collection[Server], *, over_grpc: bool) -> bool:
-        """Return whether a server that was not `tried` has the model in memory, and answers."""
+        """Return True if a server that was not `tried` has the model in memory and answers."""
         if self._only is not None:
             return False
         key, name = self._names_of(target)
@@ -239,33 +242,40 @@ class Fleet:
         )
 
     def all_for(self, target: Target, over_grpc: bool) -> list[Server]:
-        """The servers that a request goes to which is not for one server alone: those that have its model.
-        Of those the ones that answer, if there are any. Empty where one server gets it, as it came."""
+        """Return the servers that get a request which is not for one server alone: those that have its model,
+        and among these only those that answer, if any does. Returns nothing if one server gets the request as
+        it came."""
         if target.operation.fan_out is None or not self.has_choice(over_grpc):
             return []
         able = self._able(over_grpc)
         having = self._having(able, target) if target.model else able
-        found = [one for one in having if not one.endpoint(over_grpc).breaker.is_open] or [*having]
+        up = [server for server in having if not server.endpoint(over_grpc).breaker.is_open]
+        found = up or [*having]
         return found if len(found) > 1 or target.operation.unloads else []
 
     def _able(self, over_grpc: bool) -> Sequence[Server]:
-        return [one for one in self.servers if one.calls is not None] if over_grpc else self.servers
+        if not over_grpc:
+            return self.servers
+        return [server for server in self.servers if server.calls is not None]
 
     def _having(self, servers: Sequence[Server], target: Target) -> list[Server]:
-        """Return the servers that have the model in memory; for a load, if there is none, in the repository.
-        If no server has it, those that do not say what they have may."""
+        """Return the servers that have the model in memory or else, for a load, in the repository. If no
+        server has the model, return those that have not said which models they have: they may have it."""
         model, (key, name) = target.model, self._names_of(target)
         having = [server for server in servers if self._has(server, key, name)]
         if target.operation.loads and not having:
-            having = [one for one in servers if one.contents is not None and model in one.contents.known]
+            having = [
+                server for server in servers if server.contents is not None and model in server.contents.known
+            ]
         if not having:
-            having = [one for one in servers if one.contents is None and not one.is_managed]
+            having = [server for server in servers if server.contents is None and not server.is_managed]
+            # A server may have got the model since its last check.
             for server in servers:
                 server.http.check_wanted.set()
         return having
 
     def _names_of(self, target: Target) -> tuple[bytes, str]:
-        """Return the model's name in `Contents`, and in the ledger."""
+        """Return the model's name in `Contents` and its name in the ledger."""
         model, version = target.model, target.version
         key = b"%b/%b" % (model, version) if version else model
         return key, model.decode(errors="replace") if self._residencies is not None else ""
@@ -277,6 +287,7 @@ class Fleet:
         return server.contents is not None and key in server.contents.ready
 
     def _least_busy(self, servers: Sequence[Server]) -> Server:
+        # Of servers with equally many requests `min` takes the first, which is another one at each turn.
         self._turns += 1
         first = self._turns % len(servers)
         return min((*servers[first:], *servers[:first]), key=lambda server: server.in_flight)
@@ -284,5 +295,8 @@ class Fleet:
     def rows(self) -> Iterator[ServerRow]:
         """Yield the rows of the metrics."""
         for server in self.servers:
-            ways = [(one.protocol, not one.breaker.is_open, one.faults) for one in server.endpoints]
+            ways = [
+                (endpoint.protocol, not endpoint.breaker.is_open, endpoint.faults)
+                for endpoint in server.endpoints
+            ]
             yield ServerRow(server.name, ways, server.in_flight, server.passed_on)

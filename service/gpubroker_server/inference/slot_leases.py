@@ -1,4 +1,5 @@
-"""A gateway's share of the slots of models: what the leader gives is claimed in the database, then used."""
+"""A gateway's share of the slots of models. The gateway claims the slots that the leader gives in the
+database, then uses them."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -14,8 +15,9 @@ from gpubroker_server.ports.store import Clock, StoreUnavailable
 EVERY_SECONDS: Final = Seconds(1.0)
 
 _USABLE_SECONDS: Final = Seconds(HOLD_SECONDS - FRESH_SECONDS)
-"""How long a written claim is relied on, by the clock of the lanes, which check it at each request: a process
-that was asleep for longer notices before it sends one."""
+"""Time for which a written claim is used, by the clock of the lanes. The lanes check it at each request: a
+process that was asleep for longer notices that before it sends one. The leader counts a claim for
+HOLD_SECONDS, which are FRESH_SECONDS more."""
 
 
 class SlotLeases:
@@ -28,8 +30,8 @@ class SlotLeases:
         clock: Clock,
         leader: Callable[[], LeaderSeen | None],
     ) -> None:
-        """`slots`: by model, of all gateways together. `leader`: its newest message; until that gives more,
-        each model gets one request at a time."""
+        """`slots`: model -> slots of all gateways together. `leader`: returns the leader's newest message.
+        Until the leader gives more, each model gets one request at a time."""
         self._name = name
         self._slots = slots
         self._lanes = lanes
@@ -46,9 +48,11 @@ class SlotLeases:
             await asyncio.sleep(EVERY_SECONDS)
 
     async def renew(self) -> None:
-        """Use less at once; claim; use more, unless the message that gave it is stale by then."""
+        """Renew the claims. In this order no slot has two users: use fewer slots at once, claim, and only
+        then use more, unless the leader's message that gave them is stale by then."""
+        # Both times are taken before the claim is written: what they bound ends too early rather than late.
         began, now, leader = self._lanes.now(), self._clock.now(), self._leader()
-        if leader is not None and leader.slots is None:  # of a release that divides no slots
+        if leader is not None and leader.slots is None:  # The leader's release does not divide slots.
             self._lanes.limits_end_at = inf
             for model, slots in self._slots.items():
                 self._lanes.limit(model, slots)
@@ -59,6 +63,7 @@ class SlotLeases:
             load = self._lanes.load(model)
             share = given.get(model, load.slots)
             self._lanes.limit(model, min(share, load.slots))
+            # Requests in flight go on, so their slots stay claimed although the share is smaller.
             holds[model] = max(share, load.in_flight)
         wants = {model: self._lanes.load(model).wanted for model in self._slots}
         if not await self._claim(Claim(self._name, now, holds, wants)):
@@ -69,7 +74,7 @@ class SlotLeases:
                 self._lanes.limit(model, share)
 
     async def _claim(self, claim: Claim) -> bool:
-        """Return True if the claim was written before the previous one ends."""
+        """Write the claim. Returns True if it was written before the previous one ended."""
         left = self._lanes.limits_end_at - self._lanes.now()
         try:
             async with asyncio.timeout(left if 0 < left < inf else None):
@@ -79,7 +84,7 @@ class SlotLeases:
         return True
 
     async def drop(self) -> None:
-        """This gateway is about to end. Raises StoreUnavailable."""
+        """Give up all claims, because this gateway is about to end. Raises StoreUnavailable."""
         await self._store.drop_slots(self._name)
 
     def _given_by(self, leader: LeaderSeen) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How values become rows and rows become values, by the types of their fields.
+"""Convert values to rows and rows to values, by the types of their fields.
 
 A column holds JSON if the field is a Struct, a sequence or a mapping, and otherwise the field itself. A field
 that is added to a type and to its table needs no other line.
@@ -22,13 +22,13 @@ _EMPTY = {inspect.VarTupleType: "[]", inspect.TupleType: "[]", inspect.DictType:
 
 @lru_cache(4096)
 def demand_of_text(text: str) -> Demand:
-    """Return one object for all equal demands: many tasks have few, which `bench restart` shows."""
+    """Return the demand. Equal demands are one object, because many tasks share few (`bench restart`)."""
     return interned(json.decode(text, type=Demand))
 
 
 @lru_cache(4096)
 def demand_text(demand: Demand) -> str:
-    """Return the JSON: many tasks have few demands, which `bench accept` notices."""
+    """Return the demand as JSON. Cached, because many tasks share few demands (`bench accept`)."""
     return json_text(demand)
 
 
@@ -46,9 +46,11 @@ def _changes(kind: Any) -> tuple[Change | None, Change | None]:
         if isinstance(part, _JSON):
             return json.Decoder(kind).decode, json_text
         if isinstance(part, inspect.EnumType):
-            return part.cls, str  # drivers look at the exact type
+            # Drivers choose a conversion by the exact type, which for a StrEnum is not `str`.
+            return part.cls, str
         if isinstance(part, inspect.BytesType):
-            return bytes, None  # PostgreSQL's driver gives a memoryview
+            # PostgreSQL's driver returns a memoryview.
+            return bytes, None
     return None, None
 
 
@@ -57,14 +59,14 @@ def _type_of(kind: type[Struct], name: str) -> Any:
 
 
 def _empty_text(kind: Any) -> str | None:
-    """Return the literal of the JSON of the only value that is false, as text of Python; None if that may be
-    another value than an empty one."""
+    """Return Python source of the JSON of an empty value, for types whose only false value is the empty one.
+    Returns None for other types."""
     text = _EMPTY.get(type(inspect.type_info(kind)))
     return None if text is None else repr(text)
 
 
 def value_of_row(kind: type[S], row: Mapping[str, Any]) -> S:
-    """Return the value that a row has among its columns. Fields without a column have their defaults."""
+    """Return the value that a row holds. Fields without a column get their defaults."""
     values = {
         name: row[name] if read is None or row[name] is None else read(row[name])
         for name, (read, _write) in columns_of(kind).items()
@@ -78,8 +80,8 @@ def row_writer(
 ) -> Callable[[S], Row]:
     """Return a function that makes rows of values of one type.
 
-    `names` are columns that are fields; `rest` makes those behind them of the whole value. The function is
-    compiled, as those of a dataclass are: a loop over the columns takes twice the time, for each row.
+    `names` are columns that are fields; `rest` computes the columns behind them from the whole value. The
+    function is compiled, as dataclasses do it: a loop over the columns of each row takes twice the time.
     """
     known: dict[str, Any] = {"rest": rest}
     parts = []
@@ -93,7 +95,7 @@ def row_writer(
         if empty is None:
             parts.append(f"None if value.{name} is None else write_{name}(value.{name})")
         else:
-            # Most tasks have no labels, objects and so on.
+            # Most tasks have no labels, objects and so on, so the literal saves a call.
             parts.append(f"write_{name}(value.{name}) if value.{name} else {empty}")
     if rest is not None:
         parts.append("*rest(value)")

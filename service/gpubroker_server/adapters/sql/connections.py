@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL: how each kind is made, and the one by which processes wake each other.
+"""Connections to PostgreSQL: a function opens each kind, and `Hints` has the one that wakes processes.
 
 No wait is endless. The server's timeouts end long statements, and TCP timeouts end connections without a
 peer. Neither helps if something in between accepts every byte and passes none on, so each wait has a limit
@@ -30,11 +30,12 @@ from gpubroker_server.ports.store import StoreExhausted
 
 
 class BatchedPipeline(psycopg.Pipeline):
-    """Sends statements together, when an answer is waited for. psycopg sends each at once, which costs two
+    """Sends statements together as soon as an answer is awaited. psycopg sends each at once, which costs two
     system calls and wakes the server: a commit takes a sixth longer (`bench pickup` on PostgreSQL)."""
 
     def _enqueue_sync(self) -> None:
         super()._enqueue_sync()
+        # The caller of a sync waits, and `_communicate_gen` talks to the server only if the queue is empty.
         self._hand_over()
 
     def _communicate_gen(self) -> PQGen[None]:
@@ -43,7 +44,8 @@ class BatchedPipeline(psycopg.Pipeline):
 
     def _fetch_gen(self, *, flush: bool) -> PQGen[None]:
         self._hand_over()
-        # What the socket did not take is sent before an answer is awaited: the server waits for it, too.
+        # The socket may not have taken all bytes. Send the rest before an answer is awaited: the server
+        # waits for it, too.
         yield from send(self.pgconn)
         yield from super()._fetch_gen(flush=flush)
 
@@ -57,14 +59,15 @@ class ServerSettings(Struct, frozen=True):
     values: Mapping[str, str]
     """Values of the server's settings by name."""
     answer_seconds: float
-    """A connection that receives nothing for so long while it waits is closed. More than the server's
-    timeouts."""
+    """A connection that waits and receives nothing for this time is closed. Writers wait longer than the
+    server's `statement_timeout`, so that its error arrives first."""
 
 
 _WRITER = {
     "idle_in_transaction_session_timeout": "2s",
     "lock_timeout": "5s",
     "statement_timeout": "10s",
+    # The connection is kept even if nothing is written for a long time.
     "idle_session_timeout": "0",
     # The server notices within seconds that our machine is gone, and releases its locks.
     "tcp_keepalives_idle": "1",
@@ -77,29 +80,33 @@ _WRITER = {
 }
 WRITER = ServerSettings(_WRITER, answer_seconds=11.0)
 TERM = ServerSettings({**_WRITER, "lock_timeout": "2s", "statement_timeout": "2s"}, answer_seconds=2.5)
-"""A leader cannot use an answer that comes later."""
+"""Settings of the connection for the leader's row. A leader cannot use an answer that comes later."""
 READER = ServerSettings(
     {"statement_timeout": "30s", "default_transaction_read_only": "on"}, answer_seconds=6.0
 )
-"""Slow reads are large, and their rows arrive bit by bit."""
+"""Settings of readers. Slow reads are large, and their rows arrive bit by bit, so `answer_seconds` may be
+below `statement_timeout`."""
 _LISTENER = ServerSettings({"idle_session_timeout": "0", "synchronous_commit": "off"}, answer_seconds=2.5)
-"""Notifications need not be on disk."""
+"""Settings of the connection that listens. No commit waits for the disk: a notification need not be on it."""
 _POLL_SECONDS = 0.1
+"""Interval in which a waiting connection checks `answer_seconds`."""
 
 _DURABLE = (
     "set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' "
     "ELSE current_setting('synchronous_commit') END, "
 )
-"""Keeps any other value that an administrator has chosen."""
+"""Turns `synchronous_commit` on where the server's default is off, and keeps any other value that an
+administrator has chosen."""
 
 _CONNECTION: Mapping[str, Any] = {
+    # libpq takes `tcp_user_timeout` in milliseconds and the other times in seconds.
     "connect_timeout": 2,
     "tcp_user_timeout": 2000,
     "keepalives": 1,
     "keepalives_idle": 1,
     "keepalives_interval": 1,
     "keepalives_count": 2,
-    # The server keeps 63 bytes of it. Releases before 0.3.0 do not say theirs.
+    # The server keeps the first 63 bytes. Releases before 0.3.0 do not write their number.
     "application_name": f"gpubroker {__version__}, pid {os.getpid()} on {socket.gethostname()}",
 }
 _WAITS_FOR_STANDBY = (
@@ -112,22 +119,24 @@ _OUT_OF_CONNECTIONS = (
     "connection slots are reserved",
     "no more connections allowed",
 )
-"""A connection that is refused has no code that the driver could read."""
+"""Texts of refusals for lack of connections. psycopg has no SQLSTATE for a connection that was refused."""
 GET_CONNECTIONS = "raise max_connections or the limit of the user, or end other clients"
 _SERVER = "SELECT system_identifier, left(pg_walfile_name(pg_current_wal_lsn()), 8) FROM pg_control_system()"
+"""Reads (identifier, timeline). The first eight digits of a WAL file's name are the timeline, in
+hexadecimal."""
 _CHANNEL = "gpubroker"
 _RESIGNED = "resigned"
 NOTIFY_RESIGNED = f"NOTIFY {_CHANNEL}, '{_RESIGNED}'"
 HINT_PAUSE_SECONDS = 0.01
-"""Between two hints; the first after a pause is sent at once."""
+"""Least time between two hints. The first hint after a pause is sent at once."""
 RECONNECT_SECONDS = 1.0
 PROBE_SECONDS = 2.0
-"""How often the listener asks the server for a sign of life: a connection that only listens does not notice
-that nothing arrives any more."""
+"""Interval in which the listener asks the server for a sign of life: a connection that only listens does not
+notice that nothing arrives any more."""
 
 
 class TimedConnection(psycopg.Connection[Any]):
-    """Closes itself when the server says nothing for too long; waiting callers get an OperationalError."""
+    """Closes itself when the server sends nothing for too long; waiting callers get an OperationalError."""
 
     answer_seconds = inf
 
@@ -136,31 +145,32 @@ class TimedConnection(psycopg.Connection[Any]):
 
     @contextmanager
     def pipeline(self) -> Iterator[psycopg.Pipeline]:
+        # psycopg makes a pipeline of its own class only if `_pipeline` is empty.
         self._pipeline = self._pipeline or BatchedPipeline(self)
         with super().pipeline() as pipeline:
             yield pipeline
 
     def _until_silent(self, gen: PQGen[Any]) -> PQGen[Any]:
-        """Run `gen`, which yields what it waits for and receives what came, and give it nothing at each
-        interval."""
+        """Drive `gen` until it ends. `gen` yields what it waits for and receives what is ready: nothing,
+        after each interval without an event. Raises OperationalError after `answer_seconds` of silence."""
         try:
             awaited = next(gen)
             heard_at = boot_seconds()
             while True:
-                came = yield awaited
-                if came:
+                ready = yield awaited
+                if ready:
                     heard_at = boot_seconds()
                 elif boot_seconds() - heard_at > self.answer_seconds:
                     self.close()
                     raise psycopg.OperationalError(f"no answer for {self.answer_seconds:g} s")
-                awaited = gen.send(came)
+                awaited = gen.send(ready)
         except StopIteration as done:
             return done.value
 
 
 def set_statement(settings: ServerSettings, *, within: Literal["session", "transaction"]) -> str:
-    """Return one statement that sets all values. A writer's commits are durable whatever the server's
-    default."""
+    """Return one statement that sets all values, and has commits wait for the disk, whatever the server's
+    default, unless `settings` say otherwise."""
     local = "true" if within == "transaction" else "false"
     calls = [f"set_config('{name}', '{value}', {local})" for name, value in settings.values.items()]
     if "synchronous_commit" not in settings.values:
@@ -174,8 +184,8 @@ def connect_writer(url: str, settings: ServerSettings = WRITER, *, pooled: bool 
 
 
 def server_of(connection: psycopg.Connection[Any]) -> str:
-    """System identifier and timeline of a primary: a restored server has another identifier or timeline, a
-    promoted standby another timeline. Empty if the server does not tell its users."""
+    """Return the system identifier and the timeline of a primary: a restored server has another identifier or
+    timeline, a promoted standby another timeline. Returns an empty text if the user may not read them."""
     try:
         [(identifier, timeline)] = connection.execute(_SERVER, prepare=False).fetchall()
     except (errors.InsufficientPrivilege, errors.FeatureNotSupported, errors.ObjectNotInPrerequisiteState):
@@ -194,7 +204,7 @@ def connect_listener(url: str) -> TimedConnection:
 
 
 def connect_mover(url: str) -> psycopg.Connection[Any]:
-    """Connect for `migrate-data`: the server may take a minute for what it was sent."""
+    """Connect for `migrate-data`: the server may take a minute to acknowledge what it was sent."""
     patient = {**_CONNECTION, "tcp_user_timeout": 60_000, "application_name": "gpubroker migrate-data"}
     return psycopg.connect(url, **patient)
 
@@ -214,7 +224,9 @@ def check_server(url: str, named: str = SETTING) -> None:
             f"{named} is not an address of PostgreSQL; write postgresql://user@host:port/database"
         ) from None
     try:
-        with _connect(url, READER, pooled=True, connect_timeout=10) as connection:  # it may be busy
+        # `pooled` sets nothing in the session, so the check also works behind a pooler. A server may be busy
+        # when a process starts: this connection waits longer than later ones.
+        with _connect(url, READER, pooled=True, connect_timeout=10) as connection:
             version = connection.info.server_version
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     except StoreExhausted as short:
@@ -265,7 +277,7 @@ def _connect(url: str, settings: ServerSettings, *, pooled: bool, **more: Any) -
 
 @contextmanager
 def _telling_shortage() -> Iterator[None]:
-    """Turn the error of a server, or its pooler, that has no connection left into StoreExhausted."""
+    """Raise StoreExhausted instead of the error of a server, or its pooler, that has no connection left."""
     try:
         yield
     except psycopg.OperationalError as error:
@@ -282,18 +294,19 @@ def unusable(url: str, error: BaseException | None, named: str = SETTING) -> Dat
 
 
 def display_name(url: str) -> str:
-    """Return the URL without the password."""
+    """Return the host and the database that the URL names, without user and password."""
     settings = psycopg.conninfo.conninfo_to_dict(url)
     return f"{settings.get('host', 'the local socket')}, database {settings.get('dbname', '(default)')}"
 
 
 class Hints:
-    """Wake-ups between the processes on one PostgreSQL: "something was committed". Lives on the event loop.
+    """Sends and receives wake-ups between the processes on one PostgreSQL: "something was committed". Lives
+    on the event loop.
 
-    A process that misses one finds out by polling. A notification has its own transaction: in the transaction
-    of a commit it would hold a lock of the whole server until the commit is on disk. Only a leader that
-    resigns, which is rare, notifies in the transaction that does it, so that no other process looks too
-    early.
+    A process that misses a wake-up finds the commit by polling. A notification has its own transaction: in
+    the transaction of a commit it would hold a lock of the whole server until the commit is on disk. Only a
+    leader that resigns, which is rare, notifies in the transaction of its resignation, so that no other
+    process looks too early.
     """
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
@@ -303,7 +316,9 @@ class Hints:
         """Done when the current connection is lost."""
         self._timer: TimerHandle | None = None
         self._sent_at = 0.0
+        """Time of the last hint, by the event loop's clock."""
         self._asked_at = 0.0
+        """Time of the last query whose answer is due, by the event loop's clock."""
 
     async def keep(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
         """Listen until cancelled, and reconnect. `on_resigned` is called when a leader has resigned."""
@@ -322,11 +337,12 @@ class Hints:
         connection = await self._opened()
         loop = asyncio.get_running_loop()
         self._connection, self._lost = connection, loop.create_future()
-        # A duplicate: psycopg closes its own when the server disconnects, while the loop watches it.
+        # The loop watches a duplicate, because psycopg closes its own descriptor when the server disconnects.
         socket = os.dup(connection.fileno())
         loop.add_reader(socket, self._read, connection.pgconn, on_hint, on_resigned)
         try:
-            on_hint()  # for what was sent before we listened
+            # Hints that were sent before this connection listened are lost: look for commits once.
+            on_hint()
             while not self._lost.done():
                 self._probe(connection.pgconn)
                 await asyncio.wait([self._lost], timeout=PROBE_SECONDS)
@@ -337,11 +353,12 @@ class Hints:
             connection.close()
 
     def _probe(self, connection: psycopg.pq.abc.PGconn) -> None:
-        """Ask the server for a sign of life; by the next probe it must have answered."""
+        """Ask the server for a sign of life. By the next probe it must have answered."""
         with self._noticing_loss():
             if connection.transaction_status == psycopg.pq.TransactionStatus.IDLE:
                 self._asked_at = asyncio.get_running_loop().time()
                 connection.send_query(b"")
+            # A notification may have been sent just before this probe: it gets half an interval.
             elif asyncio.get_running_loop().time() > self._asked_at + PROBE_SECONDS / 2:
                 raise psycopg.OperationalError("the server answers nothing")
 
@@ -351,7 +368,8 @@ class Hints:
         if self._connection is None:
             return
         if self._connection.pgconn.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-            self.send()  # the last notification is on its way
+            # A connection has one query at a time, and the last one is not answered yet: notify later.
+            self.send()
             return
         with self._noticing_loss():
             self._asked_at = self._sent_at
@@ -367,8 +385,9 @@ class Hints:
         with self._noticing_loss():
             connection.consume_input()
             while not connection.is_busy() and connection.get_result() is not None:
-                pass  # the answer to a notification or a probe of ours
+                pass  # Answers to notifications and probes of ours say nothing.
             while (notice := connection.notifies()) is not None:
+                # A process also receives its own notifications, which tell it nothing new.
                 is_hint |= notice.be_pid != connection.backend_pid
                 has_resigned |= notice.extra == _RESIGNED.encode()
         if is_hint:
@@ -378,7 +397,7 @@ class Hints:
 
     @contextmanager
     def _noticing_loss(self) -> Iterator[None]:
-        """Any error ends the connection."""
+        """End the connection after any error of psycopg, by completing `_lost`."""
         try:
             yield
         except psycopg.Error:
@@ -386,7 +405,7 @@ class Hints:
                 self._lost.set_result(None)
 
     async def _opened(self) -> psycopg.Connection[Any]:
-        # Not a task: it would be cancelled with the loop, and the connection would stay open.
+        # A task would be cancelled with the loop, and its connection would stay open: use the executor.
         opening = asyncio.get_running_loop().run_in_executor(None, self._connect)
         try:
             return await asyncio.shield(opening)
@@ -396,6 +415,6 @@ class Hints:
 
 
 def _close(opening: Future[psycopg.Connection[Any]]) -> None:
-    """The caller was cancelled while it connected."""
+    """Close a connection whose caller was cancelled while it was being opened."""
     with suppress(psycopg.Error, StoreExhausted):
         opening.result().close()

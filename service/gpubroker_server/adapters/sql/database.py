@@ -1,5 +1,5 @@
-"""From a URL to an open database: checked, locked if it is a file, brought to the newest schema, and not
-moved away by `move_data`.
+"""Open the database that a URL names. It is checked, locked if it is a file, brought to the newest schema,
+and refused if `move_data` has moved it away.
 
 psycopg is imported only where a server is spoken to: a service on SQLite runs without it.
 """
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
 HOLD_SECONDS = 4.0
-"""So long a start tries to have all its connections. One that was closed counts until the server has ended
-its process, and a start has closed several, or its predecessor has; and a busy server is late."""
+"""Time for which a start tries to open all its connections. A connection that was closed counts until the
+server has ended its process, and this start or its predecessor has closed several; a busy server is late."""
 
 
 class Database(Struct, frozen=True):
@@ -42,11 +42,11 @@ class Database(Struct, frozen=True):
     begin_snapshot: str
     """SQL that begins a transaction in which all reads see one state."""
     release: Callable[[], None]
-    """Unlocks it; call it when session and readers are closed."""
+    """Unlocks the database. Call it after session and readers are closed."""
     hints: "Callable[[], Hints] | None" = None
-    """None if processes do not notify each other."""
+    """Makes the wake-ups between processes; None if processes do not notify each other."""
     is_shared: bool = False
-    """True if other processes may write to it."""
+    """True if other processes may write to the database."""
     connect_term: Callable[[], Session] | None = None
     """Opens a second writing connection, for the leader's row; None if there can be one only."""
 
@@ -59,11 +59,11 @@ def open_database(
     leads: bool = True,
     clock: Clock | None = None,
 ) -> Database:
-    """Open and migrate; on a server, with all connections that a process keeps.
+    """Open the database and migrate it. A server must have all connections that a process keeps.
 
-    `pooled`: behind a pooler that assigns connections by transaction. `may_lose_commits`: also several hosts
-    of which none waits for another. `leads`: it needs a connection for the leader's row. `clock`: the time of
-    a file, which is the wall clock's unless given; a server has a clock of its own. Raises DatabaseRefused.
+    `pooled`: a pooler assigns connections by transaction. `may_lose_commits`: accept several hosts of which
+    none waits for another. `leads`: the process needs a connection for the leader's row. `clock`: the clock
+    of a file, by default the wall clock; a server has a clock of its own. Raises DatabaseRefused.
     """
     if is_file(url):
         return _open_file(path_of(url), clock)
@@ -87,10 +87,10 @@ def open_database(
 
 
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
-    """Bring the schema to a revision (`head`, `base`, `0003`, ...); the revision it has now.
+    """Bring the schema to a revision (`head`, `base`, `0003`, ...). Returns the revision that it then has.
 
-    Going down needs the database for itself; `base` needs `drop_everything`. Raises DatabaseRefused; the
-    database is unchanged.
+    Going down needs the database for itself; `base` needs `drop_everything`. Raises DatabaseRefused, and then
+    has changed nothing.
     """
     if not is_file(url):
         from gpubroker_server.adapters.sql import connections
@@ -105,7 +105,7 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
 
 
 def begin_lineage(url: str) -> Lineage:
-    """Have the database go on in a new lineage, under a new term. Raises DatabaseRefused."""
+    """Continue the database in a new lineage, under a new term. Raises DatabaseRefused."""
     if not is_file(url):
         from gpubroker_server.adapters.sql import connections
 
@@ -127,9 +127,10 @@ def _begin_lineage(engine: Engine, name: str) -> Lineage:
 
 
 def set_next_lineage(connection: Connection, reason: str, **values: str) -> Lineage:
-    """`values`: of the leader's row, besides."""
+    """Begin a lineage under a new term. `values`: further columns of the leader's row."""
     seen = leader(connection)
     lineage = next_lineage(seen.lineage, seen.at)
+    # The higher term refuses commits of an earlier leader, and without a lease the next one need not wait.
     row = {"term": leadership.c.term + 1, "lease_until": 0.0, "lineage": lineage, **values}
     connection.execute(update(leadership).values(row))
     about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
@@ -138,9 +139,9 @@ def set_next_lineage(connection: Connection, reason: str, **values: str) -> Line
 
 
 def bring_to(engine: Engine, revision: str, name: str, *, drop_everything: bool = False) -> str:
-    """Migrate up or down to a revision (`head`, `base`, `0003`, ...); the revision reached, or `base`.
+    """Migrate up or down to a revision (`head`, `base`, `0003`, ...). Returns the revision that is reached.
 
-    `name` is the database's name for people. Raises DatabaseRefused; the schema is unchanged.
+    `name` is the database's name for people. Raises DatabaseRefused, and then has changed nothing.
     """
     if revision == "head" and _is_newest(engine):
         return NEWEST
@@ -155,11 +156,11 @@ def _is_newest(engine: Engine) -> bool:
         with engine.connect() as connection:
             return connection.execute(_REVISION).scalars().all() == [NEWEST]
     except DBAPIError:
-        return False  # no schema, or it cannot be used: the migration says why
+        return False  # The schema is missing or unusable: the migration says why.
 
 
 class MoveMark(Struct, frozen=True):
-    """What a database says of a move of its data. `move` is the same in the two databases of one move."""
+    """A database's record of a move of its data. `move` is the same in the two databases of one move."""
 
     move: str
     stage: MoveStage
@@ -197,7 +198,8 @@ def check_not_moved(engine: Engine, name: str) -> None:
 
 
 def is_file(url: str, named: str = SETTING) -> bool:
-    """`named`: how an error message names the setting. Raises DatabaseRefused."""
+    """Return True if the URL names a SQLite file, False if it names a PostgreSQL server. `named`: the name of
+    the setting in error messages. Raises DatabaseRefused for any other URL, and without psycopg."""
     if url.startswith(("postgresql://", "postgres://")):
         if find_spec("psycopg") is None:
             raise DatabaseRefused(
@@ -266,6 +268,8 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool)
     connections.check_server(url)
     if not may_lose_commits:
         connections.check_waits_for_standby(url)
+    # The session is opened before the revision is read: a process that migrates down either sees it and
+    # refuses, or this start finds the new revision (`migrate._OTHERS`).
     session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
@@ -294,17 +298,19 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool)
 
 
 def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
-    """Open all readers, which stay open, and the others, which are opened again as soon as the process works:
-    it starts with all connections that it needs, or not at all. Raises what a connection raises."""
+    """Open all connections of the process at once, so that it starts with all that it needs or not at all.
+    The readers stay open in their pool; the others are closed, and opened again as soon as the process works.
+    Raises what a connection raises."""
     opening = [readers.connect] * READERS + list(others)
     until = time.monotonic() + HOLD_SECONDS
     with ThreadPoolExecutor(len(opening)) as threads:
         opened = [threads.submit(_connect_by, until, connect) for connect in opening]
-    faults = [fault for one in opened if (fault := one.exception()) is not None]
-    for one in opened:
-        if one.exception() is None:
-            one.result().close()
+    faults = [fault for attempt in opened if (fault := attempt.exception()) is not None]
+    for attempt in opened:
+        if attempt.exception() is None:
+            attempt.result().close()
     if faults:
+        # Of several faults the shortage is the one whose message names a remedy.
         raise next((fault for fault in faults if isinstance(fault, StoreExhausted)), faults[0])
 
 

@@ -51,14 +51,16 @@ class Unit(ABC):
     """
 
     term: Term | None = None
+    """The term under which the unit may be written; None for any."""
     memory: Mapping[str, int] = {}
     """Device key -> change of its leased MiB."""
     finished: Sequence[tuple[str, TaskState]] = ()
+    """(tenant, state) of each task that ends."""
     taken: Mapping[str, int] = {}
     """Tenant -> change of the MiB that it holds."""
     lessons: Sequence[Observation] = ()
     weight = 1
-    """How much of a group's size it takes."""
+    """Share of a group's size that the unit takes."""
 
     def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
         self._written = rows
@@ -74,12 +76,12 @@ class Unit(ABC):
         return len(self._events)
 
     def put_rows(self, rows: Mapping[SetStatement, Rows]) -> None:
-        """Add its rows, without events."""
+        """Add the unit's rows, without its events."""
         for statement, row in self._written:
             rows[statement].single.append(row)
 
     def put_events(self, rows: Rows, first: Position, at: Instant) -> None:
-        """Add its events, from this position on."""
+        """Add the rows of the unit's events, from this position on."""
         rows.single += [(position, *row, at) for position, row in enumerate(self._event_rows, first)]
 
     def events_at(self, first: Position, at: Instant) -> Iterator[Event]:
@@ -88,18 +90,18 @@ class Unit(ABC):
 
     @abstractmethod
     def on_written(self) -> None:
-        """It was committed."""
+        """Set the answer. The unit is committed."""
 
     def on_failed(self, error: Exception) -> None:
-        """Nothing of it was written, because of this error."""
+        """Set the answer. Nothing of the unit was written, because of this error."""
         self.answer = error
 
 
 class NewTasks(Unit):
-    """A submission. A repeated one is recognized by the id of its first task or by its idempotency key."""
+    """A submission. The id of the first task or the idempotency key shows that a submission is repeated."""
 
     home: str | None = None
-    """The home of a model, which has one holder at a time."""
+    """The home of the model that the task holds. A home has one holder at a time."""
 
     def __init__(
         self,
@@ -119,16 +121,17 @@ class NewTasks(Unit):
         self.answer = SubmitOutcome(SubmitVerdict.ACCEPTED, self.first)
 
     def on_home_taken(self, task: TaskId) -> None:
-        """The model has this holder."""
+        """Set the answer. The model already has this holder."""
         self.answer = SubmitOutcome(SubmitVerdict.DUPLICATE, task)
 
     def on_key_known(self, task: TaskId, body_hash: str | None) -> None:
-        """The key belongs to this task."""
+        """Set the answer. The idempotency key already belongs to this task."""
         if body_hash != self._body_hash:
             self.answer = SubmitOutcome(SubmitVerdict.KEY_REUSED, task)
         elif task != self.first:
             self.answer = SubmitOutcome(SubmitVerdict.DUPLICATE, task)
         else:
+            # An earlier try of this very submission was committed, and its answer was lost.
             self.on_written()
 
 
@@ -146,12 +149,13 @@ class NewTask(NewTasks):
 
 class NewBatch(NewTasks):
     def __init__(self, batch: BatchSubmission) -> None:
-        rows = [row_of_request(it) for it in batch.requests]
+        rows = [row_of_request(request) for request in batch.requests]
         about = batch.first, batch.tenant, batch.idempotency_key, batch.body_hash
-        super().__init__(*about, rows, [requested(it) for it in batch.requests])
+        super().__init__(*about, rows, [requested(request) for request in batch.requests])
         self._batch = batch
         self._made: BatchRows | None = None
-        self.weight = max(1, len(batch.submissions) // 8)  # tasks that are alike cost less
+        # Tasks of a batch share most of their rows, so each costs a fraction of a task that comes alone.
+        self.weight = max(1, len(batch.submissions) // 8)
 
     def prepare(self) -> None:
         self._made = self._made or BatchRows(self._batch)
@@ -166,8 +170,8 @@ class NewBatch(NewTasks):
         return len(self._rows) + super().event_count
 
     def put_rows(self, rows: Mapping[SetStatement, Rows]) -> None:
-        for statement, alike in self._rows.blocks:
-            rows[statement].alike.append(alike)
+        for statement, block in self._rows.blocks:
+            rows[statement].alike.append(block)
         super().put_rows(rows)
 
     def put_events(self, rows: Rows, first: Position, at: Instant) -> None:
@@ -190,6 +194,7 @@ class NewRequest(Unit):
         self.answer = None
 
     def on_failed(self, error: Exception) -> None:
+        # The only guard is the request's id: a row that was not inserted is stored from an earlier try.
         stored_before = isinstance(error, GuardMissed)
         self.answer = None if stored_before else error
 
@@ -209,6 +214,7 @@ class Change(Unit):
 
     def on_failed(self, error: Exception) -> None:
         match error:
+            # The plan is wrong and not just old: only a device without a row misses `lease_memory`.
             case GuardMissed(statement=sql.lease_memory) | ConstraintFailed():
                 self.answer = CommitVerdict.REFUSED
             case GuardMissed():
@@ -224,10 +230,10 @@ class Change(Unit):
 def write_group(
     session: Session, units: Sequence[Unit], half_life_seconds: Seconds, heard: Position
 ) -> list[Event]:
-    """Write all units in one transaction, or none; the events in order. `heard`: how far this process has
-    read the log.
+    """Write all units in one transaction, or none, and return their events in order. `heard`: the position up
+    to which this process has read the log.
 
-    Raises what the session raises. CommitUnknown has the events.
+    Raises what the session raises. A CommitUnknown carries the events.
     """
     for unit in units:
         unit.prepare()
@@ -236,11 +242,14 @@ def write_group(
     for term in {unit.term for unit in units if unit.term is not None}:
         session.require_term(term)
     taken = _taken_by_tenant(units)
-    # Before the first guard, so that an error here is not the fault of another statement.
+    # Sent before the first guard, so that an error here is not the fault of another statement. Only the
+    # leader writes usage, and its term is locked, so the sums hold until the commit.
     used = session.fetch_later(sql.usage_of, [(tenant,) for tenant in taken]) if taken else tuple
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
+    # Taken as late as possible: every writer waits for the head of the log until this commit, which makes the
+    # order of positions the order of commits. What follows needs the positions or the time.
     first, at = session.take_positions(sum(unit.event_count for unit in units))
     if first <= heard:
         raise StoreUnavailable(
@@ -268,7 +277,8 @@ def _event_rows(units: Sequence[Unit], first: Position, at: Instant) -> Rows:
 
 
 def _events(units: Sequence[Unit], first: Position, at: Instant) -> list[Event]:
-    """Made when the head of the log is no longer locked."""
+    """Return the events of the units. Called after the commit, so that the head of the log is not locked
+    while they are made."""
     events: list[Event] = []
     for unit in units:
         events += unit.events_at(Position(first + len(events)), at)
@@ -284,12 +294,13 @@ def _taken_by_tenant(units: Sequence[Unit]) -> Mapping[str, int]:
 
 
 def _usage_rows(taken: Mapping[str, int], used: Found, at: Instant, half_life_seconds: Seconds) -> list[Row]:
-    """The sums that a World computes from the events of this group, which all have this time."""
+    """Return the sums that a World computes from the events of this group, which all have this time."""
     known = {tenant: (held, mb_seconds, since) for tenant, held, mb_seconds, since in used}
     rows: list[Row] = []
     for tenant in sorted(taken):
         held, mb_seconds, since = known.get(tenant, (0, 0.0, at))
         by_now = decayed(mb_seconds, held, at - since, half_life_seconds)
+        # The database's clock may have been set back: the time of a sum never goes back.
         rows.append((tenant, held + taken[tenant], by_now, max(since, at)))
     return rows
 
@@ -303,6 +314,7 @@ def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, Rows]:
         unit.put_rows(rows)
         memory.update(unit.memory)
         finished.update(unit.finished)
+        # The sketch of a later lesson includes the earlier ones of its topic, so the last one is written.
         lessons.update((lesson.topic, lesson) for lesson in unit.lessons)
     if memory:
         rows[sql.lease_memory] = Rows(sorted(memory.items()))
@@ -315,7 +327,7 @@ def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, Rows]:
 
 
 def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
-    """Answer submissions that are stored already; the units that remain to be written."""
+    """Answer the submissions that are stored already. Returns the units that remain to be written."""
     submitted_units = [unit for unit in units if isinstance(unit, NewTasks)]
     if not submitted_units:
         return list(units)

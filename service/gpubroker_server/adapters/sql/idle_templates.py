@@ -32,12 +32,12 @@ def idle_template_made(_insert: Any, r: FromClause) -> Any:
 
 
 class SqlIdleTemplates(SqlPart):
-    """The IdleTemplates of the store."""
+    """Implements the port `IdleTemplates`."""
 
     async def put_idle_template(self, template: IdleTemplate) -> bool:
         def act(session: Session) -> bool:
             if not session.fetch(add_idle_template, [_row(template)]):
-                # The name exists: another one, or this one if the answer to its commit was lost.
+                # The name exists. The row is this template's if the answer to its commit was lost.
                 made = session.fetch(idle_template_made, [(template.name,)])
                 return made == [(template.token, template.made_at)]
             note = template.tenant, template.made_by, "idle-template.put", template.name, ""
@@ -64,10 +64,10 @@ class SqlIdleTemplates(SqlPart):
         return await self._write_alone(act)
 
 
-def _row(one: IdleTemplate) -> tuple[Any, ...]:
-    name, demand, weight, max_running = one.template
-    about = one.task, demand_text(demand), weight, max_running
-    return (name, one.tenant, *about, one.token, one.made_by, one.made_at)
+def _row(stored: IdleTemplate) -> tuple[Any, ...]:
+    name, demand, weight, max_running = stored.template
+    about = stored.task, demand_text(demand), weight, max_running
+    return (name, stored.tenant, *about, stored.token, stored.made_by, stored.made_at)
 
 
 def _of_row(row: Mapping[str, Any]) -> IdleTemplate:

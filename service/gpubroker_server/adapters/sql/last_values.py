@@ -1,5 +1,5 @@
-"""Last values of the leader and the gateways. On PostgreSQL they are written on reader connections, so no
-commit waits for them."""
+"""Last values of the leader and the gateways. On PostgreSQL readers' connections write them, so no commit
+waits for them."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,8 @@ from gpubroker_server.ports.last_values import (
 )
 
 _REVISIONS_PER_TERM = 2**32
-"""More than a leader ever publishes in one term."""
+"""Distance between the revisions of two terms: more than a leader ever publishes in one term, so that all
+revisions of a later term are higher."""
 
 OF_GATEWAYS = -(2**62)
 """The revision of a gateway's row is this plus its time in microseconds: below those of leaders, and in
@@ -36,7 +37,7 @@ order, because each such row has one writer, whose clock never goes back."""
 
 @over(*last_value.c)
 def write_last_values(insert: Any, r: FromClause) -> Any:
-    """Over older values, never over newer ones."""
+    """Write values over older ones, never over newer ones."""
     written = insert_given(insert, last_value, r)
     new = {"revision": written.excluded.revision, "value": written.excluded.value}
     return written.on_conflict_do_update(
@@ -52,7 +53,7 @@ _CLAIMS = select(last_value.c.key, last_value.c.value).where(last_value.c.kind =
 
 
 class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
-    """The LastValueStore, PresenceStore and SlotStore of the store."""
+    """Implements the ports `LastValueStore`, `PresenceStore` and `SlotStore`."""
 
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
         if self.is_shared:
@@ -89,8 +90,8 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
         raise NotImplementedError
 
     async def _put(self, kind: str, key: str, at: Instant, value: Any) -> None:
-        """Write the presence. When cancelled, it ends once that is written: no presence is written after
-        `absent`."""
+        """Write a row of a gateway. A cancelled call still waits until the row is written, so that none is
+        written after `absent` or `drop_slots`."""
         row = (kind, key, OF_GATEWAYS + round(at * 1e6), json_text(value))
         written = asyncio.ensure_future(self._readers.run(_write_rows, [row]))
         try:
@@ -101,12 +102,14 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
 
 
 def _publish(connection: Connection, term: Term, number: int, values: LastValues) -> None:
-    """Number 1 of a term deletes what older leaders published."""
+    """Write the values and delete those of runs that have ended. Number 1 of a term also deletes what older
+    leaders published."""
     outdated = []
     if values.ended:
         outdated.append((last_value.c.kind == "run") & last_value.c.key.in_(values.ended))
-    if number == 1:  # but a new leader needs the claims of gateways
+    if number == 1:
         is_older = last_value.c.revision < term * _REVISIONS_PER_TERM
+        # Rows of gateways are below every term. A new leader needs their claims of slots.
         outdated.append(is_older & (last_value.c.kind != "slots"))
     _write_rows(connection, _rows(term, number, values), *outdated)
 
@@ -121,7 +124,7 @@ def _forget(connection: Connection, kind: str, key: str) -> None:
 
 
 def _write_rows(connection: Connection, rows: Sequence[Row], *outdated: ColumnElement[bool]) -> None:
-    """Write the rows without waiting for the disk: all of it is published again soon."""
+    """Write the rows without waiting for the disk: all values are published again soon."""
     connection.exec_driver_sql("BEGIN READ WRITE")
     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
     if rows:

@@ -17,15 +17,15 @@ from gpubroker_server.adapters.sql.system_tables import SCHEMA
 _INSTALLED = Path(__file__).parent / "migrations"
 _CHECKOUT = Path(__file__).parents[4] / "migrations"
 _LOCK = 0x67706272
-"""Advisory lock of PostgreSQL: one process migrates, others that start wait."""
+"""Key of the advisory lock of PostgreSQL under which one process migrates while others that start wait."""
 _OTHERS = text("""
 SELECT DISTINCT application_name FROM pg_stat_activity
 WHERE datname = current_database() AND application_name LIKE 'gpubroker%'
     AND application_name <> current_setting('application_name')
 ORDER BY 1
 """)
-"""A process that starts opens a session, then waits for the lock to read the revision: either it is seen
-here, or it finds the new revision."""
+"""Finds the other processes of gpubroker. A process that starts opens a session before it waits for the lock
+to read the revision: either this query sees the session, or the process finds the new revision."""
 
 
 def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: bool) -> str:
@@ -79,7 +79,8 @@ def _knows(config: Config, revision: str) -> bool:
 
 
 def _check_compatible(connection: Connection, current: str, name: str, *, goes_elsewhere: bool) -> None:
-    """Newer software has migrated it. If that is compatible, the schema is used as it is."""
+    """Check a schema that newer software has migrated. If this software may still use it, it stays as it is.
+    Raises DatabaseRefused otherwise."""
     compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
     if compatible_from > SCHEMA:
         raise DatabaseRefused(
@@ -116,7 +117,8 @@ def _check_way_down(connection: Connection, target: str, goal: _Goal) -> None:
             "results, tokens and the log; if that is what you want, say --drop-everything"
         )
     if connection.dialect.name != "postgresql":
-        return  # we have locked the file
+        return  # Nobody else uses the file, because this process holds its lock.
+    # Locked before the sessions are listed: a process that starts later waits and reads the new revision.
     connection.execute(text("LOCK TABLE alembic_version IN ACCESS EXCLUSIVE MODE"))
     if others := connection.execute(_OTHERS).scalars().all():
         raise DatabaseRefused(

@@ -41,17 +41,20 @@ _COUNTED = (
     ),
     func.count(),
 )
+"""(bytes, number) of objects: each counts as LEAST_BYTES or more."""
 
 _OBJECT = select(stored_object).where(_c.tenant == bindparam("tenant"), _c.digest == bindparam("digest"))
 _COUNTED_OBJECTS = select(*_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
 
 
 class SqlObjects(SqlPart):
-    """The ObjectRows of the store."""
+    """Implements the port `ObjectRows`."""
 
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         def act(session: Session) -> StoredObject | None:
-            session.take_positions(0)  # other uploads wait here, and then count this one
+            # Lock the head of the log first: other uploads wait here, and then count this one, so that
+            # uploads at the same time cannot exceed the quota together.
+            session.take_positions(0)
             session.write(_drop_expired, [(given.tenant, given.created_at)])
             [(others, many)] = session.fetch(_count_others, [(given.tenant, given.digest)])
             if not quota.has_room(Counted(int(others), many), given):
@@ -103,8 +106,8 @@ def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | No
 
 
 def listing(tenant: str, now: Instant, order: ObjectOrder, after: SortKey, limit: int) -> Select[Any]:
-    """Return the query of a page. By digest, which is the order of the primary key, a page reads its own rows
-    alone."""
+    """Return the query of a page. Sorted by digest, the order of the primary key, a page reads only its own
+    rows."""
     columns = [_c[name] for name in order.sort.fields]
     query = select(stored_object).where(_c.tenant == tenant, _c.expires_at > now).limit(limit)
     if after:
@@ -144,6 +147,7 @@ def _count_others(_insert: Any, r: FromClause) -> Any:
 def _keep(insert: Any, r: FromClause) -> Any:
     statement = insert_given(insert, stored_object, r)
     later = statement.excluded.expires_at
+    # An upload that is repeated never shortens the time for which the object is kept.
     end = case((_c.expires_at > later, _c.expires_at), else_=later)
     return statement.on_conflict_do_update(index_elements=list(_KEY), set_={"expires_at": end}).returning(
         *stored_object.c
@@ -164,7 +168,8 @@ def _drop(_insert: Any, r: FromClause) -> Any:
 
 @over(_AT)
 def _prune(_insert: Any, r: FromClause) -> Any:
-    """Checks the time again in the row itself: another transaction may have extended it."""
+    """Delete some objects that have expired. The time is checked again in the row itself, because another
+    transaction may have extended it since it was found."""
     now, other = select(r.c.at).scalar_subquery(), stored_object.alias("other")
     step: Any = literal_column(str(OBJECTS_PER_STEP))
     some = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= now).limit(step)

@@ -1,4 +1,4 @@
-"""PostgreSQL: groups of statements sent in pipelines, so that a group waits twice.
+"""The writer's session on PostgreSQL. Statements are sent in pipelines, so that a group waits twice.
 
 The server ends a transaction that does nothing for two seconds, so a leader that hangs does not hold the head
 of the log.
@@ -46,7 +46,8 @@ from gpubroker_server.ports.store import StaleTerm, StoreExhausted, StoreUnavail
 
 _NOW = "SELECT extract(epoch from clock_timestamp())::float8"
 _SHARE_TERM = "SELECT term, holder, server FROM leadership WHERE id = 1 FOR KEY SHARE"
-"""Taking the next term waits for this lock; renewing this one does not."""
+"""Locks the leader's row in shared mode. Taking the next term waits for this lock; renewing this term does
+not."""
 _TAKE_HEAD = (
     "UPDATE log_head SET position = position + %s WHERE id = 1 "
     "RETURNING position, compatible_from, extract(epoch from clock_timestamp())::float8"
@@ -58,10 +59,10 @@ WHERE datname = current_database() AND usename = current_user AND application_na
     AND pid <> pg_backend_pid() AND state = 'active' AND wait_event = 'ClientRead'
     AND query_start < clock_timestamp() - CASE WHEN query ILIKE 'copy%' THEN '30s' ELSE '2s' END::interval
 """
-"""A process that is stopped between two statements of one pipeline leaves its session `active` and holds its
-locks. Before PostgreSQL 17 no timeout of the server ends that."""
+"""Ends sessions of stopped processes. A process that is stopped between two statements of one pipeline leaves
+its session `active` and holds its locks, and before PostgreSQL 17 no timeout of the server ends that."""
 _COPIED_FROM = 256
-"""Rows of one statement from which they are copied. That waits twice more, but without it a large batch
+"""Number of rows from which a statement uses COPY. That waits twice more, but without it a large batch
 exceeds the statement timeout (`bench batch`)."""
 GOODBYES = (
     errors.AdminShutdown,
@@ -76,14 +77,14 @@ counts as lost although it is open."""
 
 @cache
 def _copy_statement(statement: SetStatement) -> str:
-    """Copies rows into the statement's table. If the key of one exists, all fail."""
+    """Return the COPY into the statement's table. If the key of one row exists, all rows fail."""
     quoted = POSTGRES.identifier_preparer.quote
     columns = ", ".join(map(quoted, statement.names))
     return f"COPY {quoted(statement.copied)} ({columns}) FROM STDIN"
 
 
 def copied_text(rows: Rows) -> Iterator[str]:
-    """The text that COPY reads, in pieces: a line for each row, its values separated by tabs."""
+    """Yield the text that COPY reads: a line for each row, its values separated by tabs."""
     yield "".join([_line(row) + "\n" for row in rows.single])
     for heads, tail in rows.alike:
         end = f"\t{_line(tail)}\n" if tail else "\n"
@@ -94,8 +95,10 @@ _is_escaped = re.compile(r"[\\\n\t\r]").search
 
 
 def _line(row: Row) -> str:
-    # Most values are plain text: a call of `_copied` for each took a fifth of what a task of a batch took.
-    return "\t".join([it if type(it) is str and not _is_escaped(it) else _copied(it) for it in row])
+    # Most values are plain text: calling `_copied` for each takes a fifth of the time of a task in a batch.
+    return "\t".join(
+        [value if type(value) is str and not _is_escaped(value) else _copied(value) for value in row]
+    )
 
 
 def _copied(value: Any) -> str:
@@ -104,8 +107,9 @@ def _copied(value: Any) -> str:
     if isinstance(value, str):
         return _escaped(value)
     if isinstance(value, bytes):
+        # COPY reads two backslashes as one, which begins the hexadecimal form of bytes.
         return "\\\\x" + value.hex()
-    return str(value)  # numbers and booleans, which the server reads as Python writes them
+    return str(value)  # The server reads numbers and booleans as Python writes them.
 
 
 def _escaped(text: str) -> str:
@@ -115,7 +119,7 @@ def _escaped(text: str) -> str:
 
 
 def server_addresses(url: str) -> list[tuple[str, int]]:
-    """(host, port) of each server that it names, without sockets in files. Raises DatabaseRefused."""
+    """Return (host, port) of each server that the URL names, without Unix sockets. Raises DatabaseRefused."""
     try:
         found = psycopg.conninfo.conninfo_to_dict(url)
         hosts, ports = (str(found.get(name, "")).split(",") for name in ("host", "port"))
@@ -147,7 +151,9 @@ class PostgresSession:
         self._pipeline: psycopg.Pipeline
         """The pipeline of the open transaction."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
+        """(statement, number of its rows, its answer) of each guarded statement of the open transaction."""
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
+        """(term that must lead, the leader's row) of the open transaction."""
 
     def begin(self) -> None:
         with self._translated():
@@ -159,7 +165,7 @@ class PostgresSession:
                 self._connection.execute(self._at_begin, prepare=False)
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
-        """May raise the errors of what was sent before."""
+        """Send rows. May raise the errors of statements that were sent before."""
         try:
             if statement.copied and len(rows) >= _COPIED_FROM:
                 self._copy(statement, rows if isinstance(rows, Rows) else Rows(rows))
@@ -178,7 +184,8 @@ class PostgresSession:
                 self._sent.append((statement, len(rows), cursor))
 
     def _copy(self, statement: SetStatement, rows: Rows) -> None:
-        """Between two pipelines, which cannot copy. Waits for what was sent before."""
+        """Copy the rows between two pipelines, because a pipeline cannot copy. Waits for the answers to all
+        statements that were sent before."""
         with self._translated():
             self._open.close()
             with self._connection.cursor() as cursor, cursor.copy(_copy_statement(statement)) as copy:
@@ -204,8 +211,8 @@ class PostgresSession:
         try:
             with self._translated():
                 head = self._connection.execute(_TAKE_HEAD, [events])
-                # A sync, and not just a read of the answer: only then the server counts the session as idle,
-                # and ends a transaction that hangs while it locks the head of the log.
+                # Reading the answer would not do: only after a sync does the server count the session as
+                # idle, and end a transaction that hangs while it locks the head of the log.
                 self._pipeline.sync()
                 [(last, compatible_from, at)] = head.fetchall()
         finally:
@@ -214,7 +221,9 @@ class PostgresSession:
         return Position(last - events + 1), Instant(at)
 
     def _check_guards(self) -> None:
-        """A missed guard may be the cause of a failed constraint, so it is what gets reported."""
+        """Raise the first guard that was missed, if any was. Called also after a failed constraint: a missed
+        guard may be its cause, so the guard is what gets reported."""
+        # A negative row count means that there is no answer, because an earlier statement has failed.
         for term, leader in self._terms:
             for current, holder, server in leader.fetchall() if leader.rowcount >= 0 else ():
                 if current != term:
@@ -232,8 +241,10 @@ class PostgresSession:
         try:
             with self._translated():
                 done = self._connection.execute("COMMIT", prepare=False)
-                self._open.close()  # waits for everything sent, and raises its first error
-                if done.statusmessage != "COMMIT":  # a failed transaction answers ROLLBACK, and no error
+                # Closing waits for the answers to everything sent, and raises the first error.
+                self._open.close()
+                # The server answers the COMMIT of a failed transaction with ROLLBACK and without an error.
+                if done.statusmessage != "COMMIT":
                     raise StoreUnavailable(f"the database answered COMMIT with {done.statusmessage}")
         except ConnectionLost as lost:
             raise CommitUnknown(str(lost)) from lost
@@ -246,7 +257,7 @@ class PostgresSession:
                 self._connection.execute("ROLLBACK")
 
     def has_event(self, event: Event) -> bool:
-        # A commit of ours that is under way locks the head of the log.
+        # A commit of ours that is still under way locks the head of the log: wait until it has ended.
         with self._translated(), self._connection.transaction():
             self._connection.execute("SELECT position FROM log_head WHERE id = 1 FOR UPDATE")
             cursor = self._connection.execute(
@@ -278,7 +289,7 @@ class PostgresSession:
             raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 
     def on_idle(self) -> None:
-        """The server needs no care."""
+        """Do nothing: the server needs no care."""
 
     def close(self) -> None:
         with suppress(psycopg.Error):
@@ -286,8 +297,8 @@ class PostgresSession:
         self._connection.close()
 
     def _is_out_of_step(self, error: psycopg.Error) -> bool:
-        """Return True if the protocol's state is lost. An error without a code comes from the driver, which
-        sees a server that closes in the middle of an answer, while the connection is open."""
+        """Return True if the protocol's state is lost. An error without a code comes from the driver: the
+        server has closed in the middle of an answer, although the connection still counts as open."""
         says_nothing = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
         is_consequence = isinstance(error, errors.PipelineAborted)
         return self._connection.closed or self._connection.broken or (says_nothing and not is_consequence)

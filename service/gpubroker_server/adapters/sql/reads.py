@@ -1,4 +1,4 @@
-"""Reads of the store, on connections of their own: they never wait for the writer."""
+"""Reads of the store. They have connections of their own and never wait for the writer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +61,8 @@ _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease) if field.na
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
 _lease = tables.lease
-_SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # it is in the row of the task too
+# The tenant is also in the row of the task, which is joined.
+_SPEC = tuple(column for column in _spec.c if column.name != "tenant")
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
 _USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_by(tables.usage.c.tenant)
@@ -76,9 +77,9 @@ _PAGE_SUMS = (
     func.coalesce(func.max(_page.page), 0), func.min(_page.at), func.max(_page.at),
     func.coalesce(func.sum(_page.size_bytes), 0),
 )  # fmt: skip
-"""In the order of ItemCounts."""
+"""Sums over the pages of an array, in the order of the fields of ItemCounts."""
 
-# Statements with parameters, made once: to build one costs more than to run it.
+# Statements with parameters are built once: building one costs more than running it.
 _RECORDS = (
     select(*(_chosen.c[column.name] for column in TASK), *_SPEC, _outcome.c.failure)
     .join(_spec, _spec.c.task == _chosen.c.id)
@@ -89,7 +90,9 @@ objects."""
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
 _RESULT = {"format": "result_format", "data": "result", "digest": "result_digest"}
 _NEWEST_OUTCOME = (
-    select(*(_outcome.c[_RESULT.get(it.name, it.name)].label(it.name) for it in fields(StoredResult)))
+    select(
+        *(_outcome.c[_RESULT.get(field.name, field.name)].label(field.name) for field in fields(StoredResult))
+    )
     .where(_outcome.c.task == bindparam("task"))
     .order_by(_outcome.c.fence.desc())
     .limit(1)
@@ -140,11 +143,12 @@ _LEADER = select(
 )
 _TASK_NAMES = tuple(column.name for column in TASK)
 _IN_PARTS = {"yield_per": 2000}
-"""So that a long queue is not in memory twice, as rows and as tasks: `bench restart`."""
+"""Options for reading rows in parts, so that a long queue is not in memory twice, as rows and as tasks
+(`bench restart`)."""
 
 
 class SqlReads(SqlPart):
-    """What a TaskStore reads."""
+    """Implements the reads of the port `TaskStore`."""
 
     _begin_snapshot: str
 
@@ -223,7 +227,8 @@ class SqlReads(SqlPart):
         return [value_of_row(TokenRow, row) for row in await self._rows(_TOKENS)]
 
     async def blobs(self) -> str | None:
-        """The name of the directory of objects that belongs to this database; None before the first claim."""
+        """Return the name of the directory of objects that belongs to this database; None before the first
+        claim."""
         found: str | None = await self._readers.run(_scalar, select(installation.c.blobs))
         return found
 
@@ -239,7 +244,7 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 
 def listing(wanted: TaskFilter) -> Select[Any]:
-    """The tasks that match, in order."""
+    """Return the query of the tasks that match, in order."""
     return _RECORDS.where(_chosen.c.id.in_(_matching(wanted))).order_by(*_order(_chosen, wanted))
 
 
@@ -259,12 +264,13 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     if wanted.model_type is not None:
         query = query.where(_has_spec(_spec.c.model_type == wanted.model_type))
     if wanted.runs_after is not None:
-        some = _task.c.after != literal_column("'[]'")  # as the index of dependents says it
+        # A partial index is used only by queries that repeat its condition.
+        some = _task.c.after != literal_column("'[]'")
         query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
     query = query.where(*_within(_task.c.submitted_at, wanted.submitted_from, wanted.submitted_before))
     query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
     if wanted.kind == EXTERNAL:
-        query = query.where(_task.c.external.isnot(None))  # as their index says it
+        query = query.where(_task.c.external.isnot(None))  # This is the condition of the partial index.
     elif wanted.kind is not None:
         query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
@@ -287,8 +293,8 @@ def _within(value: Column[Any], start: Any, end: Any) -> list[ColumnElement[bool
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:
-    """Return the condition for these states. If all of them are final or none is, the index for that half
-    serves."""
+    """Return the conditions for these states. If all states are terminal or none is, the conditions name the
+    half, so that its partial index is used."""
     names, ended = [state.value for state in states], {state in TERMINAL for state in states}
     if ended == {True}:
         return [_task.c.finished, _task.c.ended_as.in_(names)]
@@ -323,11 +329,13 @@ def leader(connection: Connection) -> LeaderRow:
 
 
 def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
-    """`begin`: SQL that begins a transaction in which all reads see one state."""
+    """Read what a World begins with. `begin`: SQL that begins a transaction in which all reads see one state,
+    so that the events after `position` are exactly those that the rows lack."""
     connection.exec_driver_sql(begin)
     finished, device = tables.finished, tables.device
     holders = select(_lease.c.holder).where(~_lease.c.released)
     unfinished = select(*TASK).where(~_task.c.finished)
+    # A finished task and a device that is gone count until all their leases are released.
     leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
     leases = read_rows(connection, select(*_LEASE).where(~_lease.c.released), {})
     devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
@@ -362,8 +370,8 @@ def now(connection: Connection) -> Instant:
 
 
 def _held_back(connection: Connection) -> HeldBack | None:
-    """Return what snapshots and prepared transactions of others, and replication slots, whose times are
-    unknown, hold back."""
+    """Return how long transactions of others have held the database's cleanup back, and how many transactions
+    replication slots hold back, whose times are unknown. Returns None for SQLite."""
     if connection.dialect.name == "sqlite":
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
@@ -371,7 +379,7 @@ def _held_back(connection: Connection) -> HeldBack | None:
 
 
 class SqlItemPages(SqlPart):
-    """The ItemPages of the store; decisions write them."""
+    """Implements the port `ItemPages`. Decisions write the pages."""
 
     async def item_counts(self, array: TaskId) -> ItemCounts:
         return await self._readers.run(_item_counts, array)
@@ -384,7 +392,7 @@ class SqlItemPages(SqlPart):
 
 
 def counts_of(array: TaskId) -> Select[Any]:
-    """Return the query of the sums of all the array's pages. An index has all of it, so that no page is
+    """Return the query of the sums over all pages of the array. An index covers the query, so no page is
     read."""
     return select(*_PAGE_SUMS).where(_page.array == array)
 
@@ -402,7 +410,7 @@ def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
 def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
     order = _page.page if wanted.by_commit else _page.first
     chosen = select(tables.item_page).where(_page.array == wanted.array).order_by(order).limit(wanted.limit)
-    # The primary key finds the first one; a page holds few items, so few rows before it are read.
+    # Only `array` bounds the search in the index: pages up to `after` are read there and passed over.
     chosen = chosen.where(_page.page > wanted.after if wanted.by_commit else _behind > wanted.after + 1)
     if wanted.failed is not None:
         chosen = chosen.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)

@@ -1,4 +1,5 @@
-"""Tasks, leases and the other values as rows, and back. Columns hold JSON where no statement reads it."""
+"""Convert tasks, leases and other values to rows and back. A column that no statement looks into may hold
+JSON."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,12 +58,13 @@ def rows_of_submission(submission: AdmittedTask) -> Iterator[Written]:
 
 
 def task_head(task: Task) -> Row:
-    """The columns that differ among the tasks of a batch that run the same with other arguments."""
+    """Return the columns that differ among the tasks of a batch that run the same with other arguments."""
     return (task.id, task.queued_bytes)
 
 
 def task_tail(task: Task) -> Row:
-    """Return the last columns of a task, without key and hash of the body."""
+    """Return the last columns of a new task, without its idempotency key and the hash of its body. Raises
+    ValueError for a task that is not new: its row gets the defaults of all columns that change later."""
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     return _new_task(task)
@@ -95,23 +97,23 @@ def spec_tail(submission: AdmittedTask) -> Row:
 
 
 def _env(spec: RunSpec) -> Row:
-    told = {**spec.env, **told_variables(spec)} if spec.is_told_more else spec.env
-    return (json_text(told) if told else "{}",)
+    variables = {**spec.env, **told_variables(spec)} if spec.is_told_more else spec.env
+    return (json_text(variables) if variables else "{}",)
 
 
-# A StoredTask has the columns; what is written are the same fields of the task itself.
+# The columns are those of StoredTask, and their values are the task's own fields of the same names.
 _new_task = row_writer(StoredTask, sql.TASK_IN[2:-6], _holder_columns)
 _new_spec = row_writer(RunSpec, sql.SPEC_IN[4:-1], _env)
 
 
 class BatchRows:
-    """What a batch writes. What alike tasks have in common is made once for all of them."""
+    """The rows and events of a batch. What equal tasks have in common is made once for all of them."""
 
     def __init__(self, batch: BatchSubmission) -> None:
         self._batch = batch
         self._texts: dict[int, tuple[str, str]] = {}
-        """The JSON of a task before its id and after it, without `queued_bytes`, by the identity of the
-        submission that others are like."""
+        """Identity of a submission that others are like (`AdmittedTask.like`) -> the JSON of its task before
+        and after the id, without `queued_bytes`."""
         self.blocks = list(self._blocks())
         self._heads = list(self._event_heads())
 
@@ -132,17 +134,18 @@ class BatchRows:
     def _blocks(self) -> Iterator[tuple[SetStatement, Alike]]:
         batch = self._batch
         key, marks = batch.idempotency_key, (batch.idempotency_key, batch.body_hash)
-        for alike in _by_likeness(batch.submissions):
-            first = alike[0]
-            ids: list[Row] = [(submission.task.id,) for submission in alike]
-            heads = [task_head(submission.task) for submission in alike]
+        for group in _by_likeness(batch.submissions):
+            first = group[0]
+            ids: list[Row] = [(submission.task.id,) for submission in group]
+            heads = [task_head(submission.task) for submission in group]
             task = task_tail(first.task)
+            # The first task of the batch alone has the idempotency key, which is unique.
             if key is not None and first is batch.submissions[0]:
                 yield sql.INSERT_TASKS, Alike(heads[:1], (*task, *marks))
                 yield sql.INSERT_TASKS, Alike(heads[1:], (*task, None, None))
             else:
                 yield sql.INSERT_TASKS, Alike(heads, (*task, None, None))
-            yield sql.INSERT_SPECS, Alike([spec_head(submission) for submission in alike], spec_tail(first))
+            yield sql.INSERT_SPECS, Alike([spec_head(submission) for submission in group], spec_tail(first))
             for label in first.spec.labels.items():
                 yield sql.INSERT_LABELS, Alike(ids, (batch.tenant, *label))
         if batch.answer:
@@ -150,16 +153,16 @@ class BatchRows:
 
     def _event_heads(self) -> Iterator[Row]:
         for submission in self._batch.submissions:
-            like = submission.like or submission
-            texts = self._texts.get(id(like))
+            prototype = submission.like or submission
+            texts = self._texts.get(id(prototype))
             if texts is None:
-                texts = self._texts[id(like)] = _around_id(like.task)
+                texts = self._texts[id(prototype)] = _around_id(prototype.task)
             task, size = submission.task.id, submission.task.queued_bytes
             yield task, task, f'{texts[0]}{task}","queued_bytes":{size}{texts[1]}'
 
 
 def _by_likeness(submissions: Sequence[AdmittedTask]) -> list[list[AdmittedTask]]:
-    """Groups of tasks that differ in ids and arguments alone."""
+    """Return groups of submissions that differ only in ids and arguments."""
     found: dict[Row, list[AdmittedTask]] = defaultdict(list)
     for submission in submissions:
         spec = submission.spec
@@ -169,6 +172,8 @@ def _by_likeness(submissions: Sequence[AdmittedTask]) -> list[list[AdmittedTask]
 
 
 def _around_id(task: Task) -> tuple[str, str]:
+    """Return the JSON of the task's payload before and after the id, without `queued_bytes`."""
+    # A payload leaves out a field that has its default, which is 0.
     before, mark, behind = json_text(payload_of(replace(task, queued_bytes=0))).partition(f'"id":"{task.id}"')
     return before + mark[: -len(task.id) - 1], behind
 
@@ -178,9 +183,10 @@ def row_of_request(request: Request) -> Written:
 
 
 def rows_of_decision(decision: Decision) -> Iterator[Written]:
-    """Without leased memory, counts of finished tasks and estimates, which a group adds up.
+    """Yield the rows of a decision, without leased memory, counts of finished tasks and estimates: a group
+    adds these up over all its decisions.
 
-    An outcome or a checkpoint comes with a change of its task, which gives the tenant.
+    A decision with an outcome or a checkpoint also changes the task, which names the tenant.
     """
     for node in decision.nodes:
         yield sql.WRITE_NODES, _node(node)
@@ -236,7 +242,7 @@ def estimate_row(lesson: Observation) -> Row:
 
 
 def estimate_of_row(row: Sequence[Any]) -> tuple[SketchKey, Sketch]:
-    """`row` has the columns of `reads.ESTIMATE`."""
+    """Return the topic and its sketch. `row` has the columns of `reads.ESTIMATE`."""
     tenant, subject, kind, what, counts = row
     return SketchKey(tenant, subject, kind, What(what)), Sketch(_COUNTS.decode(counts))
 
@@ -253,7 +259,7 @@ def _behind_moved(task: Task) -> Row:
         case Model() as terms:
             model, home = json_text(terms), home_text(terms)
         case _:
-            pass  # what it has besides the common part never changes
+            pass  # The other holders have nothing that changes outside the common part.
     return model, members, home, ended_as is not None, ended_as
 
 
@@ -285,7 +291,7 @@ def _checkpoint_row(saved: Checkpointed, tenant: str) -> Row:
 
 
 def event_of_row(row: Sequence[Any]) -> Event:
-    """`row` has the columns of `statements.EVENT`. Raises LogOutgrown for a newer form."""
+    """Return the event. `row` has the columns of `statements.EVENT`. Raises LogOutgrown for a newer form."""
     position, at, kind, key, version, tenant, text, reader = row
     check_reader(reader)
     return Event(position, at, kind, key, version, tenant, text)
@@ -294,11 +300,11 @@ def event_of_row(row: Sequence[Any]) -> Event:
 def task_of_row(row: Iterable[Any]) -> Task:
     """Return the task. `row` has the columns of `reads.TASK`: the common fields, then those of holders."""
     values = list(row)
-    for at in _REPEATED:
-        values[at] = intern(values[at])
-    for at, read, empty in _READ:
-        value = values[at]
-        values[at] = empty if value is None else read(value)
+    for place in _REPEATED:
+        values[place] = intern(values[place])
+    for place, read, empty in _READ:
+        value = values[place]
+        values[place] = empty if value is None else read(value)
     values[_COMMON:] = [holder_with(values[_DEMAND], *values[_COMMON:])]
     return Task(*values)
 
@@ -307,10 +313,10 @@ _COMMON = len(COMMON_FIELDS)
 _DEMAND = COMMON_FIELDS.index("demand")
 _places = {field.name: place for place, field in enumerate(fields(StoredTask))}
 _REPEATED = tuple(_places[name] for name in ("tenant", "name", "stream", "subject"))
-"""Many tasks share these texts; a queue keeps each once, which `bench restart` shows."""
+"""Places of the columns whose texts many tasks share. A queue keeps each text once (`bench restart`)."""
 _READ = tuple(
     (_places[field.name], read, field.default if isinstance(field.default, tuple) else None)
     for field in fields(StoredTask)
     if (read := columns_of(StoredTask)[field.name][0]) is not None
 )
-"""Where a column is not the field itself: how it is read, and what NULL stands for."""
+"""(place, reader, value that NULL stands for) of each column that is not the field itself."""

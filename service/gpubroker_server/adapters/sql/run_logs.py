@@ -1,4 +1,4 @@
-"""The output of runs, as rows: which logs are read now, and the parts that are kept of each."""
+"""Rows of the output of runs: the logs that are followed now, and the parts that are kept of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,14 +38,14 @@ put_parts = insert_into(run_log, known=OnConflict.REPLACE)
 
 @over(*_LOG, Column("begin", Count), Column("end_at", Count))
 def cut_logs(_insert: Any, r: FromClause) -> Any:
-    """Remove the parts that lie between two bytes."""
+    """Remove the parts that lie completely between two bytes."""
     same = [column == r.c[column.name] for column in _LOG]
     inside = (_c.first_byte >= r.c.begin) & (_c.first_byte + _c.size_bytes <= r.c.end_at)
     return delete(run_log).where(select(r.c.task).where(*same, inside).exists())
 
 
 class SqlRunLogs(SqlPart):
-    """The LogRows of the store."""
+    """Implements the port `LogRows`."""
 
     async def follow_logs(self, followed: FollowedLogs) -> None:
         value = {"at": followed.at, "since": [[*log, since] for log, since in followed.since.items()]}

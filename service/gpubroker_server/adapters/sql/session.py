@@ -1,4 +1,4 @@
-"""Statements over many rows, and what a group commit needs of a database connection."""
+"""Statements over many rows, and the interface of the connection that a group commit needs."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import StoreUnavailable, Unstorable
 
 SETTING: Final = "database_url (or --database-url)"
-"""How error messages name the setting."""
+"""Name of the setting in error messages."""
 READERS = 4
-"""Threads and connections; a query takes one of each."""
+"""Number of threads and of connections that read. A query takes one of each."""
 T = TypeVar("T")
 
 Row = tuple[Any, ...]
@@ -45,9 +45,9 @@ Build = Callable[[Any, FromClause], Any]
 
 
 class Alike(NamedTuple):
-    """Rows of one statement that differ in their first columns alone.
+    """Rows of one statement that differ only in their first columns.
 
-    Tasks of a batch: made one by one they take 2.5 times the CPU (`bench batch`).
+    Tasks of a batch are such rows. Made one by one they take 2.5 times the CPU (`bench batch`).
     """
 
     heads: Sequence[Row]
@@ -62,7 +62,7 @@ class Rows:
         self.alike: list[Alike] = []
 
     def __len__(self) -> int:
-        return len(self.single) + sum(len(alike.heads) for alike in self.alike)
+        return len(self.single) + sum(len(block.heads) for block in self.alike)
 
     def __iter__(self) -> Iterator[Row]:
         yield from self.single
@@ -84,7 +84,7 @@ class SetStatement:
     columns: tuple[Column[Any], ...]
     build: Build
     exact: bool = False
-    """Each row must be written; if one is not, something else has changed or inserted it."""
+    """True if each row must be written. A row that is not was changed or inserted by somebody else."""
     copied: str = ""
     """The table into which PostgreSQL may COPY many rows, because the statement only inserts."""
     names: tuple[str, ...] = field(init=False)
@@ -94,12 +94,13 @@ class SetStatement:
     def __post_init__(self) -> None:
         # Plain strings: SQLAlchemy's class for the names of a Table's columns is slow as a key.
         object.__setattr__(self, "names", tuple(str(c.name) for c in self.columns))
-        places = (at for at, c in enumerate(self.columns) if isinstance(c.type, LargeBinary))
+        places = (place for place, c in enumerate(self.columns) if isinstance(c.type, LargeBinary))
         object.__setattr__(self, "binary", tuple(places))
 
 
 def over(*columns: Column[Any], exact: bool = False) -> Callable[[Build], SetStatement]:
-    """Make a statement over rows of these columns of the function that builds it."""
+    """Return a decorator that turns a function which builds SQL into a statement over rows of these
+    columns."""
 
     def make(build: Build) -> SetStatement:
         return SetStatement(build.__name__.strip("_").replace("_", " "), columns, build, exact)
@@ -116,12 +117,13 @@ def json_text(value: Any) -> str:
 
 
 POSTGRES: Any = postgresql.psycopg.dialect()  # type: ignore[no-untyped-call]  # it has no types
-"""Writes statements in PostgreSQL's words, also without psycopg, which a service on SQLite may lack."""
+"""The dialect in which SQL for PostgreSQL is written. Works without psycopg, which a service on SQLite may
+lack."""
 
 
 @cache
 def postgres_text(statement: SetStatement) -> str:
-    """SQL with one parameter `rows`: the JSON that `postgres_rows` makes."""
+    """Return the SQL. Its one parameter `rows` is the JSON that `postgres_rows` makes."""
     names: list[ColumnElement[Any]] = [column(c.name, c.type) for c in statement.columns]
     given = func.json_to_recordset(bindparam("rows", type_=JSON()))
     rows = given.table_valued(*names).render_derived(name="r", with_types=True)
@@ -135,16 +137,16 @@ def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:
 
 
 def _with_hex(row: Row, binary: Sequence[int]) -> Row:
-    """PostgreSQL reads bytes inside JSON from their hexadecimal text."""
+    """Return the row with bytes as hexadecimal text, from which PostgreSQL reads bytes inside JSON."""
     plain = list(row)
-    for at in binary:
-        if plain[at] is not None:
-            plain[at] = "\\x" + plain[at].hex()
+    for place in binary:
+        if plain[place] is not None:
+            plain[place] = "\\x" + plain[place].hex()
     return tuple(plain)
 
 
 class DatabaseRefused(Exception):
-    """This database cannot be used; the text says why and what to do."""
+    """This database cannot be used. The text says why, and what to do."""
 
 
 class GuardMissed(Exception):
@@ -175,33 +177,35 @@ class CommitUnknown(Exception):
 
 
 class Session(Protocol):
-    """The one writing connection of a process; its writer thread alone uses it.
+    """The one writing connection of a process. Only the writer's thread uses it.
 
     Errors of the driver become the exceptions above, StoreUnavailable or Unstorable. Other errors are
     mistakes of ours and pass unchanged. After any error the transaction must be rolled back.
     """
 
     server: str
-    """Which server this connection writes to, and its timeline there: another one may have lost the last
-    commits. Empty for a file, and where the server does not say."""
+    """The server that this connection writes to, and its timeline. Another server or timeline may have lost
+    the last commits. Empty for a file, and if the server does not tell."""
 
     def begin(self) -> None: ...
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
-        """Send rows. `take_positions` waits for what was sent, and may be what raises its errors."""
+        """Send rows. Errors may be raised only by `take_positions`, which waits for all answers."""
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
-        """Send rows and wait for what comes back; inside a transaction or outside of one."""
+        """Send rows and return the answer. Works inside a transaction and outside of one."""
 
     def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
-        """Send rows; call what this returns after `take_positions` or `commit`, when it waits for nothing."""
+        """Send rows and return a function that returns the answer. After `take_positions` or `commit` the
+        function waits for nothing."""
 
     def require_term(self, term: Term) -> None:
-        """Lock the leader's row and check that `term` is the newest, and was taken on this server.
-        `take_positions` may raise the StaleTerm."""
+        """Lock the leader's row until the commit, and check that `term` is the newest and was taken on this
+        server. Raises StaleTerm, here or in `take_positions`."""
 
     def take_positions(self, events: int) -> tuple[Position, Instant]:
-        """Lock the head of the log; the first of `events` new positions, and the database's time."""
+        """Lock the head of the log until the commit. Returns the first of `events` new positions, and the
+        database's time. Raises Outgrown if newer software has the database for itself."""
 
     def commit(self) -> None: ...
 
@@ -209,8 +213,8 @@ class Session(Protocol):
         """End the transaction, if one is open. Raises nothing."""
 
     def has_event(self, event: Event) -> bool:
-        """Return True if exactly this event is in the log, after a commit of it that is under way. Its time
-        tells it from the same decision of another leader."""
+        """Return True if exactly this event is in the log. Waits for a commit that is under way. The time of
+        an event tells it from the same decision of another leader."""
 
     def now(self) -> Instant: ...
 
@@ -225,7 +229,7 @@ class Session(Protocol):
         """Connect again. Raises StoreUnavailable."""
 
     def on_idle(self) -> None:
-        """Do now what would delay writes, since there are none. Raises nothing."""
+        """Do the upkeep that would delay writes, now that there are none. Raises nothing."""
 
     def close(self) -> None: ...
 
@@ -243,7 +247,8 @@ class Readers:
         return await loop.run_in_executor(self._threads, partial(self.query, query, *values))
 
     def query(self, query: Callable[..., T], *values: Any) -> T:
-        """Runs twice if the connection turns out to be broken."""
+        """Run the query, and once more if the connection turns out to be broken: one that lay in the pool may
+        have been closed by the server, and a read may be repeated. Raises StoreUnavailable, Unstorable."""
         for attempt in (1, 2):
             try:
                 with self._engine.connect() as connection:
@@ -262,7 +267,7 @@ class Readers:
 
 
 class SqlPart:
-    """A part of the store: it reads, and it may write alone in a transaction."""
+    """A part of the store. It reads, and it may write in a transaction of its own."""
 
     _readers: Readers
 
@@ -274,7 +279,7 @@ class SqlPart:
 
 
 def read_rows(connection: Connection, query: Executable, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows by column name."""
+    """Return the rows as mappings from the names of columns to values."""
     result = connection.execute(query, values)
     names = tuple(result.keys())
     return [dict(zip(names, row, strict=True)) for row in result]

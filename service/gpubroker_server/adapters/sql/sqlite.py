@@ -45,12 +45,12 @@ _BUSY_MS = 5000
 _MAGIC = b"SQLite format 3\0"
 _DIALECT: Any = sqlite.dialect(paramstyle="qmark")
 _LENGTHS = (1000, 64, 16, 4, 1)
-"""Rows per statement. SQLite prepares each length separately, so there are few; with 32 columns, a thousand
-rows have as many values as it takes."""
+"""Numbers of rows per statement. SQLite prepares each length separately, so there are few. It takes 32,766
+values in a statement: a thousand rows of 32 columns."""
 
 
 def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """The rows in pieces of the lengths above."""
+    """Yield the rows in pieces of the lengths above."""
     start, left = 0, len(rows)
     while left:
         length = next(length for length in _LENGTHS if length <= left)
@@ -60,7 +60,7 @@ def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 @cache
 def sqlite_text(statement: SetStatement, length: int) -> str:
-    """SQL with question marks for `length` rows."""
+    """Return the SQL with question marks for `length` rows."""
     names = [column(c.name, c.type) for c in statement.columns]
     marks = tuple(bindparam(f"{c.name}.value", type_=c.type) for c in statement.columns)
     rows = values_list(*names, name="r").data([marks]).cte("r")
@@ -71,18 +71,19 @@ def sqlite_text(statement: SetStatement, length: int) -> str:
 
 @cache
 def _alike_text(statement: SetStatement, length: int, width: int) -> str:
-    """The same with question marks for one tail, and then for `length` heads of `width` columns."""
+    """Return the SQL with question marks for one tail, and then for `length` heads of `width` columns."""
     text, many = sqlite_text(statement, 1), len(statement.columns)
     one_row = f"VALUES ({', '.join('?' * many)})"
     heads = ", ".join([f"({', '.join('?' * width)})"] * length)
-    columns = ", ".join([*(f"column{at}" for at in range(1, width + 1)), *"?" * (many - width)])
+    # SQLite names the columns of VALUES column1, column2 and so on.
+    columns = ", ".join([*(f"column{place}" for place in range(1, width + 1)), *"?" * (many - width)])
     rows = f"SELECT {columns} FROM (VALUES {heads})"  # noqa: S608  # marks and names of columns
     return text.replace(one_row, rows, 1)
 
 
 class SqliteFile:
     """The file, and the lock that keeps other processes out. Raises DatabaseRefused for a file that is not
-    ours. `clock` is the database's time; this machine's wall clock unless given."""
+    ours. `clock` gives the database's time and is by default this machine's wall clock."""
 
     def __init__(self, path: Path, clock: Clock | None = None) -> None:
         if sqlite3.sqlite_version_info < _OLDEST:
@@ -101,9 +102,8 @@ class SqliteFile:
             raise
 
     def writer(self) -> sqlite3.Connection:
-        """The connection that writes and checkpoints; close it before you ask for the next.
-        Creates the file if there is none.
-        """
+        """Open the connection that writes and checkpoints, and create the file if there is none. Close the
+        connection before you ask for the next."""
         if self._writer is not None and _is_open(self._writer):
             raise RuntimeError(f"{self.path} already has a writing connection, and may have only one")
         self._writer = self._new_writer()
@@ -114,7 +114,7 @@ class SqliteFile:
             if not self.path.exists():
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             connection = _connect(self.path, "rw", self._now)
-            # Before WAL, so that it is in the file's header and not in the log.
+            # Written before WAL is on, so that the id is in the file's header and not only in the log.
             if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             [(mode,)] = connection.execute("PRAGMA journal_mode = WAL").fetchall()
@@ -124,12 +124,13 @@ class SqliteFile:
                     "name a file on a local disk with database_url (or --database-url)"
                 )
             connection.execute("PRAGMA synchronous = FULL")
+            # On macOS a plain fsync leaves data in the cache of the disk.
             connection.execute("PRAGMA fullfsync = ON")
-            connection.execute("PRAGMA cache_size = -32768")
+            connection.execute("PRAGMA cache_size = -32768")  # SQLite reads a negative size in KiB.
             return connection
 
     def reader(self) -> sqlite3.Connection:
-        """A connection that can neither write nor checkpoint, even when it is the last one to close."""
+        """Open a connection that can neither write nor checkpoint, even when it is the last one to close."""
         return _connect(self.path, "ro", self._now)
 
     def close(self) -> None:
@@ -161,7 +162,7 @@ def _is_open(connection: sqlite3.Connection) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Hold `<file>.lock` until it is closed; its text is our process id."""
+    """Lock `<file>.lock` until the returned handle is closed. The text of the file is our process id."""
     with _refusing(path):
         handle = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -182,12 +183,13 @@ def _check_header(path: Path) -> None:
     with _refusing(path):
         header = b""
         if path.exists():
-            # For writing too: SQLite opens a read-only file and fails at the first commit.
+            # Opened for writing too: SQLite itself opens a read-only file and fails only at the first commit.
             with path.open("r+b") as file:
                 header = file.read(100)
     if not header:
         return
     is_sqlite = header.startswith(_MAGIC)
+    # SQLite's file format has the application id at byte 68, in big-endian order.
     if not is_sqlite or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         what = "the SQLite database of another program" if is_sqlite else "not a SQLite database"
         raise DatabaseRefused(
@@ -250,6 +252,7 @@ class SqliteSession:
         return lambda: found
 
     def require_term(self, term: Term) -> None:
+        # BEGIN IMMEDIATE took the file's only write lock, so the term cannot change before the commit.
         [(current, holder)] = self._execute("SELECT term, holder FROM leadership WHERE id = 1")
         if current != term:
             raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
@@ -281,21 +284,23 @@ class SqliteSession:
         """Do nothing: no other process listens."""
 
     def end_terms(self) -> None:
-        """The last leader has ended, because the lock on the file is ours: do not wait for its lease."""
+        """End the lease of the last leader, for which nobody need wait: this process holds the lock on the
+        file, so that leader has ended."""
         self._execute("UPDATE leadership SET lease_until = 0 WHERE lease_until > 0")
 
     def reconnect(self) -> None:
-        """A file is never disconnected."""
+        """Do nothing: a file is never disconnected."""
 
     def on_idle(self) -> None:
         """Shrink the write-ahead log, unless a reader needs it."""
         with suppress(sqlite3.Error):
+            # Without a timeout the checkpoint gives up at once if a reader is in its way.
             self._connection.execute("PRAGMA busy_timeout = 0")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
 
     def close(self) -> None:
-        with suppress(sqlite3.Error):  # the next start reads what stays in the log
+        with suppress(sqlite3.Error):  # The next start reads what stays in the log.
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()
 

@@ -38,7 +38,7 @@ def columns_of(table: Table, names: Iterable[str] | None = None) -> tuple[Column
 
 
 class OnConflict(Enum):
-    """What to do with a row if its key exists."""
+    """Ways to treat a row whose key exists."""
 
     FAIL = auto()
     SKIP = auto()
@@ -46,8 +46,9 @@ class OnConflict(Enum):
 
 
 def insert_given(insert: Any, table: Table, r: FromClause, names: Sequence[str] | None = None) -> Any:
-    """INSERT the rows `r` into the table."""
+    """Return the INSERT of the rows `r` into the table."""
     names = names or [column.name for column in table.c]
+    # Without a WHERE, SQLite reads the ON of a following ON CONFLICT as that of a join.
     return insert(table).from_select(names, select(*(r.c[name] for name in names)).where(true()))
 
 
@@ -73,9 +74,9 @@ def insert_into(
 
 
 class SameKey(FunctionElement[Any]):
-    """That a column of a key has this value. PostgreSQL gets it in a form by which it cannot order rows: it
-    would walk through the whole index of a table that was empty when it last counted, and compare each row
-    there with each given one."""
+    """The condition that a column of a key has this value. PostgreSQL gets it in a form that gives rows no
+    order: otherwise, for a table that was empty when its statistics were taken, the planner would walk
+    through the whole index and compare each row with each given one."""
 
     inherit_cache = True
 
@@ -92,7 +93,8 @@ def _equal_without_order(same: SameKey, compiler: SQLCompiler, **given: Any) -> 
 
 
 def _update_guarded(table: Table, names: Sequence[str]) -> SetStatement:
-    """Write rows of version n over rows of version n - 1; `names` are key, version and what changes."""
+    """Write rows of version n over rows of version n - 1. `names`: the key, the version and the columns that
+    change."""
     key = list(table.primary_key.columns)
 
     def build(_insert: Any, r: FromClause) -> Any:
@@ -119,7 +121,8 @@ _LATER = frozenset({
     "state", "version", "fence", "failed_by", "failures", "preemptions", "node", "admitted_at", "ordered_at",
     "started_at", "checkpoint_at", "finished_at", "stop_reason", "stop_deadline_at", "freeing_for", "members",
 })  # fmt: skip
-"""A new task has the defaults of these, which its row has as well."""
+"""Fields that have their defaults in a new task. The columns have the same defaults, so no insert names
+them."""
 _TASK_HEAD, _SPEC_HEAD = ("id", "queued_bytes"), ("task", "arguments", "arguments_digest", "tenant")
 TASK_IN = (
     *_TASK_HEAD,
@@ -135,7 +138,8 @@ TASK_MOVED = (
     "model", "members", "home", "finished", "ended_as",
 )  # fmt: skip
 EVENT_IN = ("position", "key", "task", "fields", "kind", "version", "tenant", "reader", "at")
-"""In each of these three, the columns that differ among the tasks of a batch come first."""
+"""TASK_IN, SPEC_IN and EVENT_IN begin with the columns that differ among the tasks of a batch: these are the
+heads of `Alike`."""
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
 LEASE_IN = (*(c.name for c in tables.lease.c if c.name != "released"), "released")
 LEASE_MOVED = (*LEASE_KEY, "version", "state", "overused_mb", "quarantined_at", "released")
@@ -180,7 +184,7 @@ def lease_memory(_insert: Any, r: FromClause) -> Any:
 
 @over(tables.checkpoint.c.task)
 def trim_checkpoints(_insert: Any, r: FromClause) -> Any:
-    """Keep the newest three of each task."""
+    """Delete all but the newest three checkpoints of each task."""
     old, newer = tables.checkpoint, tables.checkpoint.alias("newer")
     later = tuple_(newer.c.fence, newer.c.sequence) > tuple_(old.c.fence, old.c.sequence)
     count = select(func.count()).select_from(newer).where(newer.c.task == old.c.task, later)
@@ -202,8 +206,8 @@ IN_ORDER = (
     WRITE_WORKER_SETS, END_WORKER_SETS, WRITE_STREAMS, REMOVE_STREAMS, FORGET_ESTIMATES, WRITE_ESTIMATES,
     count_finished, INSERT_AUDIT,
 )  # fmt: skip
-"""The order within a group: devices before the leases that count on them, ends of pledges before new pledges
-of the same key."""
+"""Order of the statements of a group. Devices come before the leases that count on them, and ends of pledges
+before new pledges of the same key."""
 
 
 @over(tables.task.c.tenant, tables.task.c.idem_key)
@@ -234,11 +238,11 @@ def usage_of(_insert: Any, r: FromClause) -> Any:
 
 @over(system_tables.log_head.c.id, Column("after", Count), Column("last", Count))
 def tail(_insert: Any, r: FromClause) -> Any:
-    """The head of the log, how often tokens have changed, which schema may write and the lineage, with each
-    event between two positions; one row without an event if there is none.
+    """Return the head of the log, the number of changes of tokens, the oldest schema that may write and the
+    lineage, with each event between two positions; one row without an event if there is none.
 
-    The positions are scalar subqueries. PostgreSQL believes that `r` has a hundred rows: joined with it, the
-    planner would read the whole log along its key.
+    The positions are scalar subqueries. PostgreSQL estimates that `r` has a hundred rows: if the log were
+    joined with it, the planner would read the whole log along its key.
     """
     head, whole, event = system_tables.log_head, system_tables.installation, tables.event
     after, last = (select(column).scalar_subquery() for column in (r.c.after, r.c.last))
@@ -254,11 +258,11 @@ def tail(_insert: Any, r: FromClause) -> Any:
 
 @over(system_tables.log_head.c.id)
 def oldest(_insert: Any, r: FromClause) -> Any:
-    """Position of the first event that is in the log, or of the next one if the log is empty."""
+    """Return the position of the first event in the log, or of the next event if the log is empty."""
     head, event = system_tables.log_head, tables.event
     first = select(func.min(event.c.position)).scalar_subquery()
-    next_one = head.c.position + ONE
-    return select(func.coalesce(first, next_one)).select_from(r.join(head, head.c.id == r.c.id))
+    next_position = head.c.position + ONE
+    return select(func.coalesce(first, next_position)).select_from(r.join(head, head.c.id == r.c.id))
 
 
 @over(system_tables.installation.c.id)
@@ -269,7 +273,8 @@ def count_token_change(_insert: Any, r: FromClause) -> Any:
 
 @over(*columns_of(system_tables.installation, ("id", "blobs")), Column("seen", Text))
 def claim_blobs(_insert: Any, r: FromClause) -> Any:
-    """Set the directory of objects if it is `seen` (empty for none); returns the one that is set then."""
+    """Set the directory of objects if the present one is `seen` (empty for none). Returns the directory that
+    is set then."""
     row = system_tables.installation
     claimed = case((func.coalesce(row.c.blobs, _EMPTY) == r.c.seen, r.c.blobs), else_=row.c.blobs)
     return update(row).values(blobs=claimed).where(row.c.id == r.c.id).returning(row.c.blobs)

@@ -51,10 +51,12 @@ __all__ = ["DatabaseRefused", "SqlStore", "begin_lineage", "migrate", "open_stor
 T = TypeVar("T")
 
 EVENTS_PER_TURN = 500
-"""Listeners block the event loop for some milliseconds to apply them."""
+"""Most events that one turn of the event loop delivers. Listeners block it for some milliseconds to apply
+them."""
 RECENT_BYTES = 32 * 2**20
+"""Most memory that RecentTasks uses."""
 _ENTRY_BYTES = 2048
-"""The bytes that an entry takes without its arguments and its result."""
+"""Memory of an entry without its arguments and its result."""
 
 
 async def open_store(
@@ -83,23 +85,23 @@ class _Entry:
 
 
 class RecentTasks:
-    """What recently submitted tasks run and how they ended. A start and a waiting client need it moments
-    after it was written, and to read both back takes 0.6 ms of CPU per task (`bench run`). Oldest out first.
-    """
+    """The specs and the ends of recently submitted tasks. A start and a waiting client need them moments
+    after they were written, and reading them back takes 0.6 ms of CPU per task (`bench run`). The oldest
+    entries are dropped first."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[TaskId, _Entry] = OrderedDict()
         self._size_bytes = 0
 
     def note_submission(self, submission: AdmittedTask) -> None:
-        """Call it before the write: the start may come before the answer."""
+        """Keep the spec of a submission. Call this before the write: the start may come before the answer."""
         spec = submission.spec
         entry = _Entry(spec, _ENTRY_BYTES + len(spec.arguments))
         if self._entries.setdefault(submission.task.id, entry) is entry:
             self._grow(entry.size_bytes)
 
     def forget(self, task: TaskId) -> None:
-        """It was not stored, or has been pruned."""
+        """Drop a task that was not stored or has been pruned."""
         if (entry := self._entries.pop(task, None)) is not None:
             self._size_bytes -= entry.size_bytes
 
@@ -130,8 +132,11 @@ class RecentTasks:
         entry = self._entries.get(task)
         if entry is None or entry.ended is None:
             return None
-        _, it = entry.ended
-        return StoredResult(it.ending, it.result_format, it.result, None, _fields(it.failure), it.log_tail)
+        _, outcome = entry.ended
+        failure = _fields(outcome.failure)
+        return StoredResult(
+            outcome.ending, outcome.result_format, outcome.result, None, failure, outcome.log_tail
+        )
 
     def _grow(self, more_bytes: int) -> None:
         self._size_bytes += more_bytes
@@ -161,19 +166,21 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         self._begin_snapshot = database.begin_snapshot
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
-        """The exception that a listener raised; nothing is written after it."""
+        """The exception that a listener raised. Nothing is written after it, because the World of this
+        process no longer shows what is stored."""
         self._recent = RecentTasks()
         self._of_this_turn: list[Work] = []
         self.tokens_changed = asyncio.Event()
-        """Set by `catch_up`; cleared by the code that reads the tokens."""
+        """`catch_up` sets this event; the code that reads the tokens clears it."""
         self._token_changes = 0
         self.resigned = asyncio.Event()
-        """Set by `keep_hints` when a leader has resigned; cleared by the code that reads the leader's row."""
+        """`keep_hints` sets this event when a leader has resigned; the code that reads the leader's row
+        clears it."""
         self._hints = None if database.hints is None else database.hints()
         connect = database.connect_term
         self._terms = None if connect is None else terms.TermConnection(connect)
         self._undelivered: deque[tuple[Sequence[Event], Sequence[Work]]] = deque()
-        """Committed, and not delivered to listeners yet."""
+        """Committed events that are not delivered to listeners yet, with the works to answer after them."""
         heard, lineage = self._readers.query(reads.head), self._readers.query(reads.lineage)
         self._writer = writer(database.session, heard, lineage, self._deliver, usage_half_life_seconds)
         self._writer.start()
@@ -192,9 +199,10 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         return self._hints is not None
 
     async def catch_up(self) -> bool:
-        """Deliver what other processes have appended to the listeners; True if more follows.
+        """Deliver to the listeners the events that other processes have appended. Returns True if more
+        follow.
 
-        Raises LogShortened if some of it has been pruned, LineageChanged, and StoreUnavailable.
+        Raises LogShortened if some of them have been pruned, LineageChanged, and StoreUnavailable.
         """
         work = CatchUp(get_running_loop())
         self._hand_over(work)
@@ -206,7 +214,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
 
     async def go_on_at(self, position: Position, lineage: Lineage) -> None:
         """Continue after this position; listeners know the rest from a snapshot."""
-        self._recent = RecentTasks()  # some of them may never have been
+        self._recent = RecentTasks()  # A database that was restored may lack some of these tasks.
         work = BeginAt(get_running_loop(), position, lineage)
         self._hand_over(work)
         await work.future
@@ -231,14 +239,15 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         await self._write([NewRequest(request) for request in requests])
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        # A decision that cannot be encoded is refused alone; the others are written.
         verdicts = [CommitVerdict.UNSTORABLE] * len(decisions)
         units: dict[int, Change] = {}
-        for at, decision in enumerate(decisions):
+        for place, decision in enumerate(decisions):
             with suppress(Unstorable):
-                units[at] = Change(term, decision)
+                units[place] = Change(term, decision)
         if units:
-            for at, verdict in zip(units, await self._write(list(units.values())), strict=True):
-                verdicts[at] = verdict
+            for place, verdict in zip(units, await self._write(list(units.values())), strict=True):
+                verdicts[place] = verdict
         return verdicts
 
     async def leader(self) -> LeaderRow:
@@ -263,7 +272,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
     async def put_token(self, token: TokenRow, *, by: str) -> bool:
         def act(session: Session) -> bool:
             if not session.fetch(sql.add_token, [token_row(token)]):
-                # The name exists: another token, or this one if the answer to its commit was lost.
+                # The name exists. The row is this token's if the answer to its commit was lost.
                 return session.fetch(sql.token_hash, [(token.name,)]) == [(token.sha256,)]
             session.write(sql.count_token_change, [(1,)])
             session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, by, "token.put", token.name, "")])
@@ -282,8 +291,8 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         return await self._write_alone(act)
 
     async def claim_blobs(self, directory: str, *, instead_of: str) -> str:
-        """Set the name of the directory of objects if it is `instead_of` (empty for none); the name that is
-        set."""
+        """Set the name of the directory of objects if the present one is `instead_of` (empty for none).
+        Returns the name that is set then."""
 
         def act(session: Session) -> str:
             [(first,)] = session.fetch(sql.claim_blobs, [(1, directory, instead_of)])
@@ -356,7 +365,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
     def _wake_writer(self) -> None:
         works, self._of_this_turn = self._of_this_turn, []
         if not works:
-            return  # `close` has taken them
+            return  # `close` has taken the works.
         try:
             self._writer.put(works)
         except StoreUnavailable as closed:
@@ -364,11 +373,13 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
                 work.refuse(closed)
 
     def _deliver(self, events: Sequence[Event], works: Sequence[Work]) -> None:
+        # Noted before listeners hear of the ends: a client that waits for one asks for its result at once.
         for work in works:
             self._recent.note_ends(work.units)
         if self._hints is not None and any(not isinstance(work, CatchUp) for work in works):
             self._hints.send()
         self._undelivered.append((events, works))
+        # If others wait already, a later turn delivers them first: listeners get the events in order.
         if len(self._undelivered) == 1:
             self._deliver_more()
 

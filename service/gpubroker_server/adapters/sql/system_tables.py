@@ -1,5 +1,5 @@
-"""Columns and constraints that all tables use, the tables about the installation itself, and which schema and
-events this software can read."""
+"""Columns and constraints that all tables use, the tables about the installation itself, and the schema and
+events that this software can read."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -32,7 +32,8 @@ a higher number; events that older software understands keep theirs."""
 
 
 def check_schema(compatible_from: int) -> None:
-    """`compatible_from`: the oldest schema whose software may use the database. Raises Outgrown."""
+    """Check that this software may use the database. `compatible_from`: the oldest schema whose software may.
+    Raises Outgrown."""
     if compatible_from > SCHEMA:
         raise Outgrown(
             f"the database needs software of schema {compatible_from} or newer, and this software knows "
@@ -41,8 +42,8 @@ def check_schema(compatible_from: int) -> None:
 
 
 def is_another_server(taken_on: str, server: str) -> bool:
-    """Return True if a term taken on one server is continued on another. A server that does not say its name
-    is none."""
+    """Return True if a term that was taken on one server is continued on another. A server that does not tell
+    its name never counts as another."""
     return bool(taken_on and server) and taken_on != server
 
 
@@ -66,9 +67,10 @@ metadata = MetaData(
 )
 
 Id = Text().with_variant(Text(collation="C"), "postgresql")
-"""Ordered byte by byte, as in Python: the order of submission."""
+"""Type of ids. They are ordered byte by byte, as in Python: this is the order of submission."""
 Count = BigInteger().with_variant(Integer(), "sqlite")
-"""64 bits. SQLite's INTEGER has them too, and only that name makes a column the key of the rows."""
+"""Type of numbers of 64 bits. SQLite's INTEGER has them too, and only a column of that name can be the key of
+the rows."""
 
 HOT: dict[str, Any] = {
     "sqlite_with_rowid": False,
@@ -79,7 +81,8 @@ HOT: dict[str, Any] = {
         "autovacuum_analyze_scale_factor": "0.02",
     },
 }
-"""For rows that change several times: room for the next version on the same page, and early vacuum."""
+"""Options of tables whose rows change several times: room for the next version on the same page, and early
+vacuum."""
 
 
 def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
@@ -87,12 +90,12 @@ def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
 
 
 def where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
-    """The condition of a partial index, in the words in which each database compares it with a query's."""
+    """Return the condition of a partial index, as each database compares it with a query's."""
     return {"sqlite_where": text(sqlite), "postgresql_where": text(postgresql or sqlite)}
 
 
 SQLITE_NOW = "gpubroker_now"
-"""A function that our connections define: SQLite's own clock has milliseconds only."""
+"""Name of a function that our connections define: SQLite's own clock has only milliseconds."""
 
 
 class now(FunctionElement[float]):  # noqa: N801  # it is called, as `sqlalchemy.func.now` is
@@ -113,7 +116,7 @@ def _on_sqlite(_element: now, _compiler: Any, **_options: Any) -> str:
 
 
 class MoveStage(StrEnum):
-    """How far a move of all data to another database has come, as each of the two databases says.
+    """Stages of a move of all data to another database. Each of the two databases has its own.
 
     At most one of the two may be served: the first until it says GONE, the second once it says HERE.
     """
@@ -137,8 +140,8 @@ log_head = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""Every transaction that writes locks this row, so it says which software may write: that of the schema
-`compatible_from` and newer."""
+"""The head of the log. Every transaction that writes locks this row, so it also says which software may
+write: that of the schema `compatible_from` and newer."""
 
 leadership = Table(
     "leadership",
@@ -153,7 +156,8 @@ leadership = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""`server`: which server the term was taken on, as `Session.server` says; empty for a file."""
+"""The leader's row. `server`: the server on which the term was taken, as in `Session.server`; empty for a
+file."""
 
 installation = Table(
     "installation",
@@ -164,7 +168,7 @@ installation = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""`blobs`: which directory of objects belongs to this database. `token_changes` tells processes that hold
+"""`blobs`: the directory of objects that belongs to this database. `token_changes` tells processes that hold
 tokens in memory when to read them again."""
 
 last_value = Table(
@@ -219,7 +223,7 @@ audit = Table(
     Column("subject", Text, nullable=False),
     Column("reason", Text, nullable=False),
 )
-"""The audit log. Written in the transaction that it is about. `reason`: in the words of the operator."""
+"""The audit log. Each row is written in the transaction that it is about. `reason`: the operator's words."""
 
 work_stream = Table(
     "work_stream",
@@ -245,8 +249,8 @@ relocation = Table(
     CheckConstraint("id = 1", name="one_row"),
     one_of("stage", MoveStage),
 )
-"""A move of all data from or to another database (`move_data`); no row if there was none. `other`: the name
-of the other database, for people."""
+"""A move of all data from or to another database (`move_data`). Without a move there is no row. `other`: the
+name of the other database, for people."""
 
 worker_set = Table(
     "worker_set",
@@ -255,4 +259,4 @@ worker_set = Table(
     Column("tenant", Text, nullable=False),
     Column("fields", Text, nullable=False),
 )
-"""Sets of workers that are not over, as JSON."""
+"""Sets of workers that are not over. `fields` is the set as JSON."""

@@ -1,4 +1,5 @@
-"""Tables of tasks, memory and events, for both databases. Times: seconds since 1970, by the database's clock.
+"""Tables of tasks, memory and events, for both databases. Times are seconds since 1970 by the database's
+clock.
 
 There are no foreign keys: all rows of a task are inserted in one transaction, and each write would pay for a
 check and a lock on the parent.
@@ -132,7 +133,7 @@ task_label = Table(
     PrimaryKeyConstraint("tenant", "key", "value", "task"),
     sqlite_with_rowid=False,
 )
-"""Labels again, ordered for searches."""
+"""The labels of `task_spec` once more, ordered for searches."""
 
 batch = Table(
     "batch",
@@ -158,7 +159,7 @@ outcome = Table(
     Column("log_tail", LargeBinary, nullable=False),
     PrimaryKeyConstraint("task", "fence"),
 )
-"""How each run ended; the one with the highest fence is the task's."""
+"""The end of each run. The end with the highest fence is the task's."""
 
 Index("ix_outcome_result_digest", outcome.c.result_digest, **where("result_digest IS NOT NULL"))
 
@@ -176,7 +177,7 @@ checkpoint = Table(
     PrimaryKeyConstraint("task", "fence", "sequence"),
     Index("ix_checkpoint_digest", "digest"),
 )
-"""The newest three of each task."""
+"""The newest three checkpoints of each task."""
 
 item_page = Table(
     "item_page",
@@ -195,7 +196,7 @@ item_page = Table(
     Index("ix_item_page_counts", "array", "page", "count", "failed", "at", "size_bytes"),
     Index("ix_item_page_digest", "digest", **where("digest IS NOT NULL")),
 )
-"""Results of consecutive items of an array, from the item `first` on; `lines`: a line of JSON for each."""
+"""Results of consecutive items of an array, from the item `first` on. `lines`: a line of JSON per item."""
 
 lease = Table(
     "lease",
@@ -310,7 +311,7 @@ event = Table(
     Column("fields", Text, nullable=False),
     Column("reader", Integer, nullable=False),
 )
-"""`reader`: software that cannot read this form must not read past the event."""
+"""The log. `reader`: the form of the event. Software that cannot read it must not read past the event."""
 
 Index("ix_event_task_position", event.c.task, event.c.position, **where("task IS NOT NULL"))
 
@@ -323,7 +324,7 @@ finished = Table(
     PrimaryKeyConstraint("tenant", "state"),
     **HOT,
 )
-"""How many tasks ever ended in each state; survives pruning."""
+"""Number of each tenant's tasks that ever ended in each state, also of those that were pruned."""
 
 estimate = Table(
     "estimate",
@@ -338,7 +339,7 @@ estimate = Table(
     one_of("what", What),
     **HOT,
 )
-"""The use of past runs. `counts` is a sketch as JSON."""
+"""Sketches of what past runs used. `counts` is a sketch as JSON."""
 
 usage = Table(
     "usage",
@@ -349,8 +350,8 @@ usage = Table(
     Column("at", Double, nullable=False),
     **HOT,
 )
-"""The MiB that each tenant holds since its leases last changed, and the MiB-seconds that it had used by
-then."""
+"""The MiB that each tenant has held since its leases last changed, at `at`, and the decayed MiB-seconds that
+it had used by then."""
 
 queue_pause = Table(
     "queue_pause",
@@ -399,4 +400,4 @@ DIGESTS = (
     task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, item_page.c.digest,
     stored_object.c.digest, run_log.c.digest,
 )  # fmt: skip
-"""Where rows name objects."""
+"""All columns that name objects. An object that none of them names may be deleted."""

@@ -1,4 +1,4 @@
-"""The leader's row: taken, renewed and resigned in small transactions of their own."""
+"""The leader's row. A term is taken, renewed and resigned in a small transaction of its own."""
 
 import asyncio
 from collections.abc import Callable
@@ -38,7 +38,8 @@ def leader_row(_insert: Any, r: FromClause) -> Any:
 
 @over(leadership.c.id)
 def _lock_leader(_insert: Any, r: FromClause) -> Any:
-    """Wait for the commits of the term: each holds a share of the row. A renewal waits for none of them."""
+    """Lock the row, which waits for the commits of the term: each holds a shared lock on the row. A renewal
+    does not wait for them."""
     locked = select(leadership.c.term).select_from(r.join(leadership, leadership.c.id == r.c.id))
     return locked.with_for_update(of=leadership)
 
@@ -86,9 +87,11 @@ def read_leader(session: Session) -> Callable[[], LeaderRow]:
 def take_term(
     holder: str, ttl_seconds: Seconds, seen: LeaderRow, *, has_lost_commits: bool = False
 ) -> Act[Term | None]:
-    """The first term on another server, or after commits were lost, begins a lineage."""
+    """Return the act that takes the term after the `seen` one. It answers None if another process was faster.
+    The first term on another server, or after commits were lost, begins a lineage."""
 
     def act(session: Session) -> Callable[[], Term | None]:
+        # A process that stopped in the middle of a commit may hold its share of the row for ever.
         session.end_stuck_sessions()
         session.fetch_later(_lock_leader, [(1,)])
         is_new = has_lost_commits or is_another_server(seen.server, session.server)
@@ -104,8 +107,8 @@ def take_term(
         found = read_leader(session)
 
         def answer() -> Term | None:
-            # It is ours if the answer to our commit was lost: a holder is one process, which asks once at a
-            # time.
+            # The term is ours if the answer to our commit was lost: a holder is one process, which asks for
+            # one term at a time.
             row = found()
             return row.term if (row.holder, row.term) == (holder, seen.term + 1) else None
 
@@ -118,7 +121,8 @@ def renew_term(term: Term, ttl_seconds: Seconds) -> Act[bool]:
     """Return the act that renews the term and answers whether it is still the newest."""
 
     def act(session: Session) -> Callable[[], bool]:
-        session.end_stuck_sessions()  # one that stopped while taking a term may hold this row
+        # A process that stopped while it took a term may hold this row.
+        session.end_stuck_sessions()
         renewed = session.fetch_later(_renew_term, [(term, ttl_seconds)])
         return lambda: bool(renewed())
 
@@ -135,10 +139,10 @@ def resign_term(term: Term) -> Act[None]:
 
 
 class TermConnection:
-    """One connection and one thread for the leader's row, which waits neither for group commits nor behind
-    them.
+    """One connection and one thread for the leader's row, so that a renewal does not queue behind group
+    commits.
 
-    Opened when it is first needed: most processes never lead.
+    The connection is opened when it is first needed: most processes never lead.
     """
 
     def __init__(self, connect: Callable[[], Session]) -> None:
@@ -169,6 +173,7 @@ class TermConnection:
                 session.commit()
                 return answer()
             except (ConnectionLost, CommitUnknown) as lost:
+                # An act is idempotent, so it may be repeated even if its commit succeeded.
                 fault = lost
                 self._drop()
             except Collided as collided:

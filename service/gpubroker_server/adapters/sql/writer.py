@@ -1,6 +1,6 @@
-"""The one thread that writes: it takes all that waits, writes it in one transaction, then answers all.
+"""The one thread that writes. It takes all works that wait, writes them in one transaction, then answers all.
 
-It also reads the tail of the log, so that events of other processes and its own come in one order.
+The thread also reads the tail of the log, so that events of other processes and its own come in one order.
 """
 
 import threading
@@ -22,22 +22,26 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import LineageChanged, LogShortened, Outgrown, StoreUnavailable
 
 _UNITS_PER_GROUP = 512
+"""Weight from which a group takes no more works."""
 _EVENTS_PER_CATCH_UP = 1000
-"""Applying an event blocks the event loop for some tens of microseconds."""
+"""Most events that are read at once. Applying one blocks the event loop for some tens of microseconds."""
 _TRIES = 3
 _RETRY_SECONDS = 0.25
+"""Pause before a database that does not answer is asked again."""
 _BROKEN_OFF = f"the connection to the database broke in {_TRIES} tries; nothing was written"
 _BACKOFF_SECONDS = 0.05
+"""Pause before a transaction that collided with another is repeated."""
 _IDLE_SECONDS = 2.0
+"""Time without works after which the session does its upkeep."""
 
 T = TypeVar("T")
 
 Deliver = Callable[[Sequence[Event], Sequence["Work"]], None]
-"""Runs on the event loop: hands the events to the listeners, then answers the works."""
+"""Function that runs on the event loop: it hands the events to the listeners, then answers the works."""
 
 
 class Work:
-    """What one caller waits for: units to write, or something with a transaction of its own."""
+    """The work that one caller waits for: units to write, or an act with a transaction of its own."""
 
     def __init__(
         self,
@@ -55,12 +59,12 @@ class Work:
         return sum(unit.weight for unit in self.units)
 
     def refuse(self, error: Exception) -> None:
-        """Answer with an error; on the event loop."""
+        """Answer the caller with an error. Call this on the event loop."""
         if not self.future.done():
             self.future.set_exception(error)
 
     def finish(self) -> None:
-        """Answer the caller; on the event loop."""
+        """Answer the caller. Call this on the event loop."""
         if self.future.cancelled():
             return
         answers = [unit.answer for unit in self.units] if self.units else [self.answer]
@@ -72,11 +76,12 @@ class Work:
 
 
 class CatchUp(Work):
-    """Read what other processes have appended. Answers whether more follows, and how often tokens changed."""
+    """Reads what other processes have appended. The answer says whether more follows, and how often tokens
+    have changed."""
 
 
 class BeginAt(Work):
-    """Continue where a snapshot was taken."""
+    """Continues the log at the position of a snapshot."""
 
     def __init__(self, loop: AbstractEventLoop, position: Position, lineage: Lineage) -> None:
         super().__init__(loop)
@@ -85,7 +90,7 @@ class BeginAt(Work):
 
 
 class Writer:
-    """Owns the session from `start` to `close`. `put` never blocks."""
+    """Owns the session from `start` to `close`. `put` may be called on the event loop: it never blocks."""
 
     def __init__(
         self,
@@ -135,14 +140,15 @@ class Writer:
                 self.answer(self._do(work), [work])
 
     def _next(self) -> Sequence[Work] | None:
-        """The next works; None at the end. Tells the session once when nothing comes for a while."""
+        """Return the next works, or None at the end. Has the session do its upkeep once if none come for a
+        while."""
         with suppress(Empty):
             return self._inbox.get(timeout=_IDLE_SECONDS)
         self._session.on_idle()
         return self._inbox.get()
 
     def _do(self, work: Work) -> Sequence[Event]:
-        """Work without units; the events that it read."""
+        """Do work without units. Returns the events that the work has read."""
         match work:
             case CatchUp():
                 return self._catch_up(work)
@@ -168,13 +174,13 @@ class Writer:
         except Empty:
             return ()
         if works is None:
-            self._inbox.put(None)  # for `_run` to see
+            self._inbox.put(None)  # `_run` has to see the end as well.
         return works or ()
 
     def answer(self, events: Sequence[Event], works: Sequence[Work]) -> None:
         """Have the event loop deliver the events, and answer the works."""
         if works:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # A closed event loop raises it, and nobody waits on that loop.
                 works[0].future.get_loop().call_soon_threadsafe(self._deliver, events, works)
 
     def _write(self, units: Sequence[Unit]) -> list[Event]:
@@ -186,10 +192,12 @@ class Writer:
             try:
                 written = self._transact(partial(self._write_group, group), self._read_back)
             except StoreUnavailable as error:
+                # Later groups would fail in the same way, each after all its tries.
                 for unit in (*group, *(unit for later in groups for unit in later)):
                     unit.on_failed(error)
                 break
             except Exception as error:
+                # The parts take the place of their group, so that units keep their order.
                 groups.extendleft(reversed(self._parts(group, error)))
             else:
                 for unit in group:
@@ -202,22 +210,22 @@ class Writer:
         once. No caller is answered before the events of its commit can be delivered: the leader would repeat
         decisions that its World does not show yet."""
         if not events or self._session.server != self._history[1]:
-            return []  # on another server the next catch-up says so
+            return []  # The next catch-up finds that this is another server.
         if events[0].position != self._heard + 1:
             span = (self._heard, events[-1].position)
             found = self._insist(lambda: self._session.fetch(sql.tail, [(1, *span)]))
             try:
                 events = _readable([row[4:] for row in found or ()])
             except Outgrown:
-                return []  # the next catch-up raises it
+                return []  # The next catch-up raises it.
             if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
-                return []  # the next catch-up raises it
+                return []  # The next catch-up raises LogShortened.
         if events:
             self._heard = events[-1].position
         return events
 
     def _catch_up(self, work: CatchUp) -> Sequence[Event]:
-        """The next events of other processes."""
+        """Return the next events of other processes."""
         try:
             most = self._heard + _EVENTS_PER_CATCH_UP
             found = self._session.fetch(sql.tail, [(1, self._heard, most)])
@@ -226,6 +234,7 @@ class Writer:
             self._check_history(head, lineage)
             last = min(head, most)
             rows = [row[4:] for row in found if row[4] is not None]
+            # The log has no gaps: a position without an event was pruned.
             if len(rows) < last - self._heard and self._is_shortened():
                 raise LogShortened(
                     f"the log no longer holds all events after position {self._heard}; take a new snapshot"
@@ -243,13 +252,14 @@ class Writer:
             work.answer = error
             return ()
         if len(events) < len(rows):
+            # The next event is of a newer form: the next catch-up begins there, and raises LogOutgrown.
             last = events[-1].position
         self._heard = Position(max(last, self._heard))
         work.answer = last < head, token_changes
         return events
 
     def _check_history(self, head: Position, lineage: Lineage) -> None:
-        """Check that the log goes on where it was left. Raises LineageChanged."""
+        """Check that the log continues where this process has read to. Raises LineageChanged."""
         found = lineage, self._session.server
         if found == self._history and head >= self._heard:
             return
@@ -259,6 +269,7 @@ class Writer:
             f"in {of.format(*found)}: the database was restored, or another server took over; reading "
             "everything again"
         )
+        # A head that went back within one lineage: commits were lost, and no lineage has begun since.
         fault.has_lost_commits = found == self._history
         raise fault
 
@@ -268,7 +279,8 @@ class Writer:
         return bool(oldest > self._heard + 1)
 
     def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
-        """Return what is left to write of a failed group: without what is stored already, else one by one."""
+        """Return what is left to write of a failed group: the group without what is stored already, or each
+        unit alone, so that one unit does not fail the others."""
         try:
             left = answer_known(self._session, group)
         except ConnectionLost:
@@ -286,8 +298,8 @@ class Writer:
         return []
 
     def _transact(self, act: Callable[[], T], recover: Callable[[CommitUnknown], T | None]) -> T:
-        """Run one transaction, repeated after errors of the connection and collisions. `recover` returns what
-        an unknown commit has done; None if it is to be repeated."""
+        """Run one transaction, and repeat it after errors of the connection and collisions. `recover` returns
+        the result of an unknown commit that succeeded, or None if `act` must be repeated."""
         for _ in range(_TRIES):
             try:
                 return act()
@@ -308,12 +320,14 @@ class Writer:
         return write_group(self._session, units, self._usage_half_life_seconds, self._heard)
 
     def _read_back(self, unknown: CommitUnknown) -> list[Event] | None:
+        # A commit writes all its events or none, so its first event stands for all.
         if not unknown.events or self._was_committed(unknown.events[0]):
             return list(unknown.events)
         return None
 
     def _was_committed(self, first: Event) -> bool:
-        """Read an unknown commit back."""
+        """Return True if the log has the first event of an unknown commit. Asks until the database answers,
+        because a caller gets no answer before the outcome is known. Raises StoreUnavailable when closed."""
         with suppress(StoreUnavailable):
             self._session.reconnect()
         known = self._insist(lambda: self._session.has_event(first))
@@ -322,7 +336,7 @@ class Writer:
         return known
 
     def _insist(self, ask: Callable[[], T]) -> T | None:
-        """Ask until the database answers, and refuse all other works meanwhile; None if the store is
+        """Ask until the database answers, and refuse all other works meanwhile. Returns None if the store is
         closed."""
         while True:
             try:
@@ -345,11 +359,12 @@ class Writer:
         self.answer((), refused)
 
     def _run_alone(self, act: Callable[[Session], Any]) -> Any:
-        """A transaction of its own. It is idempotent, so an unknown commit is repeated."""
+        """Run `act` in a transaction of its own. The act is idempotent, so an unknown commit is repeated."""
 
         def transaction() -> Any:
             self._session.begin()
             answer = act(self._session)
+            # Every writing transaction takes the head of the log, which says whether this software may write.
             self._session.take_positions(0)
             self._session.commit()
             return answer
@@ -361,7 +376,8 @@ class Writer:
 
 
 def _readable(rows: Found) -> list[Event]:
-    """Up to the first that this software cannot read. Raises Outgrown if there are none."""
+    """Return the events up to the first that this software cannot read. Raises Outgrown if that is the first
+    of all."""
     events: list[Event] = []
     for row in rows:
         try:

@@ -49,13 +49,14 @@ from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 SHARED_BELOW_CPU: Final = 1.0
 """An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
 WORKER_RETRIES: Final = 10
-"""How often in a row a worker of an array is started again that ended before its first report."""
+"""The number of times in a row that a worker of an array is started again after it ended before its first
+report."""
 _MOST_NAMED = 10
 _AGENTLESS: Final = frozenset({EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND})
 
 
 class AdmissionPolicy(Struct, frozen=True):
-    """What the operator allows, and what holds for what a submission leaves out."""
+    """The permissions of the operator, and the defaults for fields that a submission leaves out."""
 
     permissions: Permissions
     defaults: Defaults

@@ -1,4 +1,4 @@
-"""What a task gets that leaves a field out: the operator's defaults, by model type and by profile."""
+"""Defaults for fields that a submission leaves out: the operator's, by model type and by profile."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -48,7 +48,7 @@ _NO_DEFAULTS = NamedDefaults()
 
 
 class Defaults(TaskDefaults, frozen=True):
-    """What a task gets that leaves a field out."""
+    """Values that a task gets for fields that its submission leaves out."""
 
     priority: Priority = BAND_NAMES["batch"]
     timeout_seconds: Annotated[float | None, ELSEWHERE] = None

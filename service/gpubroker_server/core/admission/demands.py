@@ -1,4 +1,4 @@
-"""From the resources that a submission asks for to the demand of its task, with the operator's defaults."""
+"""The demand of a task, made of the resources that a submission asks for and the operator's defaults."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache

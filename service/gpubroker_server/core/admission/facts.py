@@ -1,5 +1,5 @@
-"""What admission must know beside the submission, and what it answers: plain values, so that it waits for
-nothing."""
+"""Facts that admission needs beside the submission, and its answers. They are plain values, so that admission
+waits for nothing."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -34,16 +34,16 @@ class FleetLookup(Protocol):
 
 
 class Facts(Struct, frozen=True):
-    """What is known when a submission is judged."""
+    """The facts by which a submission is judged."""
 
     id: TaskId
     """The id of the new task; of an array or a worker set, the one of its first worker."""
     now: Instant
     fleet: FleetLookup
     sender: Sender | None
-    """None: the service itself submits, and needs no permission."""
+    """The sender of the submission; None if the service itself submits, which needs no permission."""
     dependencies: Mapping[TaskId, StoredState] = NO_STATES
-    """The states of the tasks that it runs after, as far as they exist."""
+    """The states of the tasks that the new task runs after, as far as they exist."""
     streams: Collection[str] = ()
     """The work streams that there are. Needed only if the submission names one."""
     secrets: Sequence[str] = ()
@@ -51,21 +51,21 @@ class Facts(Struct, frozen=True):
     missing_objects: Mapping[str, str] = NO_OBJECTS
     """Pointer -> id of each object that the run names and the tenant does not have."""
     object_seconds: float = 0.0
-    """How long an object is kept after its last use, for the text of a refusal."""
+    """The time for which an object is kept after its last use, for the text of a refusal."""
 
 
 class Refused(Struct, frozen=True):
-    """Why a submission is not admitted."""
+    """The refusal of a submission."""
 
     code: str
-    """The code of its problem, as in docs/errors.md."""
+    """The code of the refusal's problem, as in docs/errors.md."""
     detail: str = ""
-    """Empty for `validation-failed`: its faults say what is wrong."""
+    """The cause in words; empty for `validation-failed`, whose faults say what is wrong."""
     faults: tuple[Refusal, ...] = ()
     """The fields that are invalid, all of them, or the one that could never be satisfied. `field` is a
     pointer into the body, as RFC 6901 has it."""
     would_be: AdmittedTask | None = None
-    """The task that it would have been, if its body is valid."""
+    """The task that the submission would have become, if its body is valid."""
 
 
 INVALID = "validation-failed"

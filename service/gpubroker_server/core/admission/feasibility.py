@@ -23,8 +23,8 @@ def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | N
 
 
 def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy) -> Refusal | None:
-    """Why this demand could never run, or None. Nodes that are not ready count: they may come back. While no
-    node is known, as after a start, every size passes."""
+    """Return the refusal of a demand that could never run, or None. Nodes that are not ready count: they may
+    come back. While no node is known, as after a start, every size passes."""
     known = sorted(nodes, key=lambda node: node.name)
     refusal = _over_maximum(demand, policy) or _over_limit(demand, policy)
     if refusal is not None or not known:
@@ -71,7 +71,7 @@ def waits_for_a_node(message: str, policy: Policy) -> str:
 
 
 def constraints_text(demand: Demand) -> str:
-    """Which devices and nodes it may use; empty: all."""
+    """Return a text that names the devices and nodes that the task may use; empty if it may use all."""
     where = demand.where
     parts = [
         f"kinds {', '.join(where.kinds)}" if where.kinds else "",

@@ -1,4 +1,4 @@
-"""What a token and the operator allow: kinds of run, entrypoints, variables, priorities, secrets."""
+"""Permissions of a token and of the operator: kinds of run, entrypoints, variables, priorities, secrets."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -26,7 +26,7 @@ class Permissions(Struct, frozen=True):
     python: str
     """The Python minor that runs pickled functions."""
     cloudpickle: str
-    """The version that unpickles them."""
+    """The version of cloudpickle that unpickles functions."""
     env_allowed: tuple[str, ...] = ()
     """Patterns of the environment variables that a token without a scope for code may set."""
 
@@ -102,7 +102,8 @@ class Permissions(Struct, frozen=True):
         return Refused(code, detail, (Refusal(code, detail, "/run/entrypoint"),))
 
     def _check_pickle(self, python: str, cloudpickle: str | None) -> Refused | None:
-        """Another Python minor cannot open pickled code, nor can an older major version of cloudpickle."""
+        """Check the versions that pickled a function: another Python minor cannot open pickled code, nor can
+        an older major version of cloudpickle."""
         if python != self.python:
             return _mismatch(
                 "python",

@@ -1,4 +1,4 @@
-"""What counts beyond one node: pools that tasks name, and limits on running tasks."""
+"""Limits beyond one node: pools that tasks name, and limits on running tasks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -136,7 +136,7 @@ def _mismatch(demand: Demand, pool: Pool) -> Refusal | None:
 
 
 def _merged(wanted: Labels, had: Labels) -> Labels:
-    """Both hold; a label on which they contradict each other has no values left."""
+    """Return labels with which both hold. A label on which they contradict each other has no values left."""
     merged = dict(had)
     for label, values in wanted:
         known = merged.get(label)

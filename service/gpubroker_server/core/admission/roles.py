@@ -1,4 +1,4 @@
-"""What a process needs whose roles take turns, such as training and generating."""
+"""The demand of a process whose roles take turns, such as training and generating."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ _SIZES = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
 
 
 class RoleSizes(Protocol):
-    """What one role needs. None: it does not need it."""
+    """The resources that one role needs. None: the role does not need the resource."""
 
     @property
     def gpus(self) -> int | None: ...

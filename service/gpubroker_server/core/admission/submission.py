@@ -49,7 +49,7 @@ class Asked(Struct, frozen=True):
 
 
 class AskedTimes(Struct, frozen=True):
-    """When a task may start and must end, in seconds since 1970, or from the submit on."""
+    """The times at which a task may start and must end, in seconds since 1970, or from the submit on."""
 
     not_before: float | None = None
     queue_ttl_seconds: float | None = None
@@ -61,7 +61,8 @@ NOTHING_ASKED = Asked()
 
 
 class Submission(Struct, frozen=True):
-    """What a submitter asks for. None: left to the defaults of its profile, its model type, or all tasks."""
+    """The wishes of a submitter. A field that is None is left to the defaults of its profile, its model type,
+    or all tasks."""
 
     tenant: str
     spec: RunSpec
@@ -72,7 +73,7 @@ class Submission(Struct, frozen=True):
     name: str = ""
     priority: int | None = None
     max_retries: int | None = None
-    """For a worker of a set: how often it is restarted after failures."""
+    """The number of times that a task is retried or, for a worker of a set, restarted after failures."""
     retry_on: tuple[RetryOn, ...] = ON_FAILURE
     """The causes that use a retry of a task. Workers of arrays come back in any case."""
     timeout_seconds: float | None = None
@@ -85,7 +86,7 @@ class Submission(Struct, frozen=True):
     cloudpickle: str | None = None
     """The version that pickled a function, if its submitter says so."""
     holder: External | Model | None = None
-    """None: a holder that the demand and the specification tell."""
+    """The holder of the task; None if the demand and the specification tell it."""
 
 
 class Sender(Protocol):

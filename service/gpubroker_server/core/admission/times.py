@@ -1,4 +1,4 @@
-"""When a task may start and must end: the times of a new task, and changes of a waiting one's."""
+"""The times at which a task may start and must end: those of a new task, and changes of a waiting one's."""
 
 from collections.abc import Mapping
 

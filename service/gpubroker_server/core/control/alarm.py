@@ -10,9 +10,9 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 
 class Threshold(Struct, frozen=True):
     high: PositiveAmount
-    """At or above it for `seconds`: on."""
+    """The alarm goes on after the value was at or above this for `seconds`."""
     low: Amount
-    """Below it for `seconds`: off."""
+    """The alarm goes off after the value was below this for `seconds`."""
     seconds: NonNegativeSeconds = Seconds(0.0)
 
     def __post_init__(self) -> None:
@@ -29,12 +29,13 @@ def check_order(low_name: str, low: float, high_name: str, high: float) -> None:
 class Alarm(Struct, frozen=True):
     is_on: bool = False
     since: Instant = Instant(0.0)
-    """Since when it is on, or off."""
+    """The time since which the alarm is on, or off."""
     crossed_at: Instant | None = None
-    """Since when the value has been where the alarm changes, if it is there."""
+    """The time since which the value has been where the alarm changes, if it is there."""
 
     def follow(self, value: float | None, threshold: Threshold, now: Instant) -> "Alarm":
-        """None: not known, which changes nothing, and counts as neither high nor low."""
+        """Return the alarm after this value. A value of None is unknown: it changes nothing, and counts as
+        neither high nor low."""
         crosses = value is not None and (value < threshold.low if self.is_on else value >= threshold.high)
         if not crosses:
             return self if self.crossed_at is None else replace(self, crossed_at=None)

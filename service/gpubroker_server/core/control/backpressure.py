@@ -1,4 +1,5 @@
-"""When the service takes no more of the work that can wait, and when it takes it again."""
+"""Backpressure: the times at which the service takes no more of the work that can wait, and takes it
+again."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -24,9 +25,9 @@ class Pressure(NamedTuple):
     value: float | None
     high: float
     closed_below: int
-    """Tasks with a priority below it are refused ..."""
+    """The priority below which tasks are refused."""
     retry_after_seconds: Seconds
-    """... and their clients asked to try again so much later."""
+    """The time after which the clients of refused tasks are asked to try again."""
 
     @property
     def tenant(self) -> str:
@@ -54,7 +55,7 @@ def threshold_name(name: str, thresholds: Mapping[str, Threshold]) -> str:
 
 
 def tenant_of(name: str) -> str:
-    """Empty if it is about all."""
+    """Return the tenant that an alarm is about; empty if it is about all."""
     return name.removeprefix("queue:") if name.startswith("queue:") else ""
 
 

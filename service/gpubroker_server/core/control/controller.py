@@ -1,4 +1,4 @@
-"""How much background work may run, so that a measured value stays near a set point: a PID controller.
+"""A PID controller of the share of background work, which keeps a measured value near a set point.
 
 As in Åström and Hägglund, "Advanced PID Control" (2006), chapter 3: a filtered derivative, anti-windup by
 back-calculation, and a start without a bump.
@@ -17,9 +17,9 @@ from gpubroker_server.core.domain.units import Seconds
 class Gains(Struct, frozen=True):
     proportional: Amount = 0.1
     integral: Amount = 0.01
-    """Per second."""
+    """The gain of the integral term, per second."""
     derivative: Amount = 0.05
-    """Seconds."""
+    """The gain of the derivative term, in seconds."""
     smoothing_seconds: NonNegativeSeconds = Seconds(60.0)
     """Time constant with which the measured value is smoothed; 0: not at all."""
     filter_seconds: NonNegativeSeconds = Seconds(20.0)
@@ -29,10 +29,10 @@ class Gains(Struct, frozen=True):
 
 
 class Control(Struct, frozen=True):
-    """Where a controller stands after a step. Values and shares are from 0 to 1."""
+    """The state of a controller after a step. Values and shares are from 0 to 1."""
 
     share: float
-    """How much of what it controls may run."""
+    """The share of the controlled work that may run."""
     value: float
     """The measured value, smoothed."""
     integral: float

@@ -1,4 +1,4 @@
-"""How full a node's disks may become, and which files go first."""
+"""Levels of a node's disks, and the choice of the files that go first."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,9 +23,9 @@ class DiskRules(Struct, frozen=True):
 
     warn: Share = 0.60
     clean: Share = 0.65
-    """From here on it is cleaned, down to `warn`."""
+    """The used share from which the disk is cleaned, down to `warn`."""
     block: Share = 0.70
-    """From here on nothing new starts on the node."""
+    """The used share from which nothing new starts on the node."""
 
     def __post_init__(self) -> None:
         """Check that the levels rise. Raises ValueError."""
@@ -43,7 +43,7 @@ class DiskLevel(IntEnum):
 
 
 def level_of(used_share: float | None, rules: DiskRules) -> DiskLevel:
-    """None: nothing is watched."""
+    """Return the level of a used share. None: nothing is watched, which counts as roomy."""
     if used_share is None or used_share < rules.warn:
         return DiskLevel.ROOMY
     if used_share < rules.clean:
@@ -61,7 +61,7 @@ class DiskGuard(DiskRules, frozen=True, kw_only=True):
     """Rules of single nodes (`node:NAME`), and of nodes with a label (`label:KEY=VALUE`). A node's own go
     before those of its labels, of which the first that applies counts."""
     old_seconds: Annotated[Seconds, Meta(ge=3600)] = WEEK_SECONDS
-    """Younger files stay, whatever they are."""
+    """The age below which files stay, whatever they are."""
     clean_every_seconds: Annotated[Seconds, Meta(ge=60)] = Seconds(600.0)
     """A node is cleaned unasked no more often than this."""
     roots: tuple[WatchedRoot, ...] = ()
@@ -76,7 +76,7 @@ class DiskGuard(DiskRules, frozen=True, kw_only=True):
 
 
 FALL = 0.01
-"""A disk leaves a level when it is so far below it: one that hovers there is not reported again and again."""
+"""Distance below a level at which a disk leaves it: one that hovers there is not reported again and again."""
 
 
 class DiskStanding(NamedTuple):
@@ -89,7 +89,7 @@ class DiskStanding(NamedTuple):
     threshold: float
     """The threshold of that level; 0 if it has none."""
     at: Instant = Instant(0.0)
-    """When it was measured."""
+    """The time at which the share was measured."""
 
 
 def follow_disks(
@@ -127,7 +127,7 @@ class FileSeen(NamedTuple):
 
     root: str
     path: str
-    """Below the root."""
+    """The path below `root`."""
     file_class: FileClass
     size_bytes: int
     modified_at: Instant
@@ -147,7 +147,8 @@ class FileSeen(NamedTuple):
 
 
 class KeptBecause(StrEnum):
-    """Why a file is left where it is; the first that applies. Or what a look at the file itself says."""
+    """Reasons for which a file is left where it is; the first that applies, or the finding of a look at the
+    file itself."""
 
     YOUNG = "young"
     HAS_JOURNAL = "has_journal"
@@ -156,15 +157,15 @@ class KeptBecause(StrEnum):
     OF_LIVE_TASK = "of_live_task"
     NOT_SYNCED = "not_synced"
     NOT_NEEDED = "not_needed"
-    """Enough goes without it."""
+    """Enough goes without this file."""
 
 
 class Cleaning(Struct, frozen=True):
-    """What would go, in this order, and why the rest stays."""
+    """The files that would go, in this order, and the reasons for which the rest stays."""
 
     files: tuple[FileSeen, ...]
     kept: Mapping[str, int]
-    """How many files."""
+    """Reason -> number of files that stay."""
 
     @property
     def freed_bytes(self) -> int:
@@ -216,11 +217,12 @@ def needed_bytes(total_bytes: int, free_bytes: int, warn: float) -> int:
 
 
 def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
-    """Whole paths: the newest whole entry of each directory, and those that are at most SHARD_SECONDS older.
-    An entry is a file or all that a directory has. One of less than half the size of the largest is no whole
-    checkpoint: a mark, an index, or what a crash has left. A directory directly below the root holds the
-    checkpoints of one job, so it is no entry itself. Of any other that was written in a shorter time, as one
-    checkpoint is, just the newest entry is kept; of equally new ones the last by name."""
+    """Return the whole paths of the newest whole entry of each directory, and of those that are at most
+    SHARD_SECONDS older. An entry is a file or all that a directory has. One of less than half the size of the
+    largest is no whole checkpoint: a mark, an index, or the rest of a crash. A directory directly below the
+    root holds the checkpoints of one job, so it is no entry itself. Of any other directory that was written
+    in a shorter time, as one checkpoint is, only the newest entry is kept; of equally new ones the last by
+    name."""
     found: dict[str, dict[str, tuple[Instant, int]]] = {}
     oldest: dict[str, Instant] = {}
     for one in files:
@@ -243,7 +245,8 @@ def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
 
 
 def _entries(one: FileSeen) -> Iterator[tuple[str, str]]:
-    """Whole paths: each directory above the file, and which entry of it the file is or is in."""
+    """Yield each directory above the file, with the entry of that directory which is the file or has it. Both
+    are whole paths."""
     entry = one.whole_path
     while entry != one.root:
         directory = entry.rpartition("/")[0]

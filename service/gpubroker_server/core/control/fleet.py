@@ -45,7 +45,7 @@ class FleetRules(Struct, frozen=True):
 
     targets: tuple[FleetTarget, ...] = ()
     constraint_seconds: NonNegativeSeconds = Seconds(60.0)
-    """A measure that has been above its target for so long is reported."""
+    """The time above its target after which a measure is reported."""
     controller: bool = False
     """Hold background work back so that GPU utilisation stays inside its targets."""
     gains: Gains = field(default_factory=Gains)
@@ -72,13 +72,14 @@ class TargetSeen(NamedTuple):
     is_in: bool
     since: Instant
     share: float | None = None
-    """How much of its part of the fleet background work may take; None if it is not controlled."""
+    """The share of its part of the fleet that background work may take; None if the target is not
+    controlled."""
     constrained_since: Instant | None = None
-    """Since when the log has it as a constraint; None: it has not."""
+    """The time since which the log has the target as a constraint; None if the log has not."""
 
 
 class FleetSeen(Struct, frozen=True):
-    """What a leader publishes of it: plain values."""
+    """The plain values that a leader publishes about the fleet."""
 
     targets: tuple[TargetSeen, ...] = ()
     background_mb: dict[str, int] = field(default_factory=dict)
@@ -100,9 +101,9 @@ class FleetSeen(Struct, frozen=True):
     """Disks that are above a level."""
     overloaded: tuple[Overload, ...] = ()
     done: dict[str, int] = field(default_factory=dict)
-    """How many items each component got done since it leads ..."""
+    """Component -> number of items that it got done since this leader leads."""
     events: dict[str, int] = field(default_factory=dict)
-    """... and how many events of each kind there were."""
+    """Kind -> number of events since this leader leads."""
     idle_grace_seconds: Seconds = Seconds(300.0)
     """A device that is listed as idle has been idle for longer than this."""
 
@@ -138,7 +139,7 @@ class FleetControl:
         self._idle = list(before.idle)
         self._idle_pace = Interval(rules.idle_check_seconds)
         self._filled: dict[str, Instant] = {}
-        """When each device or node that had only idle work was last seen so."""
+        """Device or node -> the time at which it was last seen with only idle work."""
         self._alarms = {one.name: Alarm(True, one.since) for one in before.pressures}
         self._disks = {(one.node, one.path): one for one in before.low_disks}
         self._stepped_at: Instant | None = None
@@ -358,7 +359,7 @@ def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[in
 
 
 def _is_filled(ledger: DeviceLedger) -> bool:
-    """It has leases of idle work, and no others that stay."""
+    """Return True if the device has leases of idle work, and no others that stay."""
     priorities = [holding.lease.priority for holding in ledger.holdings.values()]
     staying = [priority for priority in priorities if not gives_way(priority)]
     return bool(staying) and all(map(is_idle_work, staying))

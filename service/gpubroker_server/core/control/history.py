@@ -11,12 +11,12 @@ from gpubroker_server.core.world.world import World
 STEP_SECONDS = Seconds(10.0)
 POINTS = 360
 DIGITS = 4
-"""After the point: what is kept has seven in all."""
+"""Digits after the point. The values that are kept have seven in all."""
 OLDEST_SECONDS = Seconds(POINTS * STEP_SECONDS)
 
 
 class History:
-    """Of one value: the mean of each step. 1.5 KB, whatever comes."""
+    """The history of one value: the mean of each step. It takes 1.5 KB, whatever comes."""
 
     __slots__ = ("_count", "_means", "_newest")
 
@@ -63,7 +63,7 @@ class FleetHistory:
         self._values: dict[str, dict[str, History]] = {}
         """Node name or device key -> measure -> values."""
         self._taken: dict[str, Instant] = {}
-        """When the last sample was measured that was taken over."""
+        """Node name or device key -> the time of the last sample that was taken over."""
 
     def follow(self, world: World) -> Iterator[None]:
         """Take over the newest samples, node by node: after each one, others may have their turn."""

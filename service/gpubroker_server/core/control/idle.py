@@ -10,21 +10,21 @@ class IdleRules(NamedTuple):
     below: float = 0.05
     """A device that uses less than this share counts as unused."""
     grace_seconds: Seconds = Seconds(300.0)
-    """It counts as idle after so long."""
+    """The time after which an unused device counts as idle."""
 
 
 class Reading(NamedTuple):
-    """Of one device or node."""
+    """The use of one device or node."""
 
     name: str
     utilization: float | None
     """0 to 1; None: not measured lately."""
     fills_itself: bool = False
-    """All that runs on it is the work of idle templates, which does not make it busy."""
+    """True if the device or node runs nothing but the work of idle templates, which does not make it busy."""
 
 
 class Idle(NamedTuple):
-    """Something that is below the threshold."""
+    """A device or node that is below the threshold."""
 
     name: str
     utilization: float

@@ -1,4 +1,5 @@
-"""Idle templates: how many more tasks of each the gateways are to submit, so that what is idle has work."""
+"""Idle templates: the number of tasks of each that the gateways are to submit, so that idle devices have
+work."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -18,17 +19,18 @@ NAME_PREFIX = "idle/"
 """The name of a template's tasks is this and the template's; no other task may have such a name."""
 
 MEMORY_SECONDS = Seconds(3600.0)
-"""After so long without work, hardly a third of what a template has used still counts."""
+"""Time constant of a template's use: after this time without work, hardly a third of what it has used still
+counts."""
 
 MOST_WAITING = 32
-"""Waiting tasks of one template: gateways submit them one by one, and a look has to be short."""
+"""Most waiting tasks of one template. Gateways submit them one by one, and a look has to be short."""
 
 FIRST_PAUSE_SECONDS = Seconds(2.0)
 LONGEST_PAUSE_SECONDS = Seconds(600.0)
 
 
 class Template(NamedTuple):
-    """What the leader needs to know of one."""
+    """The facts about a template that the leader needs."""
 
     name: str
     demand: Demand
@@ -56,15 +58,15 @@ class TemplateSeen(NamedTuple):
     running: int = 0
     waiting: int = 0
     number: int = 0
-    """The number of its next task in this term: all gateways choose the same key for it."""
+    """The number of the template's next task in this term. All gateways choose the same key for it."""
     missing: int = 0
-    """So many are to be submitted now, with this number and the following ones."""
+    """The number of tasks that are to be submitted now, with this number and the following ones."""
     paused_until: Instant | None = None
-    """None are to be submitted before, since the last one failed."""
+    """The time before which no task is to be submitted, since the last one failed."""
 
 
 class Pause(NamedTuple):
-    """After a failure. It is twice as long as the one before, if no task succeeded since."""
+    """A pause after a failure. It is twice as long as the one before, if no task succeeded since."""
 
     seconds: Seconds
     until: Instant
@@ -135,7 +137,7 @@ def missing(
 
 
 class SeatGroup(NamedTuple):
-    """So many seats of one node for the same templates."""
+    """The number of seats of one node for the same templates."""
 
     takers: tuple[Template, ...]
     seats: int
@@ -174,7 +176,7 @@ class IdleFill:
         self._seats: Sequence[Seat] = ()
         self._tasks: dict[TaskId, str] = {}
         self._submitted: Counter[str] = Counter()
-        """In this term."""
+        """Template -> number of tasks submitted in this term."""
         self._used_seconds: dict[str, float] = {}
         self._pauses: dict[str, Pause] = {}
         self._looked_at: Instant | None = None
@@ -220,7 +222,7 @@ class IdleFill:
         )
 
     def _open_seats(self, world: World, idle: Set[str], now: Instant) -> Iterator[Seat]:
-        """Where a task may start now, beside nothing that stays."""
+        """Yield the seats where a task may start now, beside nothing that stays."""
         for name, group in groupby(self._seats, attrgetter("node")):
             if not world.takes_work(world.nodes[name]):
                 continue

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 
 LATELY_SECONDS = Seconds(3600.0)
 OFTEN = 3
-"""So many of one kind and name within that time are a finding."""
+"""The number of failures of one kind and name within LATELY_SECONDS that makes a finding."""
 MOST_COUNTED = 1_000
 _OF_OURS = {"out_of_memory": "node", "host_memory_exceeded": "host"}
 _OF_FRAMEWORKS = re.compile(
@@ -22,7 +22,7 @@ _OF_FRAMEWORKS = re.compile(
 
 
 class MemoryFailures(NamedTuple):
-    """Of the tasks of one name."""
+    """The failures of the tasks of one name."""
 
     memory: str
     """cuda: a framework's own error; host: more than was asked for; node: Ray's memory monitor killed it."""
@@ -48,7 +48,7 @@ class MemoryFailureCount:
         """The one that failed longest ago comes first."""
 
     def note(self, decisions: Iterable[Decision]) -> None:
-        """Committed ones: a run's end has its outcome and its task."""
+        """Count the failures in committed decisions. The end of a run has its outcome and its task."""
         for decision in decisions:
             outcome = decision.outcome
             memory = None if outcome is None else memory_of(outcome.failure)

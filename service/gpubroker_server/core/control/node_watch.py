@@ -10,10 +10,11 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 ANSWER_SECONDS = Seconds(30.0)
-"""Nodes of the last term that have not answered a new one for so long, though others have, have left."""
+"""The time after which nodes of the last term that have not answered a new one count as gone, if others have
+answered."""
 GONE_SECONDS = Seconds(600.0)
-"""A node that has not answered for so long is gone, and is neither idle, full nor overloaded; so is a disk
-that is missing for so long in what its node measures."""
+"""The time after which a node that has not answered is gone, and is neither idle, full nor overloaded; also
+that after which a disk is gone that is missing in what its node measures."""
 
 
 class Overload(NamedTuple):
@@ -23,7 +24,7 @@ class Overload(NamedTuple):
 
 
 class NodeWatch:
-    """In one leader's memory."""
+    """Watches the use of nodes. It lives in the memory of one leader."""
 
     def __init__(
         self,
@@ -35,11 +36,11 @@ class NodeWatch:
         self._thresholds = thresholds
         self._period_seconds = period_seconds
         self._expected: set[NodeName] = set()
-        """Nodes of the last term that have not answered this one yet."""
+        """Nodes of the last term that have not answered the present one yet."""
         self._present: set[NodeName] = set()
         self._since: Instant | None = None
         self._silent_since: dict[NodeName, Instant] = {}
-        """Silent node -> since when it does not answer."""
+        """Silent node -> the time since which it does not answer."""
         self._alarms = dict.fromkeys(overloaded, Alarm(is_on=True))
 
     def expect(self, nodes: Iterable[NodeName]) -> None:

@@ -1,4 +1,4 @@
-"""How much a work stream counts now: its weight in the queue, and its chance to be drawn."""
+"""Weights of work streams: the weight in the queue now, and the chance to be drawn."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Set
@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.policy import Policy, StreamRules
 from gpubroker_server.core.domain.units import Instant
 
 STEADY_WITHIN = 0.05
-"""A weight in the queue stays as it is until the stream's own differs by more than this share of it: each
+"""The share of a weight by which the stream's own must differ before the weight in the queue changes: each
 change puts the queue in another order."""
 
 

@@ -24,14 +24,14 @@ from gpubroker_server.core.world.world import World
 
 
 class Measure(StrEnum):
-    """Published. Each is a share, 0 to 1."""
+    """The measures of targets, which are published. Each is a share, 0 to 1."""
 
     GPU_UTILIZATION = "gpu_utilization"
     """Mean over the devices."""
     GPU_MEMORY = "gpu_memory"
-    """In use, of all devices together."""
+    """The memory in use, of all devices together."""
     HOST_MEMORY = "host_memory"
-    """In use, of all nodes together."""
+    """The memory in use, of all nodes together."""
     DISK = "disk"
     """The measure of the fullest watched disk."""
 
@@ -78,7 +78,7 @@ def _on(nodes: Labels, kinds: tuple[str, ...] = ()) -> Demand:
 
 
 class FleetTarget(Struct, frozen=True):
-    """Where a measure shall be: from `least` to `most`, both included."""
+    """The range in which a measure shall be: from `least` to `most`, both included."""
 
     measure: Measure = Measure.GPU_UTILIZATION
     least: Annotated[Share, written("min_percent", {})] = 0.0
@@ -98,18 +98,18 @@ class FleetTarget(Struct, frozen=True):
 
 
 class Standing(NamedTuple):
-    """How a target fares."""
+    """The state of a target."""
 
     value: float | None
-    """None: nothing of it is measured now."""
+    """The measured value; None if nothing of it is measured now."""
     is_in: bool
     since: Instant
-    """Since when it is in, or out."""
+    """The time since which the value is in the range, or out of it."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one scope."""
+    """The sums over one scope."""
 
     utilizations: list[float] = field(default_factory=list)
     gpu_total_mb: int = 0

@@ -1,4 +1,4 @@
-"""How many items a second each component gets done."""
+"""Items per second that each component gets done."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,20 +15,21 @@ ITEMS, INFERENCES, CALLS = "array_items", "inferences", "worker_calls"
 _MOVES = {Move.SUBMITTED: "submitted", Move.ADMITTED: "admitted", Move.STARTED: "started"}
 _ENDS = {Move(state.value): "finished" for state in TERMINAL}
 COMPONENTS = (*_MOVES.values(), "finished", ITEMS, INFERENCES, CALLS)
-"""Published."""
+"""The components whose items are counted. Their names are published."""
 
 
 class ThroughputRules(Struct, frozen=True):
     seconds: Annotated[Seconds, Meta(ge=1)] = Seconds(300.0)
     """Rates are means over this time."""
     change: Share = 0.5
-    """A rate is told when it differs from the one that was told last by this share of it ..."""
+    """A rate is reported when it differs from the rate that was reported last by this share of the latter,
+    and by `least_per_second`."""
     least_per_second: PositiveAmount = 0.1
-    """... and by so much."""
+    """The least difference of a rate that is reported, in items per second."""
 
 
 class Throughput:
-    """What has been done since this leader began, in its memory."""
+    """Counts of what has been done since this leader began. It lives in the leader's memory."""
 
     def __init__(self, rules: ThroughputRules) -> None:
         self._rules = rules

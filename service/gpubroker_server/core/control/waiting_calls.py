@@ -10,7 +10,8 @@ from gpubroker_server.core.world.world import World
 
 
 class WaitingCalls(NamedTuple):
-    """Of a set: as many calls wait as are under way, and each of its workers has as many as it may."""
+    """A worker set with too few workers: as many calls wait as are under way, and each worker has as many as
+    it may."""
 
     workers_of: TaskId
     """The set."""

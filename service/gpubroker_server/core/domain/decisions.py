@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 AnyOrder = Order | DiskOrder | ModelOrder | InferenceOrder
-"""To a node agent, to a model server, or to the sender of inferences."""
+"""An order to a node agent, to a model server, or to the sender of inferences."""
 
 
 class TaskWrite(Struct, frozen=True):
@@ -43,7 +43,7 @@ class PledgeWrite(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """What a run left behind. The newest accepted outcome of a task is its result."""
+    """The end of a run, with its result. The newest accepted outcome of a task is the task's result."""
 
     task: TaskId
     fence: int
@@ -51,7 +51,7 @@ class Outcome(Struct, frozen=True):
     at: Instant
     result: bytes | None = None
     result_digest: str | None = None
-    """Where a result is stored that was too large for the row; then `result` is None."""
+    """Digest of the object with a result that was too large for the row; `result` is then None."""
     result_format: str = "json"
     failure: Failure | None = None
     log_tail: bytes = b""
@@ -76,7 +76,8 @@ class ItemPage(Struct, frozen=True):
 
 
 class AuditNote(Struct, frozen=True):
-    """Who did what, when and why; written in the transaction that carries it out."""
+    """A line of the audit log: an actor, an action, a time and a reason. It is written in the transaction
+    that carries out the action."""
 
     at: Instant
     tenant: str
@@ -88,7 +89,7 @@ class AuditNote(Struct, frozen=True):
 
 
 class Notice(Struct, frozen=True):
-    """What the log says in no row's event."""
+    """An event of the log that belongs to no row."""
 
     kind: str
     """`memory.fragmented`, `cordon.changed`, `worker.joined`, ..."""
@@ -109,22 +110,23 @@ class QueuePause(Struct, frozen=True):
 
     @property
     def tenant(self) -> str:
-        """Empty for a stream, which all tenants share."""
+        """The tenant of the queue; empty for a stream, which all tenants share."""
         kind, _, name = self.queue.partition(":")
         return name if kind == "tenant" else ""
 
 
 class StreamState(Struct, frozen=True):
-    """What operators and clients have told of a work stream. One row, unless nothing is told of it."""
+    """The progress and the signals that operators and clients have reported of a work stream. A stream
+    without any has no row."""
 
     name: str
     curriculum: float | None = None
-    """The weight that an operator has given it; None: it has that of the settings."""
+    """The weight that an operator has given the stream; None if it has that of the settings."""
     progress: float | None = None
     progress_at: Instant = Instant(0.0)
     velocity_per_hour: float = 0.0
     data_at: Instant | None = None
-    """How new its newest data are."""
+    """The time of the stream's newest data."""
     quality: float = 1.0
 
     @property
@@ -173,7 +175,7 @@ class Decision(Struct, frozen=True):
     items: tuple[ItemPage, ...] = ()
     requests_done: tuple[str, ...] = ()
     answer: str = ""
-    """The digest of the object that answers them."""
+    """The digest of the object that answers the requests."""
     orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Observation, ...] = ()
     forgotten: tuple[SketchKey, ...] = ()

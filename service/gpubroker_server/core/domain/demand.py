@@ -1,4 +1,4 @@
-"""What a task asks for, and which devices and nodes satisfy it."""
+"""Demands of tasks, and the devices and nodes that satisfy them."""
 
 import math
 from collections.abc import Iterable
@@ -19,14 +19,14 @@ class PlacementConstraints(Struct, frozen=True, omit_defaults=True):
     """Constraints on devices and nodes, all of which must hold, and preferences."""
 
     kinds: tuple[str, ...] = ()
-    """Any of these, named as operators and drivers do."""
+    """Kinds of GPUs, named as operators and drivers do. The task may use any of them."""
     min_power: int = 0
     min_device_mb: Mib = Mib(0)
     nodes: Labels = ()
     devices: tuple[str, ...] = ()
-    """Any of these UUIDs; sorted."""
+    """UUIDs of GPUs, sorted. The task may use any of them."""
     prefer_kinds: tuple[str, ...] = ()
-    """Best first. A preference orders placements and forbids none."""
+    """Preferred kinds, best first. A preference orders placements and forbids none."""
     prefer_nodes: Labels = ()
 
 
@@ -54,10 +54,10 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
     """The demand of each rank of a gang. The gang's own demand says only `custom` and `slots` (of the ranks
     that it needs at least) and `pool`."""
     strategy: str = "pack"
-    """How ranks are spread over nodes: `pack` on few, `spread` on many, `strict_pack` on one, `strict_spread`
-    one each."""
+    """The way to spread ranks over nodes: `pack` on few, `spread` on many, `strict_pack` on one,
+    `strict_spread` one each."""
     min_ranks: int | None = None
-    """A gang may run with this many of its ranks, the first ones; None: with all only."""
+    """The number of its ranks, the first ones, with which a gang may run; None if it needs all."""
     answered_by: str = ""
     """The model that is to answer an inference. Such a task needs nothing of nodes or devices: the model
     holds it."""
@@ -68,7 +68,8 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
 
     @property
     def counted(self) -> tuple[tuple[str, float], ...]:
-        """Custom resources and shared limits: what the cluster, or one node, has a limited amount of."""
+        """The custom resources and shared limits that the task counts against: the cluster, or one node, has
+        a limited amount of each."""
         return self.custom + self.slots
 
     @property
@@ -83,7 +84,7 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
 
     @property
     def states_no_size(self) -> bool:
-        """And so takes whole devices, though it did not ask to be alone there."""
+        """True if the demand takes whole devices although it did not ask to be alone on them."""
         return self.takes_whole_devices and not self.exclusive
 
 
@@ -163,7 +164,7 @@ class NodeUpperBound(NamedTuple):
 
     amounts: tuple[int, ...]
     whole: int
-    """How many devices are entirely free."""
+    """The number of devices that are entirely free."""
 
     def may_fit(self, demand: Demand) -> bool:
         """False: it cannot fit. True: it may fit."""

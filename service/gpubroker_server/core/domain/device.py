@@ -53,16 +53,16 @@ class Device(Struct, frozen=True, dict=True):
     declared_foreign_mb: Mib = Mib(0)
     """The MiB that the operator declares for other programs: set aside, and expected to be in use."""
     power: int = 0
-    """The rank of its kind: more is stronger; 0 if it has none."""
+    """The rank of the device's kind: more is stronger; 0 if the kind has none."""
     context_mb: Mib = Mib(0)
     simulated: bool = False
     parent: str = ""
-    """UUID of the GPU that this is a MIG instance of; empty for a whole GPU."""
+    """The UUID of the GPU of which this device is a MIG instance; empty for a whole GPU."""
     split: bool = False
-    """It has MIG instances: they are leased, it is not."""
+    """True if the GPU has MIG instances: these are leased, and the GPU itself is not."""
     present: bool = True
-    """True if its node's agent finds it. A removed device takes nothing new; its leases stay until their
-    holders are confirmed gone."""
+    """True if the node's agent finds the device. A removed device takes nothing new; its leases stay until
+    their holders are confirmed gone."""
     version: int = 1
 
     @cached_property
@@ -73,8 +73,8 @@ class Device(Struct, frozen=True, dict=True):
 
     @cached_property
     def sort(self) -> str:
-        """Equal for devices that a demand can tell apart by name only. Cached because each placement reads
-        it."""
+        """A text that is equal for devices which a demand can tell apart by name only. Cached because each
+        placement reads it."""
         part = "part" if self.parent else "whole"
         sizes = f"{self.physical_mb}/{self.allocatable_mb}/{self.context_mb}"
         return f"{self.kind}/{sizes}/{self.power}/{part}"
@@ -93,7 +93,7 @@ class DeviceSample(Struct, frozen=True):
     at: Instant
     used_mb: Mib
     foreign_mb: Mib | None = Mib(0)
-    """Used by processes without a lease; None where use cannot be attributed to processes."""
+    """The memory used by processes without a lease; None where use cannot be attributed to processes."""
     by_holder: dict[str, Mib] = field(default_factory=dict)
     """`holder:fence` -> MiB of that holder's process group; empty where use cannot be attributed."""
     utilization: float | None = None
@@ -114,7 +114,8 @@ class Node(Struct, frozen=True):
     """An operator says that nothing new starts here."""
     cordon_reason: str = ""
     draining_since: Instant | None = None
-    """Since when what runs here is asked to leave; cordoned as well."""
+    """The time since which the runs on this node are asked to leave; None if they are not. A draining node is
+    also cordoned."""
     drain_deadline_at: Instant | None = None
     """The time at which every run is ended, whatever its priority; None: never."""
     labels: tuple[tuple[str, str], ...] = ()
@@ -128,7 +129,7 @@ class DiskSample(NamedTuple):
 
     path: str
     total_bytes: int
-    """Without what is reserved, for root or by a quota."""
+    """The size without the part that is reserved, for root or by a quota."""
     free_bytes: int
     """The bytes that a process without privileges may still write."""
 
@@ -142,12 +143,12 @@ class StoreSample(NamedTuple):
 
     total_mb: int
     spilled_mb: int | None
-    """Written to disk below Ray's session for lack of room, and not deleted yet; None if that does not
-    answer."""
+    """The memory that was written to disk below Ray's session for lack of room, and is not deleted yet; None
+    if that does not answer."""
 
 
 class UnreachedNode(NamedTuple):
-    """Another node of the cluster to which this one cannot connect."""
+    """Another node of the cluster, to which this one cannot connect."""
 
     node: NodeName
     address: str
@@ -164,7 +165,7 @@ class NodeSample(Struct, frozen=True):
     node: NodeName
     at: Instant
     cpu: float
-    """The share of all its CPUs that was busy since the sample before: 0 to 1."""
+    """The share of all CPUs of the node that was busy since the sample before: 0 to 1."""
     memory_total_mb: Mib
     memory_available_mb: Mib
     memory_pressure: float | None = None
@@ -175,14 +176,14 @@ class NodeSample(Struct, frozen=True):
     likewise."""
     sent_bytes: int = 0
     store: StoreSample | None = None
-    """None where Ray does not say."""
+    """The sample of Ray's object store; None if Ray does not tell."""
     gpus: Mapping[str, GpuHealth] = field(default_factory=dict)
     """UUID -> health, without simulated GPUs and without those that do not answer now."""
     network: float | None = None
     """The share of its speed that the busiest interface used since the sample before, in the busier
     direction; None if the kernel tells no speed."""
     unreached: tuple[UnreachedNode, ...] = ()
-    """Among those that it has tried lately."""
+    """The nodes that this one could not reach, of those that it has tried lately."""
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """Return True if the sample is older than three periods, as for the sample of a device."""
@@ -195,7 +196,7 @@ class NodeSample(Struct, frozen=True):
 
 
 class FileClass(StrEnum):
-    """Published, and in the order in which they are deleted."""
+    """Classes of files, in the order in which they are deleted. Their names are published."""
 
     LOG = "log"
     EMPTY_DATABASE = "empty_database"
@@ -230,7 +231,7 @@ class FoundFile(NamedTuple):
 
     root: str
     path: str
-    """Below the root."""
+    """The path below `root`."""
     file_class: FileClass
     size_bytes: int
     modified_ns: int
@@ -252,13 +253,13 @@ class DiskQuestion(Struct, frozen=True):
     """The share of a disk down to which it is cleaned."""
     old_seconds: Seconds
     deletes: tuple[FoundFile, ...] | None = None
-    """None: look."""
+    """The files to delete; None to look for them."""
     runs_sync: bool = False
     """Run the sync commands; without that, nothing redundant is found."""
     live: tuple[str, ...] = ()
     """Checkpoints from which tasks would go on, as whole paths. Dispatch adds them."""
     above: float = 0.0
-    """A disk of which a smaller share is used is left as it is."""
+    """The used share below which a disk is left as it is."""
 
 
 class DiskOrder(DiskQuestion, frozen=True, kw_only=True):
@@ -276,7 +277,7 @@ class DiskReport(Struct, frozen=True):
     files: tuple[FoundFile, ...] = ()
     """The files that may go, in this order; or those that are gone."""
     kept: tuple[tuple[str, int], ...] = ()
-    """Why the other files stay, and how many for each reason."""
+    """(reason, number) of the other files, which stay."""
     is_first: bool = False
     """Nothing was looked at with these roots and rules before, so this may only be a dry run."""
     message: str = ""

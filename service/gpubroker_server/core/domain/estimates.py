@@ -16,12 +16,12 @@ RELATIVE_ERROR = 0.02
 """The largest relative error of a quantile."""
 
 MOST_COUNTED = 1000
-"""Above this many values all counts are halved, so that recent runs count more than old ones."""
+"""The number of values above which all counts are halved, so that recent runs count more than old ones."""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GROWTH = log(_GROWTH)
 _SMALLEST = 1e-3
-"""Smaller values, zero and negatives included, count as this one."""
+"""The smallest value that is told apart. Smaller values, zero and negatives included, count as this one."""
 
 
 class Sketch(Struct, frozen=True):
@@ -45,7 +45,7 @@ class Sketch(Struct, frozen=True):
         return Sketch(more)
 
     def above(self, value: float) -> "Sketch":
-        """Only the values above this one, to within the error."""
+        """Return a sketch of only the values above this one, to within the error."""
         bucket = bucket_of(value)
         return Sketch(tuple(pair for pair in self.counts if pair[0] > bucket))
 
@@ -94,5 +94,5 @@ class Observation(Struct, frozen=True):
     topic: SketchKey
     value: float
     sketch: Sketch
-    """Including this value; becomes the row of the topic."""
+    """The sketch with this value. It becomes the row of the topic."""
     at: Instant

@@ -18,15 +18,16 @@ class MemberState(StrEnum):
     """The order is on its way, or the process is starting. Its agent's Ready moves it on; the gang's start
     limit stops it. One that joins a running gang stays so until all that join are ready."""
     READY = "ready"
-    """It waits at the barrier; once its task is RUNNING it has been sent the GoOrder. Its end moves it on."""
+    """The rank waits at the barrier. Once its task is RUNNING, the GoOrder has been sent to the rank. The
+    rank's end moves it on."""
     SUCCEEDED = "succeeded"
     ENDED = "ended"
-    """It failed, was stopped or lost, or never started."""
+    """The rank failed, was stopped or lost, or never started."""
     LEAVING = "leaving"
-    """It was asked to leave and the gang goes on without it: its outcome does not count. Its end, or its stop
-    deadline, moves it on."""
+    """The rank was asked to leave and the gang goes on without it: the rank's outcome does not count. Its
+    end, or its stop deadline, moves it on."""
     LEFT = "left"
-    """It has left, or was given up."""
+    """The rank has left, or was given up."""
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -38,7 +39,7 @@ class Member(Struct, frozen=True, array_like=True):
     gone: bool = False
     address: str = ""
     freeing_for: TaskId | None = None
-    """The preemptor that its memory is freed for while it leaves."""
+    """The preemptor for which the rank's memory is freed while the rank leaves."""
     stop_deadline_at: Instant | None = None
     """The instant by which the rank has to have left, or, while it is joining, to be ready. None for one that
     failed by itself."""
@@ -105,10 +106,10 @@ class External(Struct, frozen=True):
     its devices from its admission on."""
 
     ttl_seconds: Seconds
-    """It is asked to leave this long after its admission or its last renewal."""
+    """The time after the admission or the last renewal at which the holder is asked to leave."""
     pid: int | None = None
-    """A process on its node: its use and its children's are the holder's. Once it is gone, the holder
-    is."""
+    """A process on the holder's node: the use of the process and of its children is the holder's. Once the
+    process is gone, the holder is."""
 
 
 class Model(Struct, frozen=True):
@@ -125,10 +126,11 @@ class Model(Struct, frozen=True):
     asked_priority: int = 50
     asked_at: Instant = Instant(0.0)
     queued: bool = False
-    """Queued inferences want it at that priority: the leader knows when they no longer do."""
+    """True if queued inferences want the model at that priority: the leader knows when they no longer do."""
     pinned: bool = False
     yields: bool = False
-    """An equal that waits may have its memory: no request is under way or queued, or its turn is over."""
+    """True if an equal that waits may have the model's memory: no request is under way or queued, or the
+    model's turn is over."""
     left_at: Instant | None = None
     """The instant at which the model last left for another holder: its place in the queue is behind those
     that waited then."""
@@ -137,17 +139,18 @@ class Model(Struct, frozen=True):
     steps: tuple[str, ...] = ()
     """The models that are loaded with an ensemble, whose size includes theirs."""
     versions: tuple[str, ...] = ()
-    """The versions loaded when it was last ready, sorted; empty if unknown."""
+    """The versions that were loaded when the model was last ready, sorted; empty if unknown."""
     measured: bool = False
-    """It is loaded to be measured: what it takes until it leaves is its size, however late."""
+    """True if the model is loaded to be measured: all that it takes until it leaves is its size, however
+    late."""
     address: str = ""
-    """Where its server is asked; empty if unknown. A server is known by this, or by its process: its name may
-    change."""
+    """The address at which the server is asked; empty if unknown. A server is identified by its address, or
+    by its process, because its name may change."""
     process: str = ""
     """The server's process, as its machine knows it; empty where that cannot be seen."""
     sized: bool = False
-    """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
-    device, so that its size can be measured."""
+    """True if the operator said how large the model is, or a load of it was measured. Otherwise the model is
+    loaded alone on its device, so that its size can be measured."""
 
     @property
     def home(self) -> ModelKey:

@@ -1,4 +1,4 @@
-"""How long a leader may rely on its term: until an instant on its own machine's clock, never longer.
+"""The time for which a leader may rely on its term: up to an instant on its own machine's clock.
 
 The database keeps a term for its holder until `lease_until`, by its own clock; another candidate that finds
 that instant past takes the next term. The holder cannot read that clock at every step. It counts from the
@@ -19,7 +19,7 @@ class LeaderTermRules(Struct, frozen=True):
     """`renew_seconds` leaves time for more than one retry before the term ends."""
 
     ttl_seconds: Seconds = Seconds(3.0)
-    """After each renewal no other candidate takes the next term for this long."""
+    """The time after each renewal in which no other candidate takes the next term."""
     margin_seconds: Seconds = Seconds(0.75)
     """The holder stops relying on its term this much earlier."""
     renew_seconds: Seconds = Seconds(1.0)
@@ -35,7 +35,8 @@ class LeaderTermRules(Struct, frozen=True):
 
 _DECADES = Seconds(1e9)
 UNTIL_PROCESS_EXIT = LeaderTermRules(_DECADES, Seconds(0.0), _DECADES)
-"""Where a stronger lock keeps others out: the lock on a SQLite file ends with its process."""
+"""Rules for a database with a stronger lock that keeps others out: the lock on a SQLite file ends with its
+process."""
 
 
 NEVER = MonotonicSeconds(inf)
@@ -45,7 +46,8 @@ _LINEAGE_EPOCH = Instant(1_735_689_600.0)
 
 
 def next_lineage(last: Lineage, now: Instant) -> Lineage:
-    """Above every claim that an earlier lineage has numbered: no holder is claimed once a second for long."""
+    """Return a lineage that is higher than any number an earlier lineage can have given to a claim: no holder
+    is claimed once a second for long."""
     return Lineage(max(last + 1, int(now - _LINEAGE_EPOCH)))
 
 
@@ -88,7 +90,7 @@ class LeaderRow(Struct, frozen=True):
     at: Instant
     lineage: Lineage = FIRST_LINEAGE
     server: str = ""
-    """On which the term was taken; empty if that is unknown."""
+    """The server on which the term was taken; empty if unknown."""
 
     @property
     def is_past(self) -> bool:
@@ -96,10 +98,11 @@ class LeaderRow(Struct, frozen=True):
 
 
 class RefusedTerm(StrEnum):
-    """What a refusal by a node agent says to the leader of a term, which knows the leader's row."""
+    """Meanings that a refusal by a node agent can have for the leader of a term, which knows the leader's
+    row."""
 
     OVER = "over"
-    """Another process leads."""
+    """The term is over: another process leads."""
     LOST = "lost"
     """The database went back: it has lost a term that it has given."""
     ELSEWHERE = "elsewhere"

@@ -22,13 +22,13 @@ class HolderKind(StrEnum):
 
 
 HOLDERS_WITH_RUNS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
-"""Node agents start and stop them."""
+"""Holders whose processes node agents start and stop."""
 
 HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, HolderKind.SERVER}
-"""Their id is a task id."""
+"""Holders whose id is a task id."""
 
 HOLDERS_ON_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
-"""Held by a model server; no agent knows its process."""
+"""Holders in the process of a model server, which no agent knows."""
 
 
 def holder_kind_of(holder: Holder) -> HolderKind:
@@ -50,19 +50,20 @@ def holder_kind_of(holder: Holder) -> HolderKind:
 
 class LeaseState(StrEnum):
     RESERVED = "reserved"
-    """Promised by a committed decision; no process is confirmed yet. The agent's report moves it on. After a
-    crash the agent says whether the start ever arrived; no timeout releases it."""
+    """The memory is promised by a committed decision; no process is confirmed yet. The agent's report moves
+    the lease on. After a crash the agent says whether the start ever arrived; no timeout releases the
+    lease."""
     HELD = "held"
-    """The agent, or the model server's index, confirmed what occupies it. The end of the run moves it on; a
-    crash leaves it as it is."""
+    """The agent, or the model server's index, confirmed the run or the model that occupies the memory. The
+    end of the run moves the lease on; a crash leaves it as it is."""
     RELEASING = "releasing"
     """The run ended; its process is not confirmed gone. The agent's proof moves it on, or its deadline does
     (to quarantined). A new leader restarts the deadline."""
     RELEASED = "released"
     """The holder is confirmed gone, by proof or by a named operator. The end."""
     QUARANTINED = "quarantined"
-    """The holder should be gone, and no agent has confirmed it. Counts as used. Only a proof or an operator's
-    statement moves it on; time and crashes do not."""
+    """The holder should be gone, and no agent has confirmed that. The memory counts as used. Only a proof or
+    an operator's statement moves the lease on; time and crashes do not."""
 
 
 NEXT_STATES = {
@@ -83,23 +84,23 @@ start is reported."""
 
 class Proof(StrEnum):
     PROCESS_ABSENT = "process_absent"
-    """The node agent found no trace of its process."""
+    """The node agent found no trace of the holder's process."""
     BOOT_CHANGED = "boot_changed"
     """The machine was rebooted since."""
     NEVER_STARTED = "never_started"
-    """Its start never reached a process."""
+    """The start of the holder never reached a process."""
     SHARED_PROCESS = "shared_process"
-    """It ran in a process of others and had no memory of its own."""
+    """The holder ran in a process of others and had no memory of its own."""
     NOT_YOUR_PROCESS = "not_your_process"
     """The process that an external lease named belongs to something else, which has a lease."""
     AGENT_RESTARTED = "agent_restarted"
-    """A later agent of the machine found neither its mark nor GPU memory of its process."""
+    """A later agent of the machine found neither the holder's mark nor GPU memory of its process."""
     DEVICE_REMOVED = "device_removed"
     """The device is no longer in the machine."""
     UNLOADED = "unloaded"
     """The server's index no longer lists the model."""
     HELD_ANEW = "held_anew"
-    """Another lease of the same device covers what is still there of the model."""
+    """Another lease of the same device covers the memory that is still there of the model."""
     HOLDER = "released"
     """The holder of an external lease said so."""
     STATEMENT = "statement"
@@ -126,7 +127,7 @@ class Lease(Struct, frozen=True):
     """Use measured when the lease was first exceeded; 0 if it never was."""
     quarantined_at: Instant | None = None
     proof: str = ""
-    """The `Proof` that released it. In the event log; no row keeps it."""
+    """The `Proof` that released the lease. It is in the event log; no row keeps it."""
 
     @property
     def key(self) -> str:
@@ -168,13 +169,13 @@ def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
 
 class PledgeEnd(StrEnum):
     CONSUMED = "consumed"
-    """Its task was admitted onto the pledged memory."""
+    """The preemptor was admitted onto the pledged memory."""
     WITHDRAWN = "withdrawn"
-    """Its task is no longer pending, or found memory elsewhere."""
+    """The preemptor is no longer pending, or found memory elsewhere."""
     TAKEN = "taken"
     """A task of strictly higher priority took the memory."""
     DISSOLVED = "dissolved"
-    """A victim was not confirmed gone in time, and its task goes elsewhere or has waited for long."""
+    """A victim was not confirmed gone in time, and the preemptor goes elsewhere or has waited for long."""
 
 
 class Pledge(Struct, frozen=True):
@@ -191,14 +192,14 @@ class Pledge(Struct, frozen=True):
     device: DeviceKey
     mb: Mib
     priority: int
-    """Only a higher priority may take it: the preemptor's own, or for a guarantee or a move the top of a
-    band."""
+    """The priority above which another task may take the pledge: the preemptor's own, or for a guarantee or a
+    move the top of a band."""
     tenant: str
     made_at: Instant
     deadline_at: Instant
-    """The latest stop deadline of its victims, or the limit of a move."""
+    """The latest stop deadline of the pledge's victims, or the limit of a move."""
     ranks: tuple[int, ...] = ()
-    """The ranks of a gang that will use it; their CPU and host memory are kept for them as well."""
+    """The ranks of a gang that will use the memory; their CPU and host memory are kept for them as well."""
 
     @property
     def key(self) -> str:

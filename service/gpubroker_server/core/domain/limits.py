@@ -27,11 +27,11 @@ class ServiceLimits(Struct, frozen=True):
     """The most that the objects have of which one request takes a copy."""
     tenant_object_bytes: Count = 4 * 1024**3
     tenant_objects: Count = 10_000
-    """Both limits are for all objects of a tenant."""
+    """Most objects of one tenant. This and the limit above count all objects of a tenant."""
     tenant_pending_tasks: Count = 500_000
     """The most tasks of a tenant that wait."""
     tenant_pending_bytes: Count = 4 * 1024**3
-    """The most that they keep for their runs."""
+    """The most bytes that the waiting tasks of a tenant keep for their runs."""
     tenant_waits: Count = 1_000
     """The most requests of a tenant that wait for a task in one gateway."""
     tenant_requests: Annotated[int, Meta(ge=1)] = 4_096
@@ -51,6 +51,6 @@ class ServiceLimits(Struct, frozen=True):
     wait_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(60.0)
     """No answer is held back longer than this."""
     settle_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(1.0)
-    """How long the answer to a cancel or a change waits for the leader to carry it out."""
+    """The longest time that the answer to a cancel or a change waits for the leader to carry it out."""
     page_items: Annotated[int, ELSEWHERE] = 500
     """The most items on a page."""

@@ -15,11 +15,12 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, S
 
 class ModelState(StrEnum):
     ABSENT = "absent"
-    """Never loaded, unloaded, or its last load failed: as far as the server knows, it holds nothing."""
+    """The model was never loaded, was unloaded, or its last load failed: as far as the server knows, it holds
+    nothing."""
     LOADING = "loading"
     READY = "ready"
     UNLOADING = "unloading"
-    """It takes no new requests and still has earlier ones."""
+    """The model takes no new requests and still has earlier ones."""
 
 
 class IndexedModel(Struct, frozen=True):
@@ -30,7 +31,7 @@ class IndexedModel(Struct, frozen=True):
     stage: ModelState
     versions: tuple[str, ...] = ()
     reason: str = ""
-    """Why it is not loaded, in the server's words; empty if it was never loaded or was unloaded."""
+    """The server's reason for which the model is not loaded; empty if it was never loaded or was unloaded."""
 
 
 class _AtServer(Struct, frozen=True):
@@ -53,11 +54,12 @@ class _ModelOrder(_AtServer, frozen=True, kw_only=True):
 class LoadOrder(_ModelOrder, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
     sized: bool = False
-    """Its size is known, so other models of known size may be loaded on its devices meanwhile."""
+    """True if the model's size is known, so that other models of known size may be loaded on its devices
+    meanwhile."""
 
 
 class UnloadOrder(_ModelOrder, frozen=True):
-    """Its current requests may take up to `grace_seconds`."""
+    """Unload the model. Its current requests may take up to `grace_seconds`."""
 
     grace_seconds: Seconds
 
@@ -155,4 +157,4 @@ InferenceOrder = InferOrder | DropOrder
 
 
 ServerReport = ServerIndex | ServerGone | ModelsInUse
-"""About a server of models, not a run."""
+"""A report about a server of models, not about a run."""

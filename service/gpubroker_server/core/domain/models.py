@@ -41,17 +41,17 @@ _PER_SECOND = tuple(
 
 
 class ModelRules(Struct, frozen=True):
-    """What the operator says of a model on a server whose models are in the ledger."""
+    """The operator's rules for a model on a server whose models are in the ledger."""
 
     gpu_mb: NonNegativeMib | None = None
     priority: Priority | None = None
     load_seconds: NonNegativeSeconds = Seconds(0.0)
     gpus: Annotated[int, Meta(ge=1, le=64)] = 1
-    """On so many it takes `gpu_mb` each."""
+    """The number of GPUs on each of which the model takes `gpu_mb`."""
 
 
 class ModelUsage(Struct, frozen=True):
-    """How often a model was used: five numbers, however many uses there were."""
+    """The decayed counts of a model's uses: five numbers, however many uses there were."""
 
     at: Instant = Instant(0.0)
     """The time of the last use, for which `counts` hold."""
@@ -59,8 +59,8 @@ class ModelUsage(Struct, frozen=True):
     """The uses, decayed; in the order of HALF_LIVES_SECONDS."""
 
     def used(self, now: Instant) -> "ModelUsage":
-        """This usage with one more use. A use right after another counts half: a user's repeated tries say
-        less about tomorrow than uses in different hours."""
+        """Return this usage with one more use. A use right after another counts half: a user's repeated tries
+        say less about tomorrow than uses in different hours."""
         decayed = self._decayed(now)
         use = 1 - 0.5 * self._decay(now, HALF_LIVES_SECONDS[0]) if any(self.counts) else 1.0
         return ModelUsage(max(now, self.at), tuple(count + use for count in decayed))
@@ -110,7 +110,8 @@ MOST_GPUS_NAMED = 8
 
 
 def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
-    """Why a model with leases on so many GPUs cannot be on a server that sees these; empty if it can.
+    """Return the reason for which a model with leases on `gpus` GPUs cannot be on a server that sees these;
+    empty if it can.
 
     Triton loads a model on each GPU that it sees. A configuration that names some does so by numbers that
     only the server knows, and not every backend keeps to them: so the lease has to be on all.

@@ -1,4 +1,4 @@
-"""What runs use of a node besides its devices, and what is left of it."""
+"""The resources of a node besides its devices: those that its runs use, and those that are left."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.units import TaskId
 
 
 class NodeUsage:
-    """What the active runs of one node use of its CPU, host memory, run slots and custom resources."""
+    """The CPU, host memory, run slots and custom resources that the active runs of one node use."""
 
     __slots__ = ("cpu", "custom", "memory_mb", "priorities", "runs", "starting", "stopping")
 
@@ -59,7 +59,7 @@ def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
 
 
 class NodeHeadroom(NamedTuple):
-    """Free CPU, host memory in MiB, run slots and custom resources of one node."""
+    """The free CPU, host memory in MiB, run slots and custom resources of one node."""
 
     cpu: float
     memory_mb: int
@@ -68,7 +68,7 @@ class NodeHeadroom(NamedTuple):
     node: Node | None = None
     """The node, for demands that may not use every node."""
     gives_gpus: bool = True
-    """False: a task of the priority that is asked about may take none of its GPUs now."""
+    """False if a task of the priority that is asked about may take none of the node's GPUs now."""
 
     def fits(self, task: Task) -> bool:
         """A resource that is not asked for is never lacking, even where it is overcommitted."""

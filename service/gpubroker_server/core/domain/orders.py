@@ -100,7 +100,7 @@ class ItemsOrder(_RunOrder, frozen=True):
     number: int
     held: tuple[ItemRange, ...]
     is_over: bool
-    """Nothing is left for it."""
+    """True if nothing is left for the worker."""
     rank: int = 0
 
 
@@ -116,7 +116,7 @@ class StackOrder(_RunOrder, frozen=True):
     """Read the stacks of the run's Python threads while they go on, and report them as a Stacked."""
 
     request: str
-    """Which request this answers."""
+    """The request that the stacks answer."""
     rank: int = 0
 
 
@@ -140,7 +140,7 @@ class Ending(StrEnum):
     FAILED = "failed"
     """User code raised, or its return value cannot be stored. Uses up a retry."""
     STOPPED = "stopped"
-    """It ended because of a stop notice."""
+    """The run ended because of a stop notice."""
     LOST = "lost"
     """The process ended without a report. Uses up a retry unless it was to stop or its node is gone."""
     NEVER_STARTED = "never_started"
@@ -148,7 +148,7 @@ class Ending(StrEnum):
 
 
 class Failure(Struct, frozen=True):
-    """Why a run failed, for people. `traceback` is text, at most 64 KiB."""
+    """The reason for which a run failed, for people. `traceback` is text, at most 64 KiB."""
 
     kind: str
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
@@ -163,7 +163,7 @@ class Started(RunReport, frozen=True):
     pid: int
     rank: int = 0
     ordered_at: Instant | None = None
-    """When the agent had the order; None if it does not say."""
+    """The time at which the agent had the order; None if the agent does not say."""
 
 
 class Ready(RunReport, frozen=True):
@@ -202,7 +202,7 @@ class Checkpointed(RunReport, frozen=True):
 
 
 class ItemResult(NamedTuple):
-    """How one item of an array ended: with a result, in the array's format, or with a failure."""
+    """The end of one item of an array, with a result in the array's format, or with a failure."""
 
     number: int
     seconds: float
@@ -218,7 +218,7 @@ class ItemsReported(RunReport, frozen=True):
     number: int
     results: tuple[ItemResult, ...]
     held: tuple[ItemRange, ...]
-    """In ascending order, without overlaps; at most MOST_HELD items."""
+    """The items that the worker holds, in ascending order and without overlaps; at most MOST_HELD items."""
     wanted: int
     rank: int = 0
 
@@ -243,7 +243,7 @@ class Stacked(RunReport, frozen=True):
 
     request: str
     stack: str
-    """Empty if there is none; then `message` says why."""
+    """The stacks as text; empty if there are none, and then `message` says why."""
     message: str
     rank: int = 0
 
@@ -254,9 +254,9 @@ class Logged(RunReport, frozen=True):
 
     stream: str
     first_byte: int
-    """Its place in the stream; between it and the part before it, something may be missing."""
+    """The position of the part in the stream. Bytes between this part and the one before may be missing."""
     data: bytes
-    """Empty if nothing is new."""
+    """The new bytes; empty if nothing is new."""
     is_final: bool = False
     """True for the whole log: its first part begins at 0 and replaces all parts that were sent before."""
     rank: int = 0
@@ -308,9 +308,9 @@ class ReportedDevice(Struct, frozen=True):
     physical_mb: Mib
     simulated: bool
     parent: str = ""
-    """UUID of the GPU that it is a MIG instance of."""
+    """The UUID of the GPU of which the device is a MIG instance; empty for a whole GPU."""
     split: bool = False
-    """Only its MIG instances can be used, even if it has none."""
+    """True if only the MIG instances of the GPU can be used, even if it has none."""
 
 
 class NodeLost(Struct, frozen=True):

@@ -80,21 +80,22 @@ def aged_priority(priority: int, waited_seconds: float, seconds_per_point: float
 
 
 class StreamRules(Struct, frozen=True):
-    """How a work stream's weight follows from what clients tell of it."""
+    """Rules by which the weight of a work stream follows from the signals that clients report."""
 
     velocity_gain: Annotated[float, Meta(ge=0, le=1000)] = 0.01
-    """How much the weight rises with each point of progress per hour."""
+    """The amount by which the weight rises with each point of progress per hour."""
     least_velocity_factor: Annotated[float, Meta(gt=0, le=1)] = 0.5
     most_velocity_factor: Annotated[float, Meta(ge=1, le=1000)] = 2.0
     velocity_seconds: PositiveSeconds = Seconds(3600.0)
     """Time constant with which the velocity forgets."""
     stale_seconds: PositiveSeconds = Seconds(3600.0)
-    """For each such span that its data are old, a stream counts once more."""
+    """The age of a stream's data at which the stream counts once more, and again for each further such
+    span."""
     most_staleness_factor: Annotated[float, Meta(ge=1, le=1000)] = 3.0
     least_quality_factor: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    """At quality 0."""
+    """The factor at quality 0."""
     least_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    """This share of all draws is given out evenly, so that no stream starves."""
+    """The share of all draws that is given out evenly, so that no stream starves."""
 
 
 class CustomLimit(Struct, frozen=True, order=True):
@@ -141,18 +142,20 @@ class Policy(Struct, frozen=True, dict=True):
     """A pending task gains one point of order per this time, at most up to the top of its band. Ageing
     changes the order of the queue; it never allows preemption."""
     placement: Literal["stranded", "fgd", "best_fit", "spread"] = "stranded"
-    """How to choose between placements: `stranded` and `fgd` (what is left over is of most use to typical
+    """The choice between placements: `stranded` and `fgd` (what is left over is of most use to typical
     demands, by our measure or the published one), `best_fit`, or `spread`."""
     preemption: bool = True
     preemption_budget: Count = 3
-    """After this many preemptions a task is shielded until its next checkpoint or `shield_seconds` of
-    running. Critical tasks ignore the shield."""
+    """The number of preemptions after which a task is shielded until its next checkpoint or `shield_seconds`
+    of running. Critical tasks ignore the shield."""
     shield_seconds: NonNegativeSeconds = Seconds(600.0)
-    """For this long, too, a task admitted ahead of others by age is not preempted by those of its band."""
+    """The shield time of a task whose preemption budget is spent. For the same time a task that was admitted
+    ahead of others by age is not preempted by tasks of its band."""
     pledge_patience_seconds: PositiveSeconds = Seconds(600.0)
-    """How long after its victims' deadline a pledge is kept, unless its task finds another way."""
+    """The time after its victims' deadline for which a pledge is kept, unless its task finds another way."""
     kill_patience_seconds: PositiveSeconds = Seconds(10.0)
-    """How long after its stop deadline, or its end, an unconfirmed run's leases stay out of quarantine."""
+    """The time after its stop deadline, or its end, for which the leases of an unconfirmed run stay out of
+    quarantine."""
     sample_period_seconds: PositiveSeconds = Seconds(2.0)
     """A device with a sample older than three periods takes nothing new."""
     beat_seconds: Annotated[Seconds, Meta(ge=0.1, le=60)] = Seconds(2.0)
@@ -160,36 +163,37 @@ class Policy(Struct, frozen=True, dict=True):
     """A node is lost after this many missed heartbeats."""
     pause_share: Annotated[float, Meta(ge=0, le=1)] = 0.2
     pause_nodes: Annotated[int, Meta(ge=1)] = 2
-    """If at least this many nodes, with more than that share of all runs, fall silent at once, none of them
-    is declared lost."""
+    """The number of nodes at which detection pauses: if at least this many, with more than that share of all
+    runs, fall silent at once, none of them is declared lost."""
     gang_start_seconds: PositiveSeconds = Seconds(300.0)
-    """How long after its admission all ranks of a gang must be ready; otherwise it is requeued."""
+    """The time after its admission within which all ranks of a gang must be ready. A gang that is later is
+    requeued."""
     retry_first_seconds: PositiveSeconds = Seconds(1.0)
     retry_factor: Annotated[float, Meta(ge=1)] = 2.0
     retry_cap_seconds: PositiveSeconds = Seconds(300.0)
     learned_margin: Annotated[float, Meta(ge=0, le=10)] = 0.15
     """A learned size is the 95 % quantile plus this share."""
     learned_least_runs: Annotated[int, Meta(ge=1, le=1000)] = 5
-    """With fewer measured runs no size is learned."""
+    """The number of measured runs below which no size is learned."""
     overuse: Literal["report", "stop"] = "report"
     """`report` or `stop`: what happens to a run that is measured above its lease."""
     overuse_tolerance: Annotated[float, Meta(ge=0, le=10)] = 0.05
-    """How much more than its lease a run may use, as a share of it."""
+    """The share of its lease by which a run may exceed it."""
     forecasts: Annotated[int, Meta(ge=0, le=1000)] = 8
     """The number of tasks, first in order among those that wait for room, that get a start forecast, which no
     task behind them may delay."""
     backfill_depth: Annotated[int, Meta(ge=1)] = 64
-    """After this many tasks were refused because of forecasts, a cycle tries no more of them."""
+    """The number of tasks, refused because of forecasts, after which a cycle tries no more of them."""
     consolidation: Annotated[int, Meta(ge=0, le=10_000)] = 0
     """The most runs to move per hour so that a task fits that is only kept out by fragmentation; 0: none."""
     autoscaler: Annotated[str, Meta(max_length=100)] = ""
     """The name of what adds nodes for waiting tasks. Tasks that no node could take yet then wait, instead of
     being refused; empty: nothing adds nodes."""
     autoscaler_tasks: Annotated[int, Meta(ge=1)] = 1000
-    """So many such tasks of one tenant may wait."""
+    """The number of such tasks that one tenant may have waiting."""
     custom_limits: Annotated[tuple[CustomLimit, ...], by_name(alone="limit")] = ()
-    """Sorted by name. Names with a colon are slots: how many tasks may run at once (`tenant:NAME`,
-    `label:KEY=VALUE`; `*` is each by itself), and a pool's amounts (`pool:NAME:gpus`)."""
+    """Limits, sorted by name. Names with a colon are slots: the number of tasks that may run at once
+    (`tenant:NAME`, `label:KEY=VALUE`; `*` is each by itself), and a pool's amounts (`pool:NAME:gpus`)."""
     pools: Annotated[tuple[Pool, ...], ELSEWHERE] = ()
     tenants: Annotated[tuple[TenantPolicy, ...], by_name()] = ()
     usage_half_life_seconds: PositiveSeconds = HALF_LIFE_SECONDS
@@ -200,7 +204,8 @@ class Policy(Struct, frozen=True, dict=True):
     min_run_seconds: NonNegativeSeconds = Seconds(0.0)
     """A run is not preempted for this long after its start, except by critical tasks."""
     min_residency_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(5.0)
-    """The same for a model, from its load; longer for one that loads slowly. 0: no protection at all."""
+    """The time after its load for which a model is not preempted, except by critical tasks; longer for a
+    model that loads slowly. 0: no protection at all."""
     maximum: TaskMaximum = TaskMaximum()  # frozen
     array_result_bytes: Annotated[int, ELSEWHERE] = ServiceLimits().array_result_bytes
     """The most bytes of the results of one array."""
@@ -259,7 +264,7 @@ def wildcard_limit(slot: str) -> str:
 
 
 _LARGEST_EXPONENT = 32
-"""Far beyond every cap; keeps the power within a float."""
+"""The largest exponent that counts. It is far beyond every cap and keeps the power within a float."""
 
 
 def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:
@@ -284,12 +289,13 @@ class Cutoffs(Struct, frozen=True):
 
 class Retention(Struct, frozen=True):
     finished_seconds: PositiveSeconds = Seconds(7 * 86_400.0)
-    """From a task's end, with all that belongs to it; for events, from when they happened."""
+    """The time for which a finished task is kept with all that belongs to it, from its end, and an event,
+    from its own time."""
     idempotency_seconds: PositiveSeconds = Seconds(86_400.0)
     """A task submitted with a key stays at least this long after its submit."""
     audit_seconds: PositiveSeconds = Seconds(365 * 86_400.0)
     object_seconds: PositiveSeconds = Seconds(86_400.0)
-    """From the last use of an uploaded object."""
+    """The time for which an uploaded object is kept after its last use."""
 
     def cutoffs(self, now: Instant, heard: Position) -> Cutoffs:
         return Cutoffs(

@@ -1,4 +1,4 @@
-"""How far a run has come, as it reports itself."""
+"""The progress of a run, as the run reports it."""
 
 from msgspec import Struct
 
@@ -12,8 +12,8 @@ class Progress(Struct, frozen=True):
     fraction: float | None
     message: str
     first_at: Instant | None = None
-    """When this run first reported a fraction; again when a later one is lower. A run that resumes does not
-    begin at 0."""
+    """The time at which this run first reported a fraction; set anew when a later fraction is lower than
+    that. A run that resumes does not begin at 0."""
     first_fraction: float = 0.0
 
     def followed_by(self, at: Instant, fraction: float | None, message: str) -> "Progress":

@@ -25,7 +25,7 @@ MOST_RANKS = 256
 list."""
 
 MOST_FAILED_JOINS = 3
-"""After so many a gang grows no more before its next start: it may be unable to."""
+"""The number of failed joins after which a gang grows no more before its next start: it may be unable to."""
 
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:

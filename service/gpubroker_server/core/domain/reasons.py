@@ -1,4 +1,4 @@
-"""Why a task waits: stable tokens in a total order, the most structural first."""
+"""Reasons for which a task waits: stable tokens in a total order, the most structural first."""
 
 from enum import StrEnum
 
@@ -6,15 +6,15 @@ from msgspec import Struct
 
 
 class Reason(StrEnum):
-    """Published: a token is never renamed, and clients must expect new ones. A reserved one is not used
-    yet."""
+    """Reasons for which a task waits. They are published: a token is never renamed, and clients must expect
+    new ones. A reserved token is not used yet."""
 
     HELD = "Held"
     QUEUE_PAUSED = "QueuePaused"
-    """An operator has paused its tenant or its work stream."""
+    """An operator has paused the task's tenant or its work stream."""
     MISCONFIGURED = "Misconfigured"  # reserved
     EXCEEDS_CAPACITY = "ExceedsCapacity"
-    """It can never fit: no device, node or limit is large enough."""
+    """The task can never fit: no device, node or limit is large enough."""
     NO_MATCHING_DEVICE = "NoMatchingDevice"
     """The devices that are large enough are not ready, or have another kind."""
     NODE_CORDONED = "NodeCordoned"
@@ -25,28 +25,28 @@ class Reason(StrEnum):
     """No node answers, no broker leads, or memory use is unknown."""
     NOT_BEFORE = "NotBefore"
     DEPENDENCY_PENDING = "DependencyPending"
-    """Tasks that it runs after have not ended."""
+    """Tasks that this one runs after have not ended."""
     QUOTA_EXHAUSTED = "QuotaExhausted"
-    """Its tenant's quota is used up."""
+    """The quota of the task's tenant is used up."""
     CONCURRENCY_LIMITED = "ConcurrencyLimited"
     """Run slots, CPU, host memory or a custom resource is used up."""
     BACKGROUND_LIMITED = "BackgroundLimited"
     """Background and idle work may take no more GPU memory: a target says so."""
     FRAGMENTED = "Fragmented"
-    """Enough is free in sum, but not in one piece."""
+    """Enough memory is free in sum, but not in one piece."""
     WAITING_FOR_MEMORY = "WaitingForMemory"
     BEHIND_HIGHER_PRIORITY = "BehindHigherPriority"
-    """It would fit, but the free memory is reserved for others."""
+    """The task would fit, but the free memory is reserved for others."""
     WAITING_FOR_PREEMPTION = "WaitingForPreemption"
-    """Runs are being stopped to make room for it."""
+    """Runs are being stopped to make room for the task."""
     MODEL_LOADING = "ModelLoading"
-    """The model that is to answer it is not loaded."""
+    """The model that is to answer the task is not loaded."""
     PENDING_EVALUATION = "PendingEvaluation"
-    """Nothing stands in its way; the next cycle considers it."""
+    """Nothing stands in the task's way; the next cycle considers it."""
 
     @property
     def tier(self) -> int:
-        """Lower wins."""
+        """The rank of the reason. The lower one wins."""
         return _TIERS[self]
 
 

@@ -1,4 +1,4 @@
-"""What the settings say of model servers whose models are in the ledger."""
+"""The rules of the settings for model servers whose models are in the ledger."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ class ServerRules(Struct, frozen=True):
     devices: tuple[str, ...] = ()
     """UUIDs; empty: all of the node."""
     tells_gpus: bool = False
-    """True if its metrics tell which GPUs it sees."""
+    """True if the server's metrics tell which GPUs it sees."""
     tenant: str = "default"
     priority: int = BAND_NAMES["interactive"]
     grace_seconds: Seconds = Seconds(30.0)

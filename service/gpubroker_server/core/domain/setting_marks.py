@@ -11,7 +11,8 @@ from msgspec import Meta
 from gpubroker_server.core.domain.units import Mib, Seconds
 
 ELSEWHERE = Meta(extra={"elsewhere": True})
-"""This field is no setting of its section: another section has it, or the operator does not choose it."""
+"""Marks a field that is no setting of its section: another section has it, or the operator does not choose
+it."""
 
 WORDS = Meta(extra={"words": True})
 """A list that may also be written as one text: words separated by commas. The environment has only texts."""
@@ -20,7 +21,7 @@ HOME = Meta(extra={"home": True})
 """A path that may begin with `~`."""
 
 Share = Annotated[float, Meta(ge=0, le=1, extra={"percent": True})]
-"""Written in percent, with `_percent` at the end of the field's name."""
+"""A share that is written in percent, with `_percent` at the end of the field's name."""
 
 PositiveAmount = Annotated[float, Meta(gt=0)]
 NonNegativeMib = Annotated[Mib, Meta(ge=0)]

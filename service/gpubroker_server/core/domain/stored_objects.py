@@ -1,4 +1,4 @@
-"""Uploaded objects: when a use of one is stored, and how many a tenant may have."""
+"""Uploaded objects: the uses that are stored, and the number of objects that a tenant may have."""
 
 from typing import Final, NamedTuple
 
@@ -20,7 +20,7 @@ class StoredObject(Struct, frozen=True):
     size_bytes: int
     created_at: Instant
     expires_at: Instant
-    """From then on it does not exist for clients."""
+    """The time from which the object does not exist for clients."""
 
     @property
     def counted_bytes(self) -> int:

@@ -16,14 +16,15 @@ from gpubroker_server.core.domain.task import RetryOn, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 Fields = Mapping[str, Any]
-"""Plain JSON values: what an event carries and `World.apply` reads."""
+"""Plain JSON values, as an event carries them and `World.apply` reads them."""
 
 EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
 """`RunSpec.kind` of tasks that no node agent starts."""
 
 
 class ItemTerms(Struct, frozen=True):
-    """How a worker of an array treats each item. Its process reads this from its environment as JSON."""
+    """Terms by which a worker of an array treats each item. The worker's process reads them from its
+    environment as JSON."""
 
     id: TaskId
     """The id of the array."""
@@ -36,7 +37,8 @@ class ItemTerms(Struct, frozen=True):
 
 
 class SeatTerms(Struct, frozen=True):
-    """How a worker of a set takes calls. Its process reads this from its environment as JSON."""
+    """Terms by which a worker of a set takes calls. The worker's process reads them from its environment as
+    JSON."""
 
     id: TaskId
     """The id of the set."""
@@ -45,13 +47,14 @@ class SeatTerms(Struct, frozen=True):
     start_seconds: float = 3600.0
     """A worker that has not made its objects within this time has failed to start."""
     health: Mapping[str, Any] | None = None
-    """The method that is called to see whether it is well, how often, and how many failures end it."""
+    """The method that is called to see whether the worker is well, the interval, and the number of failures
+    that end it."""
     roles: Mapping[str, Any] = field(default_factory=dict)
     """Name -> the entrypoint of a further object in the same process, with its arguments."""
 
 
 class RunSpec(Struct, frozen=True):
-    """What a task runs: the cold half of a task, as submitted. Large parts are blobs."""
+    """The specification of a task's run: the cold half of a task, as submitted. Large parts are blobs."""
 
     kind: str
     """entrypoint, command or function, or one of the above."""
@@ -66,7 +69,7 @@ class RunSpec(Struct, frozen=True):
     python: str = ""
     """`3.11`: the Python minor that pickled a function."""
     objects: tuple[str, ...] = ()
-    """Ids of those that the arguments of a function name, which only its pickle knows otherwise."""
+    """Ids of the objects that the arguments of a function name, which otherwise only its pickle knows."""
     env: Mapping[str, str] = field(default_factory=dict)
     result_format: str = "json"
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -75,13 +78,13 @@ class RunSpec(Struct, frozen=True):
     sizing: Sizing | None = None
     """The way in which `gpu_mb` was learned at submit; None if the client stated it."""
     roles: tuple[str, ...] = ()
-    """Names of the roles that take turns in its process, sorted."""
+    """Names of the roles that take turns in the task's process, sorted."""
     profile: str = ""
-    """The profile whose sizes and limits hold for what its submit left out."""
+    """The profile whose sizes and limits hold for fields that the submit left out."""
     max_concurrency: int | None = None
-    """A number for its own code, which is shown and has no other effect."""
+    """The `max_concurrency` for the task's own code, which is shown and has no other effect."""
     retry_of: TaskId | None = None
-    """The ended task that it does again."""
+    """The ended task that this one does again."""
     items: ItemTerms | None = None
     """Set for a worker of an array."""
     seat: SeatTerms | None = None
@@ -105,25 +108,26 @@ WORKER_LABELS = ARRAY_LABEL, WORKER_SET_LABEL = "array", "worker_set"
 
 
 class ArrayTerms(Struct, frozen=True):
-    """What an array does; it never changes. Its workers are the tasks of a batch, and `id` is the first."""
+    """The specification of an array, which never changes. Its workers are the tasks of a batch, and `id` is
+    the first of them."""
 
     id: TaskId
     tenant: str
     name: str
     workers: tuple[TaskId, ...]
     numbers: tuple[tuple[int, int], ...]
-    """Which of its items are to be done: the first number, and the one after the last, of each range."""
+    """The items that are to be done, as ranges: each is the first number and the number after the last."""
     chunk: int | None
-    """How many items are handed out together; None: about 100 ms of work."""
+    """The number of items that are handed out together; None for about 100 ms of work."""
     item_retries: int
     item_timeout_seconds: float | None
     result_format: Literal["json", "cloudpickle"]
     submitted_at: float
     retry_of: TaskId | None = None
     pickled: bool = False
-    """Its workers unpickle the items; otherwise they are JSON."""
+    """True if the workers unpickle the items; otherwise the items are JSON."""
     objects: tuple[str, ...] = ()
-    """Ids of those that its items name."""
+    """Ids of the objects that the items name."""
     retry_on: tuple[RetryOn, ...] = tuple(RetryOn)
     """The causes that use a retry of an item."""
 
@@ -157,7 +161,7 @@ class WorkerSet(Struct, frozen=True):
     """A set of workers that take calls. Each has a place: an ordinary task, held while it is not wanted."""
 
     id: TaskId
-    """That of its first worker."""
+    """The id of the set, which is that of its first worker."""
     tenant: str
     name: str
     workers: tuple[TaskId, ...]
@@ -165,7 +169,7 @@ class WorkerSet(Struct, frozen=True):
     least: int
     most: int
     count: int
-    """How many are wanted."""
+    """The number of workers that are wanted."""
     max_concurrency: int
     """Calls at once to one worker."""
     created_at: Instant
@@ -180,7 +184,7 @@ def worker_set_from(fields: Mapping[str, Any]) -> WorkerSet:
 
 
 SECRET_PREFIX = "secret:"  # noqa: S105  # not a secret: it marks one
-"""Before the name of a secret, as the value of a variable in `RunSpec.env`."""
+"""Prefix of a secret's name in the value of a variable in `RunSpec.env`."""
 
 
 def secrets_named(env: Mapping[str, str]) -> Mapping[str, str]:
@@ -271,7 +275,7 @@ class AdmittedTask(Struct, frozen=True):
     idempotency_key: str | None = None
     body_hash: str = ""
     like: "AdmittedTask | None" = None
-    """A new task that differs in task id, run and `queued_bytes` only, so that its encoded fields can be
+    """A new task that differs only in task id, run and `queued_bytes`, so that its encoded fields can be
     reused."""
 
 
@@ -308,10 +312,10 @@ class BatchSubmission(Struct, frozen=True):
     idempotency_key: str | None = None
     body_hash: str = ""
     answer: str = ""
-    """Kept beside the key for a repeated request; of an array or a worker set its terms. Nothing is kept if
-    it is empty."""
+    """The answer that is kept beside the key for a repeated request; the terms of an array or a worker set.
+    An empty answer is not kept."""
     requests: Sequence[Request] = ()
-    """To the leader, about these tasks."""
+    """Requests to the leader about these tasks."""
 
     @property
     def tenant(self) -> str:
@@ -336,7 +340,7 @@ class StoredState(Struct, frozen=True):
 class SubmitVerdict(StrEnum):
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
-    """Same key, same body: `task` is the first task's id; for a batch, of the first batch's first task."""
+    """The key and the body are those of an earlier submission: `task` is the id of its first task."""
     KEY_REUSED = "key_reused"
 
 
@@ -383,8 +387,9 @@ def withdrawn_entrypoints(patterns: EntrypointPatterns, waiting: Mapping[str, in
 
 
 def _matches(entrypoint: str, pattern: str) -> bool:
-    """Left of the colon a wildcard covers whole packages; right of it, one name. Otherwise `jobs:*` would
-    allow `jobs:os.system`, which reaches whatever the module imports."""
+    """Return True if the entrypoint matches the pattern. Left of the colon a wildcard covers whole packages;
+    right of it, one name. Otherwise `jobs:*` would allow `jobs:os.system`, which reaches whatever the module
+    imports."""
     module, _, path = entrypoint.partition(":")
     wanted_module, _, wanted_path = pattern.partition(":")
     names, wanted_names = path.split("."), wanted_path.split(".")

@@ -1,4 +1,4 @@
-"""What a misspelled name may have meant."""
+"""Suggestions for misspelled names."""
 
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches

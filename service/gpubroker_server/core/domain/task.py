@@ -15,26 +15,26 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, N
 
 class TaskState(StrEnum):
     PENDING = "pending"
-    """Accepted and on disk, waiting in the queue. The leader's cycle admits it; its time limit to wait, its
-    deadline or a cancel ends it. After a crash it still waits."""
+    """The task is accepted and on disk, and waits in the queue. The leader's cycle admits it; its time limit
+    to wait, its deadline or a cancel ends it. After a crash it still waits."""
     ADMITTED = "admitted"
-    """Its leases are committed and the start order is on its way. The agent's report moves it on. After a
-    crash `reconcile` asks the agent whether the order arrived; if not, it is requeued."""
+    """The task's leases are committed and the start order is on its way. The agent's report moves the task
+    on. After a crash `reconcile` asks the agent whether the order arrived; if not, the task is requeued."""
     RUNNING = "running"
     """The agent reported that user code began. Its end, a stop or the loss of its node moves it on. After a
     crash of the leader it still runs, and the next leader takes it over."""
     STOPPING = "stopping"
-    """It was asked to stop and still holds its memory. The agent's proof that the process is gone moves it
-    on; past `stop_deadline_at` the run is killed, and if that is not confirmed its leases go into quarantine.
-    After a crash the next leader repeats the notice."""
+    """The task was asked to stop and still holds its memory. The agent's proof that the process is gone moves
+    the task on. Past `stop_deadline_at` the run is killed, and if that is not confirmed its leases go into
+    quarantine. After a crash the next leader repeats the notice."""
     SUCCEEDED = "succeeded"
-    """Its run ended well and its outcome is stored. The end; its leases still wait for proof."""
+    """The run ended well and its outcome is stored. This is an end; the leases still wait for proof."""
     FAILED = "failed"
-    """Its run, or a task that it runs after, failed and no retry is left. The end."""
+    """The run failed, or a task that this one runs after, and no retry is left. This is an end."""
     CANCELLED = "cancelled"
-    """A client cancelled it, and its run is gone or given up. The end."""
+    """A client cancelled the task, and its run is gone or given up. This is an end."""
     EXPIRED = "expired"
-    """It was not admitted within its time to wait, or not done by its deadline. The end."""
+    """The task was not admitted within its time to wait, or not done by its deadline. This is an end."""
 
     @property
     def is_terminal(self) -> bool:
@@ -46,7 +46,7 @@ ACTIVE = frozenset({TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING})
 
 
 class Move(StrEnum):
-    """What can happen to a task; also the second half of its event's kind."""
+    """Things that can happen to a task. A move is also the second half of its event's kind."""
 
     SUBMITTED = "submitted"
     ADMITTED = "admitted"
@@ -96,7 +96,7 @@ inference start with their admission: no process has to be waited for.
 
 
 class OnFailure(StrEnum):
-    """What happens to a task when one that it runs after does not succeed."""
+    """Ways to treat a task when one that it runs after does not succeed."""
 
     FAIL = "fail"
     IGNORE = "ignore"
@@ -108,12 +108,12 @@ class Dependency(Struct, frozen=True, array_like=True):
 
 
 class RetryOn(StrEnum):
-    """What uses a retry of a task, or of an item of an array."""
+    """Causes that can use up a retry of a task, or of an item of an array."""
 
     FAILURE = "failure"
-    """Its run failed, or ended without a report."""
+    """The run failed, or ended without a report."""
     TIMEOUT = "timeout"
-    """Its time limit ended it."""
+    """The time limit ended the run."""
 
 
 ON_FAILURE = (RetryOn.FAILURE,)
@@ -154,42 +154,44 @@ class Task(Struct, frozen=True, omit_defaults=True):
     timeout_seconds: Seconds | None = None
     grace_seconds: Seconds = Seconds(30.0)
     shareable: bool = False
-    """May share one warm process: an entrypoint, no GPU, less than one CPU, no env."""
+    """True if the run may share one warm process: an entrypoint, no GPU, less than one CPU, no env."""
     after: tuple[Dependency, ...] = ()
-    """The tasks of its tenant that it waits for, as submitted."""
+    """The tasks of its tenant that the task waits for, as submitted."""
     queue_ttl_seconds: Seconds | None = None
     deadline_at: Instant | None = None
     """The latest end: a pending task expires and a run is stopped then. An external holder's renewal extends
     it."""
     expected_seconds: Seconds | None = None
-    """How long one run takes, as the client says; nothing ends because of it."""
+    """The duration of one run, as the client says. Nothing ends because of it."""
     stream: str = ""
-    """Its work stream: the weight orders tasks of equal aged priority."""
+    """The work stream of the task. Its weight orders tasks of equal aged priority."""
     subject: str = ""
     """The name under which sizes and run times are learned: its model type, else its name, else its
     entrypoint. Empty: nothing is learned."""
     queued_bytes: int = 0
-    """The bytes that it keeps for its run: arguments (also those in an object), command, env and labels."""
+    """The bytes that the task keeps for its run: arguments (also those in an object), command, env and
+    labels."""
     state: TaskState = field(default_factory=repeat(TaskState.PENDING).__next__)
-    """Always encoded, unlike other defaults: what reads the log asks each event for it."""
+    """The state of the task. It is always encoded, unlike other defaults, because readers of the log ask each
+    event for it."""
     version: int = 1
     fence: Fence = Fence(0)
     held: bool = False
     awaits: bool = False
-    """Not all of `after` have ended, as far as the row says."""
+    """True if not all of `after` have ended, as far as the row says."""
     failed_by: TaskId | None = None
-    """The first failed task of the chain of dependencies that made it fail."""
+    """The first failed task of the chain of dependencies that made this task fail."""
     expires_at: Instant | None = None
-    """When it expires if it was never admitted; set when it enters the queue. A model: until when it is
-    wanted, pending or loaded."""
+    """The time at which the task expires if it was never admitted, set when it enters the queue. The time
+    until which a model is wanted, pending or loaded."""
     not_before: Instant | None = None
     failures: int = 0
     preemptions: int = 0
     node: NodeName | None = None
     admitted_at: Instant | None = None
     ordered_at: Instant | None = None
-    """When its node's agent had the order to start it, as known once it has started; of a gang, the last
-    agent."""
+    """The time at which the node's agent had the order to start the task; known once the task has started.
+    The time of the last agent for a gang."""
     started_at: Instant | None = None
     checkpoint_at: Instant | None = None
     finished_at: Instant | None = None
@@ -311,7 +313,7 @@ def move(task: Task, what: Move, **changes: Any) -> Task:
 
 
 class Placement(Struct, frozen=True):
-    """Where a task will run: one node, and one (device, MiB) pair per GPU, ordered by key."""
+    """The place where a task will run: one node, and one (device, MiB) pair per GPU, ordered by key."""
 
     node: NodeName
     devices: tuple[tuple[DeviceKey, Mib], ...] = field(default=())

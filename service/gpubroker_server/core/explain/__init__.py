@@ -1,1 +1,1 @@
-"""Why a task waits, what would help, and whether a fleet is large enough."""
+"""Explanations of a waiting task: its reasons, its remedies, and whether a fleet is large enough."""

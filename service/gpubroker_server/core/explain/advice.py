@@ -1,4 +1,5 @@
-"""When a waiting task is expected to start, and what would help. The costly part of an explanation."""
+"""The time at which a waiting task is expected to start, and the changes that would help. This is the costly
+part of an explanation."""
 
 from collections.abc import Sequence
 from heapq import nsmallest
@@ -39,9 +40,9 @@ class Advice(Struct, frozen=True):
     that. None: unknown, as for a task without a forecast whose room is reserved for others."""
     preemption: PreemptionVerdict
     remedies: tuple[Remedy, ...]
-    """Empty where none is needed or none was found."""
+    """The remedies; empty if none is needed or none was found."""
     free_in: dict[DeviceKey, Remaining]
-    """When each device that it may use has enough for it, where known."""
+    """Device that the task may use -> the time until it has enough for the task, where known."""
     expected_ends: ExpectedEnds
 
     def message(self, found: Explanation) -> str:

@@ -1,4 +1,5 @@
-"""What waiting tasks lack, what all tasks together need, and which nodes are idle: for autoscalers."""
+"""Facts for autoscalers: the demand that waiting tasks lack, the demand of all tasks together, and the idle
+nodes."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -48,13 +49,13 @@ class AutoscalingDemand(Struct, frozen=True):
     unmet: tuple[UnmetGroup, ...]
     """The groups by pool and kinds. A gang whose ranks differ in these is in several."""
     tasks: int
-    """That lack room."""
+    """Number of tasks that lack room."""
     limited_tasks: int
     """Tasks that wait for a quota or a limit, which no further node would raise."""
     used: Capacity
     """GPUs that are held in whole or in part, and what runs hold of nodes."""
     spare: tuple[SpareNode, ...]
-    """In name order."""
+    """Nodes that could be given back, in name order."""
     bundles: Mapping[tuple[float, float, int], int]
     """(GPUs, CPUs, MiB) of each run and of each waiting task or rank, and how many ask for this."""
 
@@ -71,7 +72,8 @@ class AutoscalingDemand(Struct, frozen=True):
 
 
 MOST_BUNDLES = 1000
-"""An autoscaler plans for each of them. One of each shape comes first, then those of the most tasks."""
+"""The most bundles: an autoscaler plans for each of them. One of each shape comes first, then those of the
+most tasks."""
 
 
 def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
@@ -93,12 +95,14 @@ def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
 
 
 class DemandScope(Struct, frozen=True):
-    """What an autoscaler asks about: its pool, its kind of GPU, and tasks that have waited for so long."""
+    """The scope of an autoscaler's question: its pool, its kind of GPU, and the time for which tasks must
+    have waited."""
 
     pool: str | None = None
-    """None: all; empty: tasks without a pool."""
+    """The pool. None: all tasks; empty: tasks without a pool."""
     kind: str = ""
-    """Empty: all. A demand that may use several kinds counts for each of them; other nodes do not count."""
+    """The kind of GPU; empty for all. A demand that may use several kinds counts for each of them; other
+    nodes do not count."""
     waited_seconds: Seconds = Seconds(0.0)
 
 
@@ -108,8 +112,10 @@ EVERYTHING = DemandScope()
 def autoscaling_demand(
     world: World, policy: Policy, now: Instant, scope: DemandScope = EVERYTHING
 ) -> AutoscalingDemand:
-    """Held, delayed and dependent tasks do not count, nor do those for which memory is being freed. The ranks
-    that running elastic gangs lack do.
+    """Return the demand for autoscalers. Held, delayed and dependent tasks do not count, nor do those for
+    which memory is being freed. The ranks that running elastic gangs lack do count. Each task that waits
+    counts in full: free memory is of no use to it. The cost is one step per group of the queue, one per node
+    and device, and for each idle node one per different demand.
 
     Each task that waits counts in full: what is free is of no use to it. Costs one step per group of the
     queue, one per node and device, and for each idle node one per different demand.
@@ -203,7 +209,7 @@ class _Waiting:
             self._add(gang.demand.pool, allowed, 1, since)
 
     def _add(self, pool: str, parts: Sequence[Demand], allowed: int, since: float) -> None:
-        """So many tasks of these parts."""
+        """Add the demand of `allowed` tasks that each consist of `parts`."""
         self.tasks += allowed
         for place, part in enumerate(parts):
             found = self._sums.setdefault((pool, part.where.kinds), _Sum())

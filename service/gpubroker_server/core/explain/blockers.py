@@ -1,4 +1,4 @@
-"""What keeps a task from being placed now, most structural first."""
+"""Blockers that keep a task from being placed now, most structural first."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -91,7 +91,7 @@ def task_label(other: TaskId, tenant: str, task: Task) -> str:
 
 
 def _is_open(node: NodeFinding, gpus: int) -> bool:
-    """Usable, and its devices are known well enough."""
+    """Return True if the node is usable and enough of its devices are known well enough."""
     return node.is_usable and node.count(*OPEN) >= gpus
 
 
@@ -112,7 +112,8 @@ def _short_of(name: str, asked: float, limit: float) -> str:
 
 
 def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
-    """Why none of `nodes`, which are large enough, can be used, whatever is free."""
+    """Return the blocker for which none of `nodes`, which are large enough, can be used, whatever is free;
+    None if there is none."""
     if not survey.nodes:
         return Blocker(Reason.BACKEND_UNAVAILABLE, "no node has joined yet")
     if not any(node.node.ready for node in survey.nodes):
@@ -139,7 +140,7 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
 
 
 def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
-    """Why no node can be used of those that are large enough."""
+    """Return the blocker for which none of the nodes that are large enough can be used."""
     full = [f"{node.node.name}: {node.full_disk}" for node in nodes if node.full_disk]
     if full and not any(node.node.cordoned for node in nodes):
         message = f"the nodes that are large enough have a disk that is too full ({_some(full)})"
@@ -327,7 +328,7 @@ _NOT_LOADED = "it is not loaded; the load is retried with growing pauses; see `g
 
 
 def inference_blockers(world: World, task: Task, policy: Policy) -> list[tuple[Reason, str]]:
-    """Empty if its model is in memory and takes one more inference."""
+    """Return the blockers of an inference; none if its model is in memory and takes one more inference."""
     model, serving = task.demand.answered_by, policy.serving
     if not serving.is_anywhere:
         return [(Reason.BACKEND_UNAVAILABLE, "no Triton server is configured; set triton.servers")]
@@ -345,8 +346,9 @@ def inference_blockers(world: World, task: Task, policy: Policy) -> list[tuple[R
 def expected_send_at(
     world: World, task: Task, policy: Policy, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """When an inference that waits only for its model is likely to be sent: when the model is in memory. None
-    for a model without a recorded load time, and where other inferences must be answered first."""
+    """Return the time at which an inference that waits only for its model is likely to be sent: when the
+    model is in memory. Returns None for a model without a recorded load time, and where other inferences must
+    be answered first."""
     model = task.demand.answered_by
     if task.id not in world.queue or servers_of(world, policy, model):
         return None

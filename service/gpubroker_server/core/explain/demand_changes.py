@@ -42,7 +42,8 @@ def with_memory(demand: Demand, most: int) -> tuple[dict[str, Any], Demand]:
 
 
 def asked_mb(planner: RemedyPlanner, demand: Demand) -> int:
-    """Per device; for whole devices and shares, on the largest device."""
+    """Return the memory that is asked for per device; for whole devices and shares, that on the largest
+    device."""
     if not demand.gpus or demand.gpu_mb is not None:
         return demand.gpu_mb or 0
     ledgers = planner.draft.world.ledgers.values()
@@ -171,7 +172,7 @@ def smaller_cpu_and_memory(planner: RemedyPlanner) -> Remedy | None:
 
 
 STEPS = 64
-"""Steps of its size in which a smaller rank is tried."""
+"""Number of steps of its size in which a smaller rank is tried."""
 
 NOT_STRICT = {"strict_pack": "pack", "strict_spread": "spread"}
 

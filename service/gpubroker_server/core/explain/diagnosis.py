@@ -1,4 +1,4 @@
-"""What keeps a pending task from being placed; for a gang, rank by rank."""
+"""Diagnosis of the blockers that keep a pending task from being placed; for a gang, rank by rank."""
 
 from msgspec import Struct
 
@@ -25,7 +25,7 @@ MAX_DISTINCT = 8
 """Distinct ranks without room that are evaluated."""
 
 _RankResult = tuple[Placement | None, Blocker | None]
-"""Where there is room, or why there is none."""
+"""The place with room for a rank, or the blocker that leaves none."""
 
 NOT_EVALUATED: _RankResult = (
     None,
@@ -33,7 +33,7 @@ NOT_EVALUATED: _RankResult = (
 )
 
 STRICT = frozenset({"strict_pack", "strict_spread"})
-"""With these a rank has no place of its own, only one beside the others."""
+"""Strategies with which a rank has no place of its own, only one beside the others."""
 
 
 class RankVerdict(Struct, frozen=True):
@@ -42,13 +42,13 @@ class RankVerdict(Struct, frozen=True):
 
     rank: int
     place: Placement | None
-    """Where there is room for it."""
+    """The place with room for the rank."""
     blocker: Blocker | None
-    """Why there is none; None as well for one that may join later."""
+    """The blocker that leaves no place. None also for a rank that may join later."""
 
 
 class Diagnosis(Struct, frozen=True):
-    """What `explain_pending` and `advise` answer from."""
+    """The facts from which `explain_pending` and `advise` answer."""
 
     survey: Survey
     """The survey for the task. For a gang it has no verdicts on devices."""
@@ -108,7 +108,7 @@ class _Gang:
         return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, why))
 
     def _why(self, part: Survey) -> Blocker:
-        """Why a rank has no place beside those that have one."""
+        """Return the blocker for which a rank has no place beside those that have one."""
         found = room_blockers(part, of_rank=True)
         how = STRATEGY_TEXT[self._task.demand.strategy]
         return found[0] if found else Blocker(Reason.FRAGMENTED, f"no place beside the others {how}")

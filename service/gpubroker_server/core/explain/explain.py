@@ -1,4 +1,5 @@
-"""Why a task waits, as of now: every blocker, every device, and its place in the queue. Changes nothing."""
+"""Explanation of a task as of now: every blocker, every device, and its place in the queue. It changes
+nothing."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, assert_never
@@ -70,7 +71,7 @@ class Explanation(Struct, frozen=True):
     task: TaskId
     state: TaskState
     message: str
-    """The most structural blocker's, or what it is doing."""
+    """The message of the most structural blocker, or what the task is doing."""
     queue_length: int
     """All pending tasks, held and delayed ones included."""
     reason: Reason | None = None
@@ -78,12 +79,12 @@ class Explanation(Struct, frozen=True):
     position: int | None = None
     """1 is next; None for a task that is not in the queue: not pending, held, or not due."""
     inherits: Inherited | None = None
-    """The task whose priority it has in the queue; None: its own."""
+    """The task whose priority this one has in the queue; None if it has its own."""
     blockers: tuple[Blocker, ...] = ()
-    """Most structural first; never empty for a pending task."""
+    """The blockers, most structural first; never empty for a pending task."""
     devices: tuple[DeviceVerdict, ...] = ()
-    """In key order; empty unless the task is pending and asks for GPUs. For a gang: evaluated for its first
-    rank without room, beside the ranks before it."""
+    """The verdicts on devices, in key order; empty unless the task is pending and asks for GPUs. Those for a
+    gang are evaluated for its first rank without room, beside the ranks before it."""
     ranks: tuple[RankVerdict, ...] = ()
     """The verdicts on the ranks of a pending gang, in order."""
     quota: Quota | None = None
@@ -143,7 +144,8 @@ def position_of(
 
 
 def is_deferred(task: Task, world: World) -> bool:
-    """It is held, paused, not due yet, or waits for other tasks; the planner does not look at it."""
+    """Return True if the planner does not look at the task, because it is held, paused, not due yet, or waits
+    for other tasks."""
     is_paused = world.queue.pause_of(task) is not None
     return task.held or task.awaits or task.not_before is not None or is_paused
 
@@ -268,7 +270,8 @@ def _ranks(members: tuple[Member, ...], *, has_started: bool) -> str:
 
 
 def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> str:
-    """Why a running elastic gang has fewer ranks than it may have; empty while ranks are joining or done."""
+    """Return the reason for which a running elastic gang has fewer ranks than it may have; empty while ranks
+    are joining or done."""
     members = members_of(task)
     most, failed = len(task.demand.bundles), failed_joins(members)
     missing = most - sum(not member.has_ended for member in members)

@@ -1,4 +1,5 @@
-"""Whether a set of components fits a fleet: where each goes, what is missing, and which runs it displaces."""
+"""Checks whether a set of components fits a fleet: the place of each, what is missing, and the runs it
+displaces."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -40,13 +41,14 @@ class Component(Struct, frozen=True):
     demand: Demand
     priority: int
     apart: tuple[Demand, ...] = ()
-    """The demands of its roles, if they share one process; without colocation each runs by itself."""
+    """The demands of the component's roles, if they share one process; without colocation each runs by
+    itself."""
 
 
 class Placed(Struct, frozen=True):
     component: str
     number: int
-    """Which of the component's tasks, from 0."""
+    """The number of the task among those of its component, from 0."""
     places: Gang
     """One; for a gang one per rank."""
     is_gang: bool
@@ -59,7 +61,7 @@ class Unplaced(Struct, frozen=True):
     count: int
     reason: Reason
     message: str
-    """Why the first of them has no place."""
+    """The reason for which the first of them has no place."""
 
 
 class Displaced(Struct, frozen=True):
@@ -75,7 +77,7 @@ class FleetPlan(Struct, frozen=True):
     missing: Missing
     totals: Totals
     totals_apart: Totals
-    """Without colocation."""
+    """The totals without colocation."""
 
     @property
     def fits(self) -> bool:
@@ -221,7 +223,8 @@ def _task(component: Component, number: int, tenant: str, now: Instant) -> Task:
 
 
 def _placement_order(component: Component) -> tuple[int, float, float, str]:
-    """Higher priority first, so that no component displaces another; then the largest."""
+    """Return the order of components: higher priority first, so that no component displaces another; then the
+    largest."""
     parts = component.demand.bundles or (component.demand,)
     gpu_mb = sum(part.gpus * _mb_of(part) for part in parts)
     return -component.priority, -gpu_mb, -sum(part.cpu for part in parts), component.name
@@ -235,7 +238,7 @@ def _mb_of(demand: Demand) -> float:
 
 class FreeCapacity(Struct, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    """(device, MiB left of it), of those with anything left."""
+    """(device, MiB left) of the devices with anything left."""
     cpu: float
     memory_mb: int
 
@@ -323,7 +326,7 @@ def _parts(wanted: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
 
 
 MAX_RUNS = 10_000
-"""Per node; no real limit."""
+"""Run slots of a node that is only planned, which are no real limit."""
 
 
 class Machine(Struct, frozen=True):

@@ -25,7 +25,7 @@ MAX_RUNS = 64
 """Runs that are tried, those that end first."""
 
 MAX_RUNS_OF_A_GANG = 8
-"""For a gang, where each run takes a search over all nodes."""
+"""Runs that are tried for a gang, for which each run takes a search over all nodes."""
 
 MAX_CONTESTED = 4
 """Helpful runs that are checked for tasks ahead that would take their room."""

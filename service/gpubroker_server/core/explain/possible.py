@@ -25,7 +25,8 @@ STRATEGY_TEXT = {
 
 
 def check_task(task: Task, world: World, policy: Policy) -> Refusal | None:
-    """Why this task could never run on the World's nodes, or never at its priority; or None."""
+    """Return the refusal of a task that could never run on the World's nodes, or never at its priority; or
+    None."""
     devices = [ledger.device for ledger in world.ledgers.values()]
     refusal = check_demand(task.demand, devices, world.nodes.values(), policy)
     return refusal or check_priority(task.demand, task.priority, policy)
@@ -34,7 +35,7 @@ def check_task(task: Task, world: World, policy: Policy) -> Refusal | None:
 def check_demand(
     demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy
 ) -> Refusal | None:
-    """Why this demand could never run, or None. For a gang: which ranks, and why."""
+    """Return the refusal of a demand that could never run, or None. The refusal of a gang names the ranks."""
     there, known = list(devices), list(nodes)
     if not demand.bundles:
         return check(demand, there, known, policy)

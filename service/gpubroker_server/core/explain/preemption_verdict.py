@@ -1,4 +1,4 @@
-"""Why no run is preempted for a waiting task: the runs in its way, and what protects each."""
+"""Explanation of preemption for a waiting task: the runs in its way, and the protection of each."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -29,7 +29,8 @@ MAX_LISTED = 20
 
 
 class PreemptionStatus(StrEnum):
-    """Published. Why no run is preempted, or that some are."""
+    """The state of preemption for a task: the reason for which no run is preempted, or that some are. It is
+    published."""
 
     NOT_NEEDED = "not_needed"
     """The task has room, or is deferred."""
@@ -39,37 +40,38 @@ class PreemptionStatus(StrEnum):
     ROOM_IS_COMING = "room_is_coming"
     """Memory that is being released anyway is enough."""
     RESERVED = "reserved"
-    """The room that its victims would free is reserved for tasks ahead of it."""
+    """The room that the victims would free is reserved for tasks ahead of this one."""
     OFF = "off"
     NO_GPUS = "no_gpus"
-    """Only a critical task preempts others if it asks for no GPU."""
+    """The task asks for no GPU, and of such tasks only critical ones preempt others."""
     LIMIT = "limit"
     """The task lacks a shared limit, which no node can give."""
     ALL_SHIELDED = "all_shielded"
-    """Every run is protected."""
+    """Every run in the task's way is protected."""
     NOT_ENOUGH = "not_enough"
-    """Without all unprotected runs the task would still not fit."""
+    """The task would not even fit without all unprotected runs."""
     NO_RUNS = "nobody"
-    """Nothing runs on the nodes that it could use."""
+    """Nothing runs on the nodes that the task could use."""
 
 
 class Protection(StrEnum):
-    """Published. What protects one run from one task; the first that applies. In the order of lists: runs
-    that are easiest to preempt come first."""
+    """The protection of one run from one task; the first that applies. It is published. The order is that of
+    lists: runs that are easiest to preempt come first."""
 
     NONE = "none"
     WOULD_NOT_HELP = "would_not_help"
-    """It could be preempted, and the task would still not fit."""
+    """The run could be preempted, and the task would still not fit."""
     YOUNG = "young"
-    """It has run for less than `policy.min_run_seconds`."""
+    """The run has run for less than `policy.min_run_seconds`."""
     BUDGET = "budget"
-    """Its preemption budget is spent, and it has neither saved its work nor run long since."""
+    """The run's preemption budget is spent, and it has neither saved its work nor run long since."""
     TURN = "turn"
-    """It started from ahead of such a task in its band, and has neither saved its work nor run long since."""
+    """The run started from ahead of such a task in its band, and has neither saved its work nor run long
+    since."""
     GUARANTEED = "guaranteed"
-    """Its tenant is within its guarantee, and the task's tenant would borrow."""
+    """The run's tenant is within its guarantee, and the task's tenant would borrow."""
     PRIORITY = "priority"
-    """Its priority is not lower."""
+    """The run's priority is not lower."""
     LEAVING = "leaving"
 
 
@@ -87,7 +89,7 @@ class PreemptionVerdict(PreemptionCounts, frozen=True):
     """`why` is a PreemptionStatus; `counts` has each Protection that a run has."""
 
     runs: tuple[RunProtection, ...]
-    """At most MAX_LISTED, by protection, then the lowest priority first."""
+    """At most MAX_LISTED runs, sorted by protection, then the lowest priority first."""
 
 
 def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = ()) -> PreemptionVerdict:

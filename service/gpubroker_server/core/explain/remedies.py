@@ -1,4 +1,4 @@
-"""What would let a waiting task start: each found by planning it again with one change."""
+"""Remedies for a waiting task. Each is found by planning the task again with one change."""
 
 from collections.abc import Iterator
 from functools import cache

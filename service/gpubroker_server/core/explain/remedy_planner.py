@@ -32,20 +32,20 @@ class Remedy(Struct, frozen=True):
     """One change with which the task starts, unless another task takes the room first."""
 
     change: Change
-    """Empty: it is enough to wait."""
+    """The change; empty if it is enough to wait."""
     task: Task
     """The task with that change."""
     message: str
     way: Start | Evict
     """The planner's decision with the change."""
     after: Task | None = None
-    """The run after whose end it starts."""
+    """The run after whose end the task starts."""
     within: Remaining | None = None
-    """When that is expected; None: at once, or unknown."""
+    """The time until that end; None if the task starts at once, or if the time is unknown."""
 
     @property
     def places(self) -> Gang | None:
-        """Where the task then starts; None if runs must stop first."""
+        """The places at which the task then starts; None if runs must stop first."""
         return self.way.places
 
     @property

@@ -21,49 +21,49 @@ from gpubroker_server.core.world.world import World
 
 
 class Verdict(StrEnum):
-    """Published. One device, evaluated for one task; the first that applies."""
+    """The evaluation of one device for one task; the first verdict that applies. It is published."""
 
     GONE = "gone"
-    """Its node no longer has it."""
+    """The device's node no longer has it."""
     NOT_WANTED = "not_wanted"
-    """Its kind, power, size or node does not match the demand."""
+    """The device's kind, power, size or node does not match the demand."""
     TOO_SMALL = "too_small"
     NODE_NOT_READY = "node_not_ready"
     CORDONED = "cordoned"
     DISK_FULL = "disk_full"
-    """A disk of its node is too full for anything to start."""
+    """A disk of the device's node is too full for anything to start."""
     STALE = "stale"
-    """Its last sample is too old."""
+    """The device's last sample is too old."""
     HELD_BACK = "held_back"
-    """Background work may take no more of its node now."""
+    """Background work may take no more of the device's node now."""
     FITS = "fits"
     KEPT_FOR_OTHERS = "kept_for_others"
-    """It would fit, but the free memory is pledged to tasks whose victims are stopping."""
+    """The task would fit, but the free memory is pledged to tasks whose victims are stopping."""
     NO_ROOM = "no_room"
 
 
 OPEN = frozenset({Verdict.FITS, Verdict.KEPT_FOR_OTHERS, Verdict.NO_ROOM})
-"""Only memory may keep the task from such a device."""
+"""Verdicts on devices from which only memory may keep the task."""
 
 
 class DeviceFinding(NamedTuple):
     ledger: DeviceLedger
     verdict: Verdict
     need_mb: Mib | None
-    """None if it is too small, or not wanted."""
+    """The task's need on this device; None if the device is too small, or not wanted."""
     free_mb: Mib
-    """For this task: its own pledge and those of lower priority count as free."""
+    """The free memory for this task: its own pledge and those of lower priority count as free."""
 
 
 class NodeFinding(Struct, frozen=True):
     node: Node
     devices: tuple[DeviceFinding, ...]
     is_large_enough: bool
-    """It matches the demand, and could run the task when empty."""
+    """True if the node matches the demand and could run the task when empty."""
     has_headroom: bool
-    """It has a run slot, CPU and host memory left for the task."""
+    """True if the node has a run slot, CPU and host memory left for the task."""
     full_disk: str = ""
-    """Which disk is too full for anything to start; empty if none is."""
+    """The disk that is too full for anything to start; empty if none is."""
 
     @property
     def is_usable(self) -> bool:
@@ -85,9 +85,9 @@ class Survey(Struct, frozen=True):
     policy: Policy
     now: Instant
     nodes: tuple[NodeFinding, ...]
-    """In name order, their devices in key order."""
+    """The findings by node, in name order; the devices of each are in key order."""
     forecasts: tuple[Forecast, ...] = ()
-    """They reserve room, which the verdicts on devices ignore."""
+    """Forecasts that reserve room, which the verdicts on devices ignore."""
     known: Known | None = None
     """Cached facts about nodes."""
 
@@ -130,7 +130,7 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
 
 
 def _closed(node: Node, full_disk: str, *, gives_gpus: bool) -> Verdict | None:
-    """Why a whole node is out of the question; None if it is not."""
+    """Return the verdict that puts a whole node out of the question; None if there is none."""
     if not node.ready:
         return Verdict.NODE_NOT_READY
     if node.cordoned:

@@ -78,7 +78,7 @@ class WhatIf:
         return self._to_its_depth(task, lambda: find_way(task, view), nodes)
 
     def places(self, task: Task) -> Gang | None:
-        """Where it would start now."""
+        """Return the places at which the task would start now; None if it would not."""
         if self._is_held_back(task):
             return None
         return self._to_its_depth(task, lambda: finish(place(task, self.view))[0], _nodes_of)

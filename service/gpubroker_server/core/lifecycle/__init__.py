@@ -1,1 +1,1 @@
-"""What becomes of whatever runs: reports, deadlines, stopping, quarantine, learning."""
+"""The life of everything that runs: reports, deadlines, stopping, quarantine, learning."""

@@ -57,14 +57,14 @@ class ArrayWork:
         self.left = len(self._status) - self._status.count(_DONE) - self._status.count(_ABSENT)
         self.last_page = last_page
         self.size_bytes = size_bytes
-        """The bytes of its results."""
+        """The bytes of the array's results."""
         self._lowest_open = 0
-        """No item below it is open."""
+        """The lowest item that may be open: no item below it is."""
         self._held: dict[_Holder, frozenset[int]] = {}
         self._tries: dict[int, int] = {}
         """Item that ended its process at its time limit -> tries in those processes."""
         self._crashes: dict[int, int] = {}
-        """Suspect -> how many runs crashed since then that held nothing else."""
+        """Suspect -> number of runs that crashed since then and held nothing else."""
         self._crashed_too_often: list[int] = []
         """Items that crashed once too often, and are not recorded as failed yet."""
 
@@ -132,7 +132,7 @@ class ArrayWork:
             self._status[number] = status
 
     def _give(self, run: _Holder, wanted: int) -> None:
-        """Fewer at a time towards the end, so that all runs end together."""
+        """Give items to a run: fewer at a time towards the end, so that all runs end together."""
         mine = [number for number in self._held[run] if self._status[number] == _HELD]
         # Nothing is given beside a suspect: if the run crashes again, that item did it.
         if not any(number in self._crashes for number in mine):

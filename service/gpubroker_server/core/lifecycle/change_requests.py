@@ -44,7 +44,7 @@ TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
 
 
 STACK_SECONDS = Seconds(10.0)
-"""An agent has so long to read the stacks of a run."""
+"""The longest time that an agent has for reading the stacks of a run."""
 
 
 HOUR_SECONDS = 3600.0
@@ -235,8 +235,9 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
 
 
 def _new_times(task: Task, asked: Mapping[str, Any], now: Instant) -> dict[str, Any]:
-    """None removes a limit. A changed time to wait, or start time, counts anew: from now, or from when the
-    task may start; for a task with dependencies still from their end."""
+    """Return the changed times. None removes a limit. A changed time to wait, or start time, counts anew:
+    from now, or from the time at which the task may start, and for a task with dependencies from their
+    end."""
     changes = {name: asked[name] for name in TIMES if name in asked and asked[name] != getattr(task, name)}
     if changes.get("not_before") is not None and changes["not_before"] <= now:
         changes["not_before"] = None

@@ -1,4 +1,4 @@
-"""Whether a clock that people can set agrees with the one since boot, which cannot be set.
+"""Comparison of a clock that people can set with the one since boot, which nobody can set.
 
 A clock that jumps far ahead would make each deadline pass, and all that is kept for a week prunable, within
 seconds. Both clocks are read together, again and again. The wall clock is followed as long as it stays near
@@ -24,7 +24,7 @@ was set on purpose. Nothing is pruned before a clock has counted for so long."""
 
 class Contradiction(Struct, frozen=True):
     offset_seconds: float
-    """Where the wall clock was set to, as an offset to the clock since boot."""
+    """The time to which the wall clock was set, as an offset to the clock since boot."""
     since: MonotonicSeconds
 
 
@@ -36,7 +36,7 @@ class ClockEvidence(Struct, frozen=True):
     offset_seconds: float
     """The offset to tell the time by: never farther than BOUND_SECONDS from the expected one."""
     since: MonotonicSeconds
-    """Since when the clock counts."""
+    """The time since which the clock counts."""
     read_at: MonotonicSeconds
     contradiction: Contradiction | None = None
 

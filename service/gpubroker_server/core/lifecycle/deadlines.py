@@ -1,4 +1,4 @@
-"""What becomes due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
+"""Things that become due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
 
 from collections.abc import Collection, Iterable, Iterator, Set
 from math import inf
@@ -45,14 +45,14 @@ KILL_AGAIN_SECONDS = 3.0
 """A kill order may be lost with its connection, so it is repeated until the run is given up."""
 
 GAP_SECONDS = 5.0
-"""After a gap this long the leader may have unread reports: they come first."""
+"""The length of a gap in which the leader may have missed reports: it reads those first."""
 
 MAX_NAMED = 3
 """Ranks named in a message; the others are counted."""
 
 
 class ObservationWindow(Struct, frozen=True):
-    """Since when the leader has looked without a gap, and when it looked last."""
+    """The time since which the leader has looked without a gap, and the time of its last look."""
 
     since: Instant
     last: Instant
@@ -142,7 +142,7 @@ def _late(members: Iterable[Member], now: Instant) -> list[Member]:
 
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
-    """Active tasks past a limit, or STOPPING past their grace period, ordered by id."""
+    """Return the active tasks past a limit, or STOPPING past their grace period, ordered by id."""
     perhaps = map(world.tasks.__getitem__, world.active.due(now))
     late = (task for task in perhaps if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
     return sorted(late, key=lambda task: task.id)

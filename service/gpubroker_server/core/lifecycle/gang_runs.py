@@ -1,4 +1,4 @@
-"""What reports change of a gang: its ranks begin together, stop when one fails, and some may join or leave
+"""Changes of a gang by reports. Its ranks begin together, stop when one fails, and some may join or leave
 while it runs."""
 
 from collections.abc import Collection, Iterator
@@ -30,10 +30,10 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _SETTLED = (StopReason.TIMEOUT, StopReason.DEADLINE, StopReason.OVERUSE, StopReason.RANK_FAILED)
-"""With these the outcome is final; another rank's success does not change it."""
+"""Reasons after which the outcome is final: another rank's success does not change it."""
 
 _TOLD = (StopReason.OVERUSE, StopReason.RANK_FAILED, StopReason.START_TIMEOUT)
-"""With these the outcome says more than what rank 0 reports when it is stopped."""
+"""Reasons that say more than the report of rank 0 when it is stopped."""
 
 
 def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Instant) -> None:

@@ -1,4 +1,4 @@
-"""What runs and model loads teach about the size and duration of later ones.
+"""Sizes and durations that are learned from runs and model loads.
 
 A model's size is the most that its device has more in use once it is loaded and answers its first requests. A
 load during which anything else on the device changes teaches nothing.
@@ -27,7 +27,7 @@ FILLED_SHARE = 0.7
 75 %, vLLM 90 %), whatever they need."""
 
 MAX_TOPICS = 10_000
-"""Beyond this many, the least recently updated are forgotten."""
+"""Number of topics above which the least recently updated are forgotten."""
 
 _OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRED})
 
@@ -168,13 +168,14 @@ def _of_any_version(topic: SketchKey) -> tuple[str, ...]:
 class SizeAccuracy(Struct, frozen=True):
     server: str
     ratio: float
-    """Median of leased over measured: 1 is right, 2 is twice too much."""
+    """The median of leased over measured: 1 is right, 2 is twice too much."""
     enough: float
     """Share (0 to 1) of models with a lease that suffices."""
 
 
 def unmeasurable(world: World, ledger: DeviceLedger, now: Instant, sample_period_seconds: Seconds) -> str:
-    """Why a model that is loaded on the device could not be measured there; empty if it could."""
+    """Return the reason for which a model that is loaded on the device could not be measured there; empty if
+    it could."""
     gpu = f"GPU {ledger.device.uuid}"
     if ledger.device.simulated:
         return f"{gpu} is simulated, so nothing measures what a model takes of it"
@@ -225,7 +226,7 @@ class _Watch(Struct, frozen=True):
     peak_mb: int = 0
     """Peak use beyond `used_mb` since the load."""
     is_over: bool = False
-    """Later growth would not be the model's, or could not be told apart."""
+    """True if later growth would not be the model's, or could not be told apart."""
 
 
 class _Look(Struct, frozen=True):
@@ -236,7 +237,8 @@ class _Look(Struct, frozen=True):
 
 
 class ModelMeter:
-    """In one leader's memory: a load that it did not see from the beginning teaches nothing."""
+    """Measures the loads of models. It lives in the memory of one leader: a load that this leader did not see
+    from the beginning teaches nothing."""
 
     def __init__(self) -> None:
         self._watches: dict[TaskId, _Watch] = {}
@@ -280,7 +282,7 @@ def _before(world: World, task: Task, last: _Look) -> _Watch | None:
 
 
 def _others(ledger: DeviceLedger, task: Task) -> dict[str, int] | None:
-    """Measured use of each; None unless all are there to stay."""
+    """Return the measured use of each other holder; None unless all are there to stay."""
     others = {key: one for key, one in ledger.holdings.items() if one.lease.holder != task.id}
     if any(one.lease.state is not LeaseState.HELD or one.is_leaving for one in others.values()):
         return None

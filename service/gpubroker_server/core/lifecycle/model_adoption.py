@@ -63,8 +63,8 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
 
 
 def _left_there(world: World, task: Task) -> Iterator[Lease]:
-    """Unconfirmed leases of earlier claims on the model at this server: the memory is still in use, as the
-    index says, and counts once."""
+    """Yield the unconfirmed leases of earlier claims on the model at this server. The memory is still in use,
+    as the index says, and counts once."""
     terms = model_of(task)
     for other in world.models.on(terms.server, terms.address, terms.process):
         if model_of(other).model != terms.model:

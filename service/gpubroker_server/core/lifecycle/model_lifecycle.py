@@ -35,7 +35,7 @@ TOP_PRIORITY = 100
 """The highest priority: a model that has it is never preempted."""
 
 UNWANTED_PRIORITY = -1
-"""Below that of any task."""
+"""The priority of a model that is not wanted, below that of any task."""
 
 MAX_USES = 64
 """Uses that one request may report; a larger number counts as this."""

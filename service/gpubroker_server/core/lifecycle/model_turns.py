@@ -1,4 +1,4 @@
-"""Whose turn it is: a model that no request needs makes room at once for an equal that waits, and one that is
+"""Turns of models: a model that no request needs makes room at once for an equal that waits, and one that is
 asked all the time does so when its turn is over.
 
 Gateways know which models are in use. They are asked only while something waits that could have the memory.

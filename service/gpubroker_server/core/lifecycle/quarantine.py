@@ -1,4 +1,4 @@
-"""What is in quarantine, which proof each holder waits for, and an operator's statement in its place."""
+"""Memory in quarantine: the proof that each holder waits for, and an operator's statement in its place."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -27,7 +27,7 @@ class Quarantined(Struct, frozen=True):
     since: Instant
     leases: tuple[Lease, ...]
     awaits: tuple[Proof, ...]
-    """Any of these proofs ends it; the likeliest first."""
+    """Proofs of which any ends the quarantine; the likeliest first."""
     message: str
 
 
@@ -151,12 +151,12 @@ machine and delays orders to it."""
 
 
 class QuarantineProbe:
-    """Which nodes to ask again about leases in quarantine, since the report that ends it may have been lost.
-    In one leader's memory; `at` is in seconds by a monotonic clock."""
+    """Chooses the nodes to ask again about leases in quarantine, since the report that ends a quarantine may
+    have been lost. It lives in the memory of one leader; `at` is in seconds by a monotonic clock."""
 
     def __init__(self) -> None:
         self._since: dict[NodeName, MonotonicSeconds] = {}
-        """When a node with such leases was first noticed, or last asked."""
+        """Node -> the time at which such leases were first noticed on it, or at which it was last asked."""
 
     def due(self, world: World, at: MonotonicSeconds) -> list[NodeName]:
         """The nodes to ask now, if their agents answer; the others are reconciled when an agent answers
@@ -175,7 +175,7 @@ def _in_doubt(world: World) -> set[NodeName]:
 
 
 AGAIN_SECONDS = Seconds(0.05)
-"""After this time a node is first asked again."""
+"""The time after which a node is asked again for the first time."""
 
 
 class _Wait(NamedTuple):
@@ -184,8 +184,8 @@ class _Wait(NamedTuple):
 
 
 class SampleRequests:
-    """Which nodes are to measure their devices at once: memory was released there that must be seen free.
-    In one leader's memory; `at` is in seconds by a monotonic clock.
+    """Chooses the nodes that are to measure their devices at once, because memory was released there that
+    must be seen free. It lives in the memory of one leader; `at` is in seconds by a monotonic clock.
 
     A sample may be too old by a hair, as the database's clock and the node's are compared over a network:
     then the node is asked again, each time after twice the time. Samples come now and then anyway.

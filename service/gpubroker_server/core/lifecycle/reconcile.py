@@ -43,7 +43,7 @@ def take_over(world: World) -> Decision | None:
 
 
 class NodeRules(Struct, frozen=True):
-    """What the operator says of one node. None: what its agent says."""
+    """The operator's values for one node. A value that is None is left to the node's agent."""
 
     cpu: PositiveAmount | None = None
     memory_mb: PositiveMib | None = None
@@ -53,14 +53,14 @@ class NodeRules(Struct, frozen=True):
     reserve_mb: Annotated[Mapping[str, NonNegativeMib], alone("*")] = field(default_factory=dict)
     """UUID or number of a device -> reserve; `*` is each other device."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """They win over the agent's."""
+    """Labels of the node. They win over those of the agent."""
 
 
 class InventoryRules(Struct, frozen=True):
     cluster: str
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
-    """Per GPU, by node name or by kind; the node's number wins."""
+    """Declared foreign memory of each GPU, by node name or by kind. The node's number wins."""
     node_custom: tuple[tuple[str, float], ...] = ()
     """Amounts of the custom resources that each node has for itself, sorted by name."""
     nodes: Mapping[str, NodeRules] = field(default_factory=dict)
@@ -78,8 +78,9 @@ def never_joined(world: World, rules: InventoryRules) -> list[str]:
 def reconcile(
     world: World, seen: NodeReport, now: Instant, policy: Policy, rules: InventoryRules
 ) -> list[Decision]:
-    """First the node and its devices, then one decision per task with a missing run, then orders. Runs that
-    only rows know are gone; runs that only the agent knows are killed."""
+    """Return the decisions after a node's report: first the node and its devices, then one decision per task
+    with a missing run, then orders. Runs that only rows know are gone; runs that only the agent knows are
+    killed."""
     decisions = []
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
     if nodes or devices:

@@ -10,30 +10,31 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 FOLLOWED_SECONDS = Seconds(5.0)
-"""The logs of a gateway that has not repeated them for so long are not followed."""
+"""The time after which the logs of a gateway that has not repeated them are not followed any more."""
 
 
 class FollowedLogs(Struct, frozen=True):
-    """What a gateway's readers read now."""
+    """The logs that the readers of a gateway read now."""
 
     gateway: str
     at: Instant
     since: Mapping[LogName, Instant]
-    """For each log, when its newest reader came."""
+    """Log -> the time at which its newest reader came."""
 
 
 class WantedLog(Struct, frozen=True):
     node: NodeName
     since: Instant
-    """When its newest reader came: it waits for what the log has then, even if it is nothing."""
+    """The time at which the newest reader came. The reader waits for what the log has then, even if it is
+    nothing."""
 
 
 class KnownLog(Struct, frozen=True):
-    """What is kept of a log."""
+    """The part of a log that is kept."""
 
     end_byte: int = 0
     read_at: Instant | None = None
-    """When the newest part was read; None if there is none."""
+    """The time at which the newest part was read; None if there is none."""
 
 
 def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) -> dict[LogName, WantedLog]:
@@ -51,8 +52,9 @@ def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) ->
 
 
 def is_kept(told: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
-    """False for what was told before, for an empty answer that no reader waits for, and for one that comes
-    late: the whole log of a run that has ended may be kept by then."""
+    """Return True if the part is to be kept. A part that was sent before is not, nor is an empty answer that
+    no reader waits for, nor one that comes late: the whole log of a run that has ended may be kept by
+    then."""
     if told.is_final:
         return True
     if wanted is None or told.first_byte < known.end_byte:
@@ -67,7 +69,7 @@ def cut_between(told: Logged, limit_bytes: int) -> tuple[int, int] | None:
 
 
 def _node_of(world: World, log: LogName) -> NodeName | None:
-    """None if the run is over."""
+    """Return the node of the run that writes the log; None if the run is over."""
     task = world.tasks.get(log.task)
     if task is None or task.fence != log.fence or not task.is_active:
         return None

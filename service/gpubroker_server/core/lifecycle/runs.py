@@ -1,4 +1,4 @@
-"""How the reports of agents change tasks and leases."""
+"""Changes of tasks and leases by the reports of agents."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -362,6 +362,6 @@ def _with_retries(task: Task, report: Ended) -> Task:
 
 
 def _again_at(task: Task, now: Instant, policy: Policy) -> Instant:
-    """Soon at first, and less often the longer it has been tried."""
+    """Return the time of the next try: soon at first, and later the longer it has been tried."""
     pause = min(AGAIN_MOST_SECONDS, AGE_SHARE * (now - task.submitted_at))
     return Instant(now + max(policy.retry_first_seconds, pause))

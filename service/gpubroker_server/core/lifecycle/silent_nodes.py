@@ -1,4 +1,4 @@
-"""Which nodes have fallen silent, and whether the leader may declare them lost.
+"""Detection of silent nodes, and of the cases in which the leader may declare them lost.
 
 The runs of a lost node are requeued and its memory goes into quarantine. So no node is declared lost by a
 leader that was itself not listening, nor while no node at all is heard, nor when too many fall silent at
@@ -21,15 +21,15 @@ from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.world.world import World
 
 NODE_PATIENCE_SECONDS = 30.0
-"""How long a new term waits for the agent of a node with runs before it declares the node lost: the agent may
-have to be started first."""
+"""The time for which a new term waits for the agent of a node with runs before it declares the node lost: the
+agent may have to be started first."""
 
 UNLISTED_SECONDS = 70.0
-"""For so long a control service that came back waits for its nodes. By Ray's defaults a node that has lost it
-ends itself after 60 s."""
+"""The time for which a control service that came back waits for its nodes. By Ray's defaults a node that has
+lost the service ends itself after 60 s."""
 
 LISTING_SECONDS = 15.0
-"""A control service of which nothing is heard for so long is away."""
+"""The time after which a control service of which nothing is heard is away."""
 
 RECENT_SECONDS = 30.0
 """Nodes that are lost within this time count as lost at once."""
@@ -44,8 +44,8 @@ class PausedDetection(HeldBack, frozen=True):
 
 
 class HeartbeatMonitor:
-    """What one leader has heard of its nodes, in its memory. `at` is in seconds by a clock that never jumps
-    and runs while the machine sleeps."""
+    """The signs of life that one leader has heard of its nodes. It lives in the leader's memory; `at` is in
+    seconds by a clock that never jumps and runs while the machine sleeps."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -54,13 +54,13 @@ class HeartbeatMonitor:
         self._since: float | None = None
         self._checked_at = 0.0
         self._reported_dead: dict[NodeName, NodeLost] = {}
-        """Reported as lost, and not yet declared lost."""
+        """Nodes that are reported as lost, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
         """An operator allows declaring these lost."""
         self._unlisted_since: dict[NodeName, float] = {}
         """Known nodes that are not in the newest listing."""
         self._listing_since = self._listed_at = -inf
-        """Since when listings have come without a gap, and when the newest came."""
+        """The time since which listings have come without a gap, and the time of the newest."""
         self._gone: list[tuple[float, NodeName, int]] = []
         """(when, node, its number of runs) of nodes declared lost."""
         self.paused: PausedDetection | None = None
@@ -134,7 +134,7 @@ class HeartbeatMonitor:
         return [self._declare_lost(name, world, at, now) for name in lost]
 
     def _why_paused(self, names: Sequence[NodeName], world: World, at: float) -> str | None:
-        """Why the nodes may not be at fault; None if nothing speaks for that."""
+        """Return the reason for which the nodes may not be at fault; None if nothing speaks for that."""
         if not names:
             return None
         missed = self._missed(names, world, at)

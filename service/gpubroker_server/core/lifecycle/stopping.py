@@ -1,4 +1,4 @@
-"""How a run is asked to stop, also for overuse, and what becomes of its task once it has stopped."""
+"""The ways to ask a run to stop, also for overuse, and the changes of its task once the run has stopped."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ _OFF_THE_NODE: dict[str, Any] = {
     "freeing_for": None,
 }
 AnyStopOrder = StopOrder | UnloadOrder | DropOrder
-"""For node agents, model servers, and the sender of inferences."""
+"""An order to a node agent, a model server, or the sender of inferences."""
 
 _COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
 

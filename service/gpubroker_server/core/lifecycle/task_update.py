@@ -1,4 +1,4 @@
-"""What a batch of reports changes of one task, gathered into one decision."""
+"""The changes that a batch of reports makes to one task, gathered into one decision."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ class TaskUpdate:
             self._changes["freeing_for"] = None
 
     def decision(self) -> Decision | None:
-        """None if the reports changed nothing and need no order."""
+        """Return the decision; None if the reports changed nothing and need no order."""
         leases = tuple(self._moved(*self._leases[key]) for key in sorted(self._leases))
         tasks: tuple[TaskWrite, ...] = ()
         if self._before is not None and self._what is not None:

@@ -30,8 +30,8 @@ from gpubroker_server.core.world.world import World
 REQUESTS = frozenset({"form", "scale", "signal"})
 
 STABLE_SECONDS = Seconds(600.0)
-"""After so long at work, the failures of a worker are forgotten: its next restart waits as briefly as its
-first."""
+"""The time at work after which the failures of a worker are forgotten: its next restart waits as briefly as
+its first."""
 
 _LEAVES = {TaskState.PENDING: 0, TaskState.STOPPING: 1, TaskState.ADMITTED: 2, TaskState.RUNNING: 3}
 """The order in which workers leave: first those that have the least to lose."""
@@ -74,21 +74,22 @@ def scaled(
 
 
 DOWN_SHARE = 0.8
-"""Fewer workers are wanted when they would be at this share of the target: at the target itself, the next
-call would bring the worker back."""
+"""The share of the target below which fewer workers are wanted: at the target itself, the next call would
+bring the worker back."""
 
 
 class Autoscaler:
-    """In one leader's memory: the next leader waits again before it takes workers away."""
+    """Chooses the number of workers of sets. It lives in the memory of one leader: the next leader waits
+    again before it takes workers away."""
 
     def __init__(self) -> None:
         self._low_since: dict[TaskId, Instant] = {}
-        """Since when fewer workers would be enough."""
+        """Worker set -> the time since which fewer workers would be enough."""
 
     def count(
         self, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded], now: Instant
     ) -> int:
-        """More at once; fewer only after less was enough for some time."""
+        """Return the number of workers: more at once, but fewer only after less was enough for some time."""
         scaling, count = workers.scaling, _within(workers, workers.count)
         if scaling is None:
             return count

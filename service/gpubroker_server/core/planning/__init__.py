@@ -1,1 +1,1 @@
-"""Which task starts, where, and which runs must leave for it."""
+"""The choice of the task that starts, of its place, and of the runs that must leave for it."""

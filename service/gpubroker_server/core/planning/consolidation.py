@@ -32,7 +32,7 @@ EVERY_SECONDS = Seconds(1.0)
 """Time between two searches for a move."""
 
 MOST_TASKS = 8
-"""First tasks of the queue for which a move is tried."""
+"""Number of the first tasks of the queue for which a move is tried."""
 
 MOST_RUNS = 4
 """Runs moved for one task."""
@@ -43,11 +43,12 @@ MOST_PROBES = 2_000
 HOUR_SECONDS = 3600.0
 
 _LOWEST_PRIORITY = 0
-"""Both sides look for room at this priority, so that they respect every pledge."""
+"""The priority at which both sides look for room, so that they respect every pledge."""
 
 
 class Consolidation:
-    """Owned by the leader. A new leader does not know how many runs were moved in the last hour."""
+    """Moves runs together so that a task fits. The leader owns it, and a new leader does not know how many
+    runs were moved in the last hour."""
 
     def __init__(self) -> None:
         self._pace = Interval(EVERY_SECONDS)
@@ -114,7 +115,7 @@ class _Search:
         self._now = now
         self._most = most
         self._probes = 0
-        """Spent so far."""
+        """Number of probes that were used so far."""
         self._worth = scores_of(world, policy)
         self._offers = Offers(self.draft, policy, now)
         self._places = self._places_in(self.draft)
@@ -145,7 +146,7 @@ class _Search:
         return found
 
     def _lacks_one_piece(self, task: Task) -> bool:
-        """Enough memory is free in sum, but not in one piece, neither now nor soon."""
+        """Return True if enough memory is free in sum, but not in one piece, neither now nor soon."""
         self._probes += len(self._offers.nodes)
         if not task.demand.gpus or self._places.best(task) is not None:
             return False

@@ -35,7 +35,7 @@ TURN_PROBES = 150
 
 
 class Cursor(Struct, frozen=True):
-    """Where a cycle stands after one of its slices."""
+    """The position of a cycle after one of its slices."""
 
     began_at: Instant
     """Ageing stands still during a cycle, so that every task is examined once."""
@@ -55,7 +55,7 @@ class Plan(Struct, frozen=True):
 
     decisions: tuple[Decision, ...]
     cursor: Cursor | None
-    """None when the cycle is finished."""
+    """The cursor for the next slice; None when the cycle is finished."""
 
 
 def plan_cycle(
@@ -187,7 +187,7 @@ class Slice:
         return [withdraw(draft, task) for task in sorted(draft.pledged()) if not self._awaits_room(task)]
 
     def _awaits_room(self, task: TaskId) -> bool:
-        """It is in the queue, or moves and then goes to the room that is kept for it."""
+        """Return True if the task is in the queue, or moves and then goes to the room that is kept for it."""
         world = self._view.draft.world
         row = world.tasks.get(task)
         return task in world.queue or (row is not None and row.is_moving)
@@ -219,7 +219,7 @@ class Slice:
         return [decision]
 
     def _is_awaited(self, decision: Decision) -> bool:
-        """It takes room on a node on which tasks wait for more to come."""
+        """Return True if the decision takes room on a node on which tasks wait for more to come."""
         awaited = self._cache.refusals.awaited
         return any(nodes_of(write.task) & awaited for write in decision.tasks)
 

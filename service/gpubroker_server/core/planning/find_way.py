@@ -55,7 +55,7 @@ class View(Struct, frozen=True):
     places: Places
     offers: Offers
     most_nodes: int | None = None
-    """Victims are looked for on so many nodes only; None: on all."""
+    """The number of nodes on which victims are looked for; None for all."""
 
     def is_short_of_limits(self, task: Task) -> bool:
         """True if a limit of the whole cluster has too little left for it, whatever the nodes have."""
@@ -78,30 +78,32 @@ class Evict(Struct, frozen=True):
 
 
 class WaitReason(StrEnum):
-    """Why a task can neither start nor make room."""
+    """Reasons for which a task can neither start nor make room."""
 
     NO_ROOM = "no_room"
     """No node has room, and none would have it without the runs that may be preempted."""
     COMING = "coming"
-    """Room for it is being given back; no run is stopped for it."""
+    """Room for the task is being given back; no run is stopped for it."""
     RESERVED = "reserved"
-    """The room that it could use is reserved for tasks ahead of it."""
+    """The room that the task could use is reserved for tasks ahead of it."""
     LIMIT = "limit"
-    """A limit of the cluster has too little left, or tasks ahead of it wait for the same limit or quota."""
+    """A limit of the cluster has too little left, or tasks ahead of this one wait for the same limit or
+    quota."""
     QUOTA = "quota"
-    """Its tenant has what it may have, and no run of its own that could give way."""
+    """The task's tenant has what it may have, and no run of its own that could give way."""
     GUARANTEE = "guarantee"
-    """Its tenant would borrow, and what it could preempt is guaranteed to others."""
+    """The task's tenant would borrow, and what it could preempt is guaranteed to others."""
     PLEDGED = "pledged"
-    """Its victims have not left yet."""
+    """The victims of the task have not left yet."""
 
 
 class Wait(Struct, frozen=True):
     reason: WaitReason
     coming_on: tuple[NodeName, ...] = ()
-    """Nodes on which room for it is being given back, or is reserved."""
+    """Nodes on which room for the task is being given back, or is reserved."""
     by_tenant: bool = False
-    """A quota or a guarantee had a part in it: an equal task of another tenant may find a way."""
+    """True if a quota or a guarantee had a part in the answer: an equal task of another tenant may find a
+    way."""
     places: ClassVar[None] = None
     eviction: ClassVar[None] = None
 

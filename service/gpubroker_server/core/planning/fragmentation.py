@@ -1,4 +1,5 @@
-"""How much free memory is in pieces that are too small, and whether tasks wait because of that."""
+"""The share of free memory that lies in pieces that are too small, and the check that tasks wait because of
+that."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,7 @@ class Fragmentation(Struct, frozen=True):
 
     devices: Mapping[DeviceKey, FreeMemory]
     kinds: Mapping[str, FreeMemory]
-    """In name order."""
+    """The free memory of each kind of GPU, in name order."""
 
     @property
     def total(self) -> FreeMemory:
@@ -71,8 +72,8 @@ def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
 
 
 def find_scattered_demand(world: World, policy: Policy, now: Instant) -> Scattered | None:
-    """None unless the most common waiting demand for devices lacks only a piece that is large enough. Ignores
-    CPU, host memory and limits, which `explain` covers."""
+    """Return the most common waiting demand for devices if it lacks only a piece that is large enough, else
+    None. Ignores CPU, host memory and limits, which `explain` covers."""
     waiting: Counter[Demand] = Counter()
     for group in world.queue.groups.values():
         if group.demand.gpus:
@@ -128,7 +129,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(draft: Draft, demand: Demand, policy: Policy, now: Instant) -> Iterator[_Piece]:
-    """Every device that could host the demand."""
+    """Yield every device that could host the demand."""
     for node in draft.usable_nodes():
         if may_use_node(demand, draft.world.nodes[node]):
             for ledger in draft.usable_ledgers(node, policy, now):

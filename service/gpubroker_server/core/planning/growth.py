@@ -1,4 +1,4 @@
-"""More ranks for running elastic gangs, of what no waiting task could take."""
+"""Growth of running elastic gangs by ranks, of memory that no waiting task could take."""
 
 from collections.abc import Iterator
 

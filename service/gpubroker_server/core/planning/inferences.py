@@ -176,7 +176,7 @@ def check_failed_models(
 
 
 def claims_at_takeover(world: World) -> frozenset[tuple[TaskId, Fence]]:
-    """Running inferences that a new leader finds: their answers went to the previous leader."""
+    """Return the running inferences that a new leader finds: their answers went to the previous leader."""
     active = (task for model in world.models.asked() for task in world.models.asking(model).values())
     return frozenset((task.id, task.fence) for task in active)
 

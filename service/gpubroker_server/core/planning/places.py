@@ -1,4 +1,4 @@
-"""Where a task can run now: a node, and on it as many devices as it asks for."""
+"""Places where a task can run now: a node, and on it as many devices as the task asks for."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -32,14 +32,15 @@ Allows = Callable[[DeviceKey, Mib], bool]
 """Returns True if a task may take so many MiB of a device."""
 
 FAR_MB = 2**40
-"""Added for each unmet preference: more than any device has left."""
+"""The amount that is added for each unmet preference: more than any device has left."""
 
 
 STARTS_AT_ONCE = 4
 """A task without GPUs passes over a node with more runs that are being started, for one with fewer."""
 
 BUSY_MB = 2**30
-"""Added for each STARTS_AT_ONCE of them: less than an unmet preference, more than any room that is left."""
+"""The amount that is added for each STARTS_AT_ONCE of them: less than an unmet preference, more than any room
+that is left."""
 
 
 def scores_of(world: World, policy: Policy) -> PlacementScorer | None:
@@ -52,7 +53,7 @@ class PlaceTable:
     """The best place of equal tasks on each node that has one."""
 
     seen: int = -1
-    """Revision of the draft's changes up to which it holds; -1: no node was probed yet."""
+    """Revision of the draft's changes up to which the table holds; -1: no node was probed yet."""
     found: dict[NodeName, Found] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""What the planner remembers about a World from slice to slice and from cycle to cycle."""
+"""The planner's memory of a World from slice to slice and from cycle to cycle."""
 
 from collections.abc import Iterable
 

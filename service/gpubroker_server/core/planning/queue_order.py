@@ -41,7 +41,8 @@ class Head(NamedTuple):
 
     key: OrderKey
     is_merged: bool
-    """False: stands for all groups of its demand in this band, none of which has an earlier task."""
+    """False if the head stands for all groups of its demand in this band, none of which has an earlier
+    task."""
     task: TaskId
     group: QueueGroup | None
     behind: list[Entry]
@@ -79,11 +80,11 @@ class QueueOrder:
         self._after = after
         self._pledged = frozenset(task for task in world.pledges if task in world.queue)
         self._band = 0
-        """Top priority of the band that is open."""
+        """The top priority of the band that is open."""
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
         """Bands to open, the highest last."""
         self._unsifted: list[EquivalenceClass] = []
-        """Demands of the open band of which it is not known whether they are admissible."""
+        """Demands of the open band of which nobody has checked whether they are admissible."""
         self._arriving: list[EquivalenceClass | Equals] = []
         """The groups of the open band that are sifted and not merged yet."""
         self._inadmissible: list[Equals] = []
@@ -91,7 +92,8 @@ class QueueOrder:
         """Demand -> priority up to which no group is admissible, in the open band and below."""
         self._heads: list[Head] = []
         self._own_keys: dict[TaskId, TenantOrderKey] = {}
-        """Within one slice. Each task is compared with all that have a reservation."""
+        """Task -> its order within its tenant, for one slice. Each task is compared with all that have a
+        reservation."""
 
     def continues(
         self, world: World, ordered_at: Instant, after: OrderKey | None, shares: FairShares
@@ -140,7 +142,7 @@ class QueueOrder:
         self._inadmissible = []
 
     def requeue_inadmissible(self) -> None:
-        """Something grew: examine the rest of the groups that were set aside again."""
+        """Examine the rest of the groups that were set aside again, because some node has grown."""
         self._arriving += self._inadmissible
         self._unsifted += (
             equivalence for equivalence in self._inadmissible_up_to if self._band in equivalence.bands

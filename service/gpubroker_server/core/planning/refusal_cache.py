@@ -37,13 +37,13 @@ Key = tuple[str, int, Demand]
 class _Answer(NamedTuple):
     wait: Wait
     grown: int
-    """Revision of `growth` up to which it holds."""
+    """Revision of `growth` up to which the answer holds."""
     changed: int
-    """Revision of `changes` up to which it holds for the nodes it watches."""
+    """Revision of `changes` up to which the answer holds for the nodes in `watches`."""
     watches: tuple[NodeName, ...] | None
-    """Nodes on which any change ends it; None: all."""
+    """Nodes on which any change ends the answer; None for all nodes."""
     right: object = None
-    """The answer of the quotas at the time when it was found."""
+    """The answer of the quotas at the time when this answer was found."""
 
 
 class _Coming(NamedTuple):
@@ -100,9 +100,10 @@ class _GrownRooms:
         self._at: list[int] = []
         """Revisions of `_rooms`, negated so that they rise."""
         self._bounds: list[tuple[int, ...]] = [()]
-        """Number of rooms -> the most MiB that any of the first so many rooms has on so many devices."""
+        """Number of rooms, from the first on -> the most MiB that any of these rooms has on each number of
+        devices."""
         self._counts: dict[int, int] = {}
-        """Revision -> how many of the rooms, from the first on, are of nodes that grew after it."""
+        """Revision -> number of rooms, from the first on, of nodes that grew after it."""
         self.bounds: dict[int, tuple[int, ...]] = {}
         """Answers of `bound`."""
 
@@ -139,7 +140,7 @@ class _GrownRooms:
 
 @dataclass(slots=True)
 class _Ruled:
-    """What is known of single tasks on a set of nodes."""
+    """Refusals of single tasks on a set of nodes."""
 
     out: dict[EquivalenceClass, _RuledOut]
     coming: dict[Likes, _Coming]
@@ -147,12 +148,12 @@ class _Ruled:
 
 
 class Refusals:
-    """What is remembered from cycle to cycle."""
+    """The refusals that are remembered from cycle to cycle."""
 
     def __init__(self) -> None:
         self.everywhere = _Ruled({}, {})
         self.unreserved = _Ruled({}, {})
-        """On the nodes without a reservation."""
+        """Refusals on the nodes without a reservation."""
         self.answers: dict[Key, _Answer] = {}
         """Refusals of gangs, and refusals in which a quota or a guarantee had a part."""
         self.behind: dict[tuple[object, ...], _Answer] = {}
@@ -171,7 +172,7 @@ class Refusals:
 
 
 class RefusalCache:
-    """What is remembered, as it stands in one draft."""
+    """The remembered refusals, as they hold in one draft."""
 
     def __init__(self, known: Refusals, view: View, revisions: NodeRevisions) -> None:
         self._known = known
@@ -180,7 +181,7 @@ class RefusalCache:
         self._rooms: dict[tuple[int, bool], _GrownRooms] = {}
         """(priority, whether the tasks ask for GPUs) -> what grown nodes have for them."""
         self._rooms_at = (0, 0)
-        """Revisions of `changes` and of `growth` for which they hold."""
+        """Revisions of `changes` and of `growth` for which `_rooms` hold."""
         reservations = view.reservations
         if reservations.forecasts != known.forecasts:
             known.behind.clear()

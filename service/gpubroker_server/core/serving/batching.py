@@ -26,7 +26,7 @@ class BatchRules(Struct, frozen=True):
     most_rows: Annotated[int, Meta(ge=1, le=65_536), written("max_size", {})] = 16
     """Rows in one request, and no more than the model takes; 1: no batches."""
     delay_seconds: Annotated[Seconds, Meta(ge=0, le=60)] = Seconds(0.005)
-    """How long the first request of a batch waits for others."""
+    """The longest time that the first request of a batch waits for others."""
 
 
 class InferenceRequest(Struct, frozen=True):
@@ -34,7 +34,7 @@ class InferenceRequest(Struct, frozen=True):
     version: str = ""
     """The version of the model; empty: the server chooses."""
     outputs: tuple[str, ...] = ()
-    """Empty: all."""
+    """Names of the wanted outputs; empty for all."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
 
@@ -50,7 +50,7 @@ class InferenceRequest(Struct, frozen=True):
         return self.rows > 0 and not _OWN_STATE & self.parameters.keys()
 
     def batch_key(self) -> tuple[Any, ...]:
-        """Equal for requests that may share a batch: they differ only in their rows."""
+        """Return a key that is equal for requests which may share a batch: they differ only in their rows."""
         inputs = tuple((one.name, one.datatype, one.shape[1:]) for one in self.inputs)
         return self.version, inputs, self.outputs, json.dumps(self.parameters, sort_keys=True)
 

@@ -8,17 +8,19 @@ from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 
 class BreakerRules(NamedTuple):
     faults: int = 3
-    """After so many in a row, with no answer in between, requests go to other servers, if there are any."""
+    """The number of faults in a row, with no answer in between, after which requests go to other servers, if
+    there are any."""
     pause_seconds: Seconds = Seconds(1.0)
-    """How long it stays open at least: an earlier answer belongs to an earlier request."""
+    """The shortest time for which the breaker stays open: an earlier answer belongs to an earlier request."""
     most_pause_seconds: Seconds = Seconds(30.0)
     """The pause doubles up to this for a server that answers and fails in turn."""
     calm_seconds: Seconds = Seconds(60.0)
-    """After so long closed, the next pause is short again."""
+    """The time after closing from which the next pause is short again."""
 
 
 class Breaker:
-    """Closed until `faults` in a row; then open until the first answer after its pause."""
+    """A breaker that is closed until `faults` come in a row, then open until the first answer after its
+    pause."""
 
     __slots__ = ("_changed_at", "_faults", "_pause_seconds", "_rules", "fault", "is_open")
 
@@ -28,7 +30,7 @@ class Breaker:
         """The last one, in words; empty after an answer."""
         self._rules = rules or BreakerRules()
         self._faults = 0
-        """Since the last answer."""
+        """Number of faults since the last answer."""
         self._changed_at = MonotonicSeconds(float("-inf"))
         self._pause_seconds = Seconds(0.0)
 

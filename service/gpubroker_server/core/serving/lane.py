@@ -22,7 +22,7 @@ class LaneRules(NamedTuple):
     """The rules of all lanes. Its defaults are those of the settings."""
 
     places: int = 256
-    """How many requests may wait."""
+    """The number of requests that may wait."""
     tenant_share: float = 0.75
     """The part of the places that one tenant may have while another one is there, and of the slots while
     others wait; one always."""
@@ -33,7 +33,8 @@ class LaneRules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a waiting request. The smallest came first, or has the highest priority; no two are equal."""
+    """The place of a waiting request. The smallest came first, or has the highest priority; no two are
+    equal."""
 
     order: int
     """The priority, negative: the highest is first."""
@@ -44,9 +45,9 @@ class Place(NamedTuple):
 
 class QueueEstimate(NamedTuple):
     position: int
-    """1: it is next."""
+    """The place in the queue. 1: the request is next."""
     eta_seconds: Seconds | None
-    """None: no request has been answered yet."""
+    """The time until a slot is expected; None if no request has been answered yet."""
 
 
 class Queued(NamedTuple):
@@ -76,9 +77,9 @@ class ModelLane:
         self._slots = slots
         self._climb = HillClimb()
         self._held: Counter[str] = Counter()
-        """In flight, by tenant."""
+        """Tenant -> number of its requests in flight."""
         self._waits: Counter[str] = Counter()
-        """Waiting, by tenant."""
+        """Tenant -> number of its waiting requests."""
         self._queues: dict[tuple[str, int], list[Place]] = {}
         """(tenant, order) -> places by arrival; none is empty."""
         self._turn = 0
@@ -151,7 +152,7 @@ class ModelLane:
         return self.waiting + self.in_flight == self._waits[tenant] + self._held[tenant]
 
     def withdraw(self, place: Place) -> None:
-        """It waits no longer."""
+        """Remove a request that waits no longer."""
         queue = self._queues[place.tenant, place.order]
         del queue[bisect_left(queue, place)]
         if not queue:

@@ -1,4 +1,4 @@
-"""How the parts of a message are written to a connection."""
+"""Joins the parts of a message that are written to a connection."""
 
 from collections.abc import Sequence
 

@@ -13,11 +13,11 @@ class RequestState(StrEnum):
     """Nothing was sent. Its turn on the client's connection has not come, or its body must be complete first:
     a load that is searched for files, a request to several servers. A stream is here between two messages."""
     AWAITING_MODEL = "awaiting_model"
-    """It waits until its model is in memory, or gone if the request unloads it, or until the audit log has
-    the request. Its body counts as waiting bytes."""
+    """The request waits until its model is in memory, or gone if the request unloads it, or until the audit
+    log has the request. The body counts as waiting bytes."""
     QUEUED = "queued"
-    """Its model is in memory, and the request waits in the model's lane for a slot. Its body counts as
-    waiting bytes."""
+    """The request's model is in memory, and the request waits in the model's lane for a slot. The body counts
+    as waiting bytes."""
     SENT = "sent"
     """A server has it and has not answered. It may go to another server while its whole body is kept."""
     ANSWERING = "answering"
@@ -44,7 +44,7 @@ class RequestMove(StrEnum):
     FINISH = "finish"
     """The answer is complete."""
     FAIL = "fail"
-    """It is refused, or its server failed."""
+    """The request is refused, or its server failed."""
     ABANDON = "abandon"
     """The client closes its connection, or cancels."""
 

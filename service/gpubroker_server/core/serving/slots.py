@@ -14,10 +14,11 @@ FRESH_SECONDS: Final = Seconds(3.0)
 """Gateways ignore shares that the leader gave longer ago."""
 
 HOLD_SECONDS: Final = Seconds(30.0)
-"""A claim holds for so long after it was written: by then its gateway is down to one slot by itself."""
+"""The time for which a claim holds after it was written: by then its gateway is down to one slot by
+itself."""
 
 AWAY_SECONDS: Final = Seconds(5.0)
-"""A gateway that has written nothing for so long gets nothing more."""
+"""The time after which a gateway that has written nothing gets nothing more."""
 
 _REMEMBERED_SECONDS: Final = 2 * FRESH_SECONDS
 """No gateway acts upon shares that were given longer ago."""
@@ -27,18 +28,19 @@ Shares = Mapping[str, int]
 
 
 class Claim(NamedTuple):
-    """What a gateway says of itself."""
+    """The slots that a gateway says it has and wants."""
 
     gateway: str
     at: Instant
     holds: Mapping[str, int]
-    """Model -> how many requests it may be sending at once."""
+    """Model -> number of requests that the gateway may be sending at once."""
     wants: Mapping[str, int]
-    """Model -> how many requests it has, queued ones included."""
+    """Model -> number of requests that the gateway has, queued ones included."""
 
 
 class SlotShares:
-    """Of one leader. When it gives its first shares, no gateway acts upon those of older leaders any more."""
+    """The shares that one leader gives. When the leader gives its first shares, no gateway acts upon those of
+    older leaders any more."""
 
     def __init__(self, slots: Mapping[str, int], began_at: Instant) -> None:
         """`slots`: by model."""
@@ -101,12 +103,12 @@ def _split(amount: int, weights: Mapping[str, int]) -> Shares:
 FIRST_LIMIT: Final = 4
 MOST: Final = 256
 WORTH: Final = 0.2
-"""The part of what more requests at once could bring in answers per second that they must bring: twice as
-many are kept for a fifth more answers."""
+"""The share of the possible gain that more requests at once must bring in answers per second: twice as many
+are kept for a fifth more answers."""
 
 _FEWEST_ANSWERS: Final = 16
 _ROUNDS: Final = 2
-"""A rate is taken over so many answers for each slot."""
+"""Number of answers for each slot over which a rate is taken."""
 
 
 class _Tried(NamedTuple):
@@ -128,8 +130,8 @@ class HillClimb:
     def __init__(self) -> None:
         self.limit = FIRST_LIMIT
         self._answers = 0
-        """Since the rate is taken; negative while answers of requests come that were sent under another
-        limit."""
+        """Number of answers since the rate is taken; negative while answers of requests come that were sent
+        under another limit."""
         self._since = MonotonicSeconds(0.0)
         self._before: _Tried | None = None
         """The attempt that the present limit is compared with."""

@@ -15,7 +15,7 @@ _FORMATS: Final = {
 _BF16_BYTES: Final = 2
 
 _AT_ONCE: Final = 4096
-"""How many values are converted at a time, so that other work gets the processor in between."""
+"""Number of values that are converted at a time, so that other work gets the processor in between."""
 
 
 class BadTensor(ValueError):
@@ -46,9 +46,9 @@ def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
 
 
 def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
-    """Flat, as JSON has them, in parts: all values together take many times the memory of their bytes. Bytes
-    that are no UTF-8 are read as Latin-1, NaN and infinities as None. Raises BadTensor before the first part
-    if the data does not have the length of its shape."""
+    """Yield the values in parts, flat, as JSON has them: all values together take many times the memory of
+    their bytes. Bytes that are no UTF-8 are read as Latin-1, NaN and infinities as None. Raises BadTensor
+    before the first part if the data does not have the length of its shape."""
     count, data = prod(tensor.shape), tensor.data
     if tensor.datatype == "BYTES":
         found = sum(1 for _ in elements_of(data))
@@ -103,7 +103,7 @@ def split_rows(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
 
 
 def _ends(tensor: Tensor, counts: Sequence[int]) -> list[int]:
-    """Where in the data each of these numbers of values ends."""
+    """Return the offsets in the data at which each of these numbers of values ends."""
     if tensor.datatype == "BYTES":
         lengths = (4 + len(element) for element in elements_of(tensor.data))
         ends: Sequence[int] = list(accumulate(lengths, initial=0))

@@ -1,4 +1,5 @@
-"""What background and idle work may still take of the fleet: set by fleet control, used up by starts."""
+"""The amounts that background and idle work may still take of the fleet. Fleet control sets them, starts use
+them up."""
 
 from collections.abc import Iterator, Mapping
 

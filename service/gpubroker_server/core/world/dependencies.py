@@ -17,12 +17,13 @@ NO_PRIORITY = -1
 """The priority that a held task passes on: nothing need hurry for it."""
 
 MAX_DECISIONS = 1000
-"""Per call of `settle_dependencies`: a task may have any number of dependents."""
+"""Most decisions per call of `settle_dependencies`: a task may have any number of dependents."""
 
 
 class PriorityInheritance:
-    """Per dependency, the highest priority among its direct and indirect dependents. It counts what each
-    dependent passes on: a change costs as much as there are tasks whose place in the queue changes."""
+    """The highest priority among the direct and indirect dependents of each dependency. Each dependent counts
+    with the priority that it passes on, so a change costs as much as there are tasks whose place in the queue
+    changes."""
 
     def __init__(
         self,
@@ -42,14 +43,14 @@ class PriorityInheritance:
         self._passed: dict[TaskId, int] = {}
         """Dependent -> the priority that it passes on."""
         self._counts: dict[TaskId, Counter[int]] = {}
-        """Dependency -> priority -> how many dependents pass it on."""
+        """Dependency -> priority -> number of dependents that pass it on."""
 
     def update(self, dependent: Task) -> None:
         self._own[dependent.id] = NO_PRIORITY if dependent.held else dependent.priority
         self._propagate(dependent.id)
 
     def leave(self, dependent: TaskId) -> None:
-        """It waits no more; to be called while it is still in `remaining`."""
+        """Remove a dependent that no longer waits. Call this while the dependent is still in `remaining`."""
         self._own[dependent] = NO_PRIORITY
         self._propagate(dependent)
         del self._own[dependent], self._passed[dependent]
@@ -102,9 +103,9 @@ class PriorityInheritance:
 
 class TaskEnd(NamedTuple):
     state: TaskState | None
-    """None if its record is gone."""
+    """The end of the task; None if its record is gone."""
     failed_by: TaskId | None = None
-    """If it failed because of another task: the first of that chain."""
+    """The first failed task of the chain of dependencies, if the task failed because of another one."""
 
 
 class DependencyIndex:
@@ -269,7 +270,7 @@ def _how(end: TaskEnd) -> str:
 
 
 def _enqueue(task: Task, now: Instant) -> Decision:
-    """It enters the queue, and its time limit to wait begins."""
+    """Return the decision with which the task enters the queue, and its time limit to wait begins."""
     changes: dict[str, Any] = {"awaits": False}
     if task.queue_ttl_seconds is not None:
         earliest = max(now, task.not_before or now)

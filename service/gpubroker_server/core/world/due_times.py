@@ -15,7 +15,7 @@ class DueTimes(dict[TaskId, Instant]):
     def __init__(self) -> None:
         super().__init__()
         self._heap: list[tuple[Instant, TaskId]] = []
-        """Every entry, and stale ones, which are skipped."""
+        """A heap of every entry, and of stale ones, which are skipped."""
 
     def __setitem__(self, task: TaskId, at: Instant) -> None:
         super().__setitem__(task, at)

@@ -1,4 +1,5 @@
-"""How much of a node's free room no typical demand could use, and where a demand strands the least.
+"""Measures of the free room of a node that no typical demand could use, and the choice of the place where a
+demand strands the least.
 
 After Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient
 Descent" (USENIX ATC 2023; github.com/hkust-adsl/kubernetes-scheduler-simulator). Why our own measure differs:
@@ -24,7 +25,7 @@ MAX_CACHED = 50_000
 
 
 class Shape(NamedTuple):
-    """What a demand takes of a node, without tenant and priority."""
+    """The resources that a demand takes of a node, without tenant and priority."""
 
     cpu: float
     devices: int
@@ -34,7 +35,8 @@ class Shape(NamedTuple):
 
 
 class Remainder(NamedTuple):
-    """What is left of a node: CPU, and the amount on each of its devices of one kind, in index order."""
+    """The rest of a node: its CPU, and the amount that is left on each of its devices of one kind, in index
+    order."""
 
     cpu: float
     left: tuple[int, ...]
@@ -56,7 +58,7 @@ class TypicalDemand(NamedTuple):
     cpu: float
     devices: int
     amount: int | None
-    """On each device; None if the kind cannot host it."""
+    """The amount on each device; None if the kind cannot host the demand."""
     weight: float
 
 
@@ -111,8 +113,8 @@ class FragmentationMeasure:
         return self._table(tuple(sorted(room.left)), room.kind).whole
 
     def spot(self, shape: Shape, room: Remainder) -> DeviceChoice | None:
-        """Where the demand strands the least on this node; None if it does not fit. Of equal scores the
-        lowest device; for several devices per demand, the fullest that have room."""
+        """Return the place where the demand strands the least on this node; None if it does not fit. Of equal
+        scores the lowest device wins; for several devices per demand, the fullest that have room."""
         spots = self._spots.setdefault(shape, {})
         try:
             return spots[room]
@@ -175,7 +177,7 @@ class FragmentationMeasure:
 
 
 class Table:
-    """What typical demands could use of one row of devices, for any amount of CPU."""
+    """The use that typical demands could make of one row of devices, for any amount of CPU."""
 
     def __init__(
         self, left: tuple[int, ...], known: tuple[TypicalDemand, ...], capacity_share: float

@@ -89,7 +89,7 @@ class DeviceLedger:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.holdings: dict[str, Holding] = {}
-        """Changed by `_enter` only."""
+        """The holdings by lease. Only `_enter` changes them."""
         self.pledges: dict[TaskId, Pledge] = {}
         self.sample: DeviceSample | None = None
         """The newest one; None before the first."""
@@ -136,7 +136,8 @@ class DeviceLedger:
         return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
     def _beyond_known_mb(self) -> int:
-        """Negative if processes are listed with more than is in use."""
+        """Return the use beyond that of the known processes; negative if processes are listed with more than
+        is in use."""
         sample = self.sample
         if sample is None:
             return 0
@@ -292,7 +293,8 @@ class UnconfirmedHolders:
 
     def __init__(self) -> None:
         self.releasing: dict[RunId, Instant] = {}
-        """Run -> when its end was reported; rows say only that it ended. Its leases are released together."""
+        """Run -> the time at which its end was reported; rows say only that it ended. Its leases are released
+        together."""
         self.quarantined: dict[str, dict[str, Lease]] = {}
         """Holder -> leases in quarantine of all its attempts, by key."""
 

@@ -40,7 +40,7 @@ class InferenceCounts:
             self.ended[after.state] += 1
 
     def waits(self) -> Sequence[int]:
-        """Cumulative counts by bound, and the total."""
+        """Return the cumulative counts by bound, and the total."""
         return tuple(accumulate(self._waits))
 
 
@@ -48,7 +48,7 @@ class ModelIndex:
     def __init__(self) -> None:
         self._live: dict[ModelKey, Task] = {}
         self._known: dict[TaskId, Task] = {}
-        """Ended ones too, as long as they may hold memory."""
+        """Models by task, ended ones too, as long as they may hold memory."""
         self._asking: dict[str, dict[TaskId, Task]] = {}
         self.answered = InferenceCounts()
 
@@ -94,7 +94,7 @@ class ModelIndex:
         return self._live.get(home)
 
     def known(self) -> Iterator[Task]:
-        """Ended ones with memory included, ordered by id."""
+        """Yield the models, ended ones with memory included, ordered by id."""
         return (self._known[name] for name in sorted(self._known))
 
     def on(self, server: str, address: str = "", process: str = "") -> Iterator[Task]:
@@ -104,5 +104,5 @@ class ModelIndex:
                 yield task
 
     def live(self) -> Iterator[Task]:
-        """Ordered by server and model."""
+        """Yield the live models, ordered by server and model."""
         return (self._live[home] for home in sorted(self._live))

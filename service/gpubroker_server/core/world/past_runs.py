@@ -1,4 +1,4 @@
-"""What past runs have used, and the peaks of present ones."""
+"""The use of past runs, and the peaks of present ones."""
 
 from collections.abc import Mapping
 

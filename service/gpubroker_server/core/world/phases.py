@@ -1,4 +1,4 @@
-"""How long a task has been in each phase, over all its attempts."""
+"""The time that a task has spent in each phase, over all its attempts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -13,8 +13,8 @@ from gpubroker_server.core.world.events import SUBMITTED, Event
 class Phase(StrEnum):
     QUEUED = "queued"
     ADMITTED = "admitted"
-    """Its memory is leased, and its node's agent is not known to have the order. The agent says when it got
-    the order together with the start of the process; until then all of the time counts here."""
+    """The task's memory is leased, and the node's agent is not known to have the order. The agent says when
+    it got the order together with the start of the process; until then all of the time counts here."""
     STARTING = "starting"
     """The agent has the order: the run waits for a process, or that imports and unpickles. What no agent
     starts is only ever starting: a model that is loaded."""
@@ -42,7 +42,8 @@ _BEGAN_AT = {
 
 
 def course_of_row(task: Task) -> Course | None:
-    """None if only the event log knows it: the task was asked to stop, or came back to the queue."""
+    """Return the phases by the task's row. Returns None if only the event log knows them: the task was asked
+    to stop, or came back to the queue."""
     came_back = task.fence > 1 or (task.fence == 1 and task.admitted_at is None)
     if came_back or task.stop_reason is not None:
         return None
@@ -74,7 +75,8 @@ def course_of_events(events: Iterable[Event], *, by_agent: bool = True) -> Cours
 
 
 def _begin(course: list[tuple[Phase | None, Instant]], at: Instant, ordered_at: Instant | None) -> None:
-    """It runs from now on. If it is not known when the agent had the order, it counts as given at once."""
+    """Add the phases up to the start of the run. An order counts as given at once if it is not known when the
+    agent had it."""
     phase, since = course[-1]
     if phase is Phase.ADMITTED:
         if ordered_at is None:

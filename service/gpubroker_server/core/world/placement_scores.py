@@ -27,18 +27,18 @@ MAX_TYPICAL = 64
 """The most shapes that count as typical: each is evaluated on each state of a node."""
 
 MAX_CACHED_STATES = 10_000
-"""Cached answers, some megabytes, before all are dropped."""
+"""Number of cached answers at which all are dropped: some megabytes."""
 
 DeviceClasses = Mapping[str, tuple[int, Device]]
 """Device class -> (number of devices, one of them)"""
 
 
 class Row(NamedTuple):
-    """What is left of the devices of one class on one node, for one task."""
+    """The room that is left for one task on the devices of one class of one node."""
 
     room: Remainder
     devices: tuple[Device, ...]
-    """In key order; `room.left` says what is left of each."""
+    """The devices in key order, which is that of `room.left`."""
 
 
 class ScoredPlacement(NamedTuple):
@@ -83,9 +83,9 @@ class PlacementScorer:
         self._measure = fgd(self.usual, _mean(stock)) if policy == "fgd" else tasks_lost(self.usual, stock)
 
     def spot(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
-        """Where on this node the demand strands the least; None if its devices do not suffice. Of equally
-        preferred devices the highest score wins, then the lowest device; for several devices the most
-        preferred, then the fullest that have room."""
+        """Return the place on this node where the demand strands the least; None if the devices do not
+        suffice. Of equally preferred devices the highest score wins, then the lowest device; for several
+        devices the most preferred, then the fullest that have room."""
         if not demand.gpus:
             rooms = [row.room for row in node]
             return ScoredPlacement(
@@ -206,17 +206,17 @@ def _mean(stock: Inventory) -> float:
 
 
 MAX_COUNTED = 10_000
-"""Beyond this many submissions all counts are halved, so that old ones fade."""
+"""Number of submissions above which all counts are halved, so that old ones fade."""
 
 MAX_DEMANDS = 1_000
-"""Beyond this many different demands counts are halved as well: the rare ones go."""
+"""Number of different demands above which counts are halved as well: the rare ones go."""
 
 FRESH_SHARE = 0.125
-"""With this share of new submissions a new edition is published."""
+"""The share of new submissions with which a new edition is published."""
 
 
 class DemandMix:
-    """How often each demand was submitted. Depends on the submissions and their order alone."""
+    """Counts of the submissions of each demand. They depend only on the submissions and their order."""
 
     def __init__(self, edition: Mapping[Demand, int] | None = None) -> None:
         self.edition: Mapping[Demand, int] = {} if edition is None else edition

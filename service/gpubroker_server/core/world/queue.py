@@ -23,7 +23,7 @@ Rank = tuple[int, int]
 """A tenant's place within a band: (0 below its guarantee, else 1; steps of fair share that it has used)."""
 
 EVEN: Rank = (0, 0)
-"""For all tenants where none is ranked."""
+"""The rank of all tenants where none is ranked."""
 
 TenantOrderKey = tuple[int, int, float, float, TaskId]
 
@@ -48,7 +48,7 @@ def order_within_tenant(
 
 
 def order_key(own: TenantOrderKey, rank: Rank) -> OrderKey:
-    """Among all tasks: the tenant's rank comes right after the band."""
+    """Return the order key among all tasks: the tenant's rank comes right after the band."""
     return (own[0], *rank, *own[1:])
 
 
@@ -212,7 +212,7 @@ class PendingQueue:
         self.pauses: dict[str, QueuePause] = {}
         """Queue -> pause; changed by `set_pause` only."""
         self.paused: set[TaskId] = set()
-        """Nothing but a pause keeps them out of the groups."""
+        """Tasks that only a pause keeps out of the groups."""
         self.stream_weights: dict[str, float] = {}
         """Stream -> weight from fleet control; other work streams have that of the policy. Changed by `weigh`
         only."""

@@ -1,4 +1,4 @@
-"""Whether the node and the GPUs of a model server exist as the settings name them."""
+"""Checks that the node and the GPUs of a model server exist as the settings name them."""
 
 from collections.abc import Sequence
 from typing import Final

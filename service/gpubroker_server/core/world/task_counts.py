@@ -1,5 +1,5 @@
-"""How many tasks there are, as overviews and metrics show it. The cost grows with how many demands differ,
-not with the queue."""
+"""Counts of tasks for overviews and metrics. The cost grows with the number of different demands, not with
+the queue."""
 
 from collections import Counter
 from collections.abc import Mapping

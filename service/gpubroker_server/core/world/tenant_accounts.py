@@ -1,4 +1,4 @@
-"""What each tenant holds, and has used: GPU-MiB-seconds that decay with a half-life."""
+"""The memory that each tenant holds and has used, in GPU-MiB-seconds that decay with a half-life."""
 
 from collections.abc import Iterable, Iterator
 from heapq import nlargest
@@ -37,10 +37,10 @@ class Account:
 
     def __init__(self, held_mb: int = 0, mb_seconds: float = 0.0, at: Instant = Instant(0.0)) -> None:
         self.held_mb = held_mb
-        """Sum of its unreleased leases, whatever their state."""
+        """The sum of the tenant's unreleased leases, whatever their state."""
         self.mb_seconds = mb_seconds
         self.at = at
-        """`mb_seconds` holds for this instant."""
+        """The instant for which `mb_seconds` holds."""
 
 
 class Accounts:
@@ -50,7 +50,7 @@ class Accounts:
     def __init__(self, half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.half_life_seconds = half_life_seconds
         self.revision = 0
-        """Rises with every change of what a tenant holds."""
+        """Revision that rises with every change of what a tenant holds."""
         self._known: dict[str, Account] = {}
         self._whole: tuple[int, int] = (-1, 0)
 
@@ -77,7 +77,7 @@ class Accounts:
         account.mb_seconds, account.at = usage.mb_seconds, usage.at
 
     def rows(self) -> list[TenantUsage]:
-        """Sorted by tenant."""
+        """Return the usage of all tenants, sorted by tenant."""
         known = sorted(self._known.items())
         return [TenantUsage(tenant, account.mb_seconds, account.at) for tenant, account in known]
 

@@ -10,7 +10,7 @@ from gpubroker_server.core.world.payload import changed, read
 
 
 class WorkerSets(dict[TaskId, WorkerSet]):
-    """By id. Changed by `apply` alone, which also knows the workers."""
+    """The worker sets by id. Only `apply` changes them, which also knows the workers."""
 
     def __init__(self, known: Iterable[WorkerSet] = ()) -> None:
         super().__init__()

@@ -62,8 +62,8 @@ class World:
     def __init__(self, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.position = Position(0)
         self.lineage = Lineage(0)
-        """Claims made in it have higher fences: runs of an earlier lineage, of which the database knows
-        nothing any more, may still have the others."""
+        """The lineage of the log. Claims made in it have higher fences: runs of an earlier lineage, of which
+        the database knows nothing any more, may still have the others."""
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
         self.worker_sets = WorkerSets()
@@ -79,7 +79,7 @@ class World:
         self.full_disks: dict[NodeName, str] = {}
         """Nodes on which nothing starts because a disk is too full, and which one."""
         self.inventory_version = 0
-        """Rises with every new or changed node or device row."""
+        """Version that rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
         """Unreleased leases of each claim, by key."""
@@ -99,11 +99,11 @@ class World:
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
         self.preempted: Counter[str] = Counter()
-        """`task` or `model` -> how often one made room since this World was first read."""
+        """`task` or `model` -> number of times that one made room since this World was first read."""
         self.pending: Counter[str] = Counter()
-        """Tenant -> how many of its tasks are pending, whatever they wait for."""
+        """Tenant -> number of its pending tasks, whatever they wait for."""
         self.pending_bytes: Counter[str] = Counter()
-        """Tenant -> what they keep for their runs."""
+        """Tenant -> bytes that its pending tasks keep for their runs."""
         self.models = ModelIndex()
         self.learned = RunHistory()
         self.mix = DemandMix()
@@ -202,7 +202,7 @@ class World:
         self.requests[request.id] = request
 
     def leases_of(self, task: Task) -> list[Lease]:
-        """Unreleased leases of a task's newest claim, ordered by key."""
+        """Return the unreleased leases of a task's newest claim, ordered by key."""
         run = self.leases.get((task.id, task.fence), {})
         return [run[key] for key in sorted(run)]
 

@@ -1,4 +1,4 @@
-"""For operators of the service: health, readiness, metrics, shutdown."""
+"""Routes for operators of the service: health, readiness, metrics, shutdown."""
 
 import asyncio
 import contextlib

@@ -102,7 +102,8 @@ def _shown(row: TokenRow) -> dict[str, Any]:
 
 
 def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
-    """Where tenants are configured, an unknown name is likelier a slip than a new tenant. Raises Problem."""
+    """Check that the tenant of a new token is known, if tenants are configured: an unknown name is then
+    likelier a slip than a new tenant. Raises Problem."""
     configured = {known.name for known in policy.tenants} - {"*"}
     known = configured | others
     if not configured or tenant in known:

@@ -1,4 +1,4 @@
-"""What an array is asked to be: its body, and the workers and terms that are made of it."""
+"""The submit of an array: its body, and the workers and terms that are made of it."""
 
 import asyncio
 import json

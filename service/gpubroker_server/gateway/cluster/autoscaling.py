@@ -1,4 +1,5 @@
-"""What autoscalers read: what waiting tasks lack, what all need together, and what could be given back."""
+"""Routes for autoscalers: the demand that waiting tasks lack, the demand of all tasks together, and the nodes
+that could be given back."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""What is wrong with the fleet, and what to do about it."""
+"""Findings about the fleet, each with a remedy."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""How full a node's disks are, and what of the operator's roots may go."""
+"""The disks of nodes: how full they are, and which files below the operator's roots may go."""
 
 import json
 from typing import Annotated, Any

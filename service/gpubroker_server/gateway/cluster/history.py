@@ -1,4 +1,4 @@
-"""What was measured lately, beside what is measured now."""
+"""Measured values of the recent past, beside those of now."""
 
 from collections.abc import Callable
 from typing import Annotated

@@ -33,7 +33,7 @@ log = structlog.get_logger("gpubroker.idle_templates")
 resource = Resource("cluster")
 
 SUBMIT_SECONDS = 2.0
-"""How often a gateway looks for tasks that it is to submit."""
+"""Interval in which a gateway looks for tasks that it is to submit."""
 WAIT_SECONDS = 60.0
 """A task that does not start within this time expires: what was idle is in use by then."""
 MOST_BYTES = 256 * 1024
@@ -150,7 +150,8 @@ async def keep_filling(parts: Parts) -> None:
 
 
 async def fill(parts: Parts, leader: LeaderSeen, refused: dict[str, str]) -> None:
-    """Once. `refused`: why the last task of each template was, so that each cause is logged once."""
+    """Submit the missing tasks of all templates once. `refused`: template -> the reason for which its last
+    task was refused, so that each cause is logged once."""
     fleet = leader.fleet
     wanted = {} if fleet is None else {it.name: it for it in fleet.templates if it.missing}
     for template in await parts.store.idle_templates() if wanted else ():

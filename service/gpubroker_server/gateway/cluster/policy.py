@@ -1,4 +1,4 @@
-"""What the operator has configured, and what each tenant has of it."""
+"""The operator's configuration, and each tenant's part of it."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What waits for an operator's statement: memory in quarantine, and silent nodes that are held back."""
+"""Things that wait for an operator's statement: memory in quarantine, and silent nodes that are held back."""
 
 from collections.abc import Sequence
 from typing import Annotated

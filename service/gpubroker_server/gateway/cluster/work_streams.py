@@ -37,7 +37,7 @@ class PutStream(Body):
 
 
 class TellSignal(Body):
-    """What is new of a stream; give at least one."""
+    """New signals of a stream; give at least one."""
 
     progress: Annotated[
         float, Field(ge=-LARGEST, le=LARGEST, description="Elo, a score: more is better.")

@@ -1,1 +1,1 @@
-"""Why a task waits, what would help, and what-if questions."""
+"""Explanations of a waiting task, its remedies, and what-if questions."""

@@ -1,4 +1,4 @@
-"""Whether a set of components fits the fleet, or another one. Nothing is stored."""
+"""The check whether a set of components fits the fleet, or another one. Nothing is stored."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Self

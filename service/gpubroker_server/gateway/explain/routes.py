@@ -1,4 +1,4 @@
-"""Why a task waits, what would help, and what would happen to one that is not submitted yet."""
+"""Explanations of a waiting task, its remedies, and what would happen to a task that is not submitted yet."""
 
 from collections import Counter
 from typing import Any

@@ -48,7 +48,7 @@ resource = Resource("tasks", DirectRoute)
 
 MAX_TASKS = 10_000
 SLICE_SECONDS = 0.003
-"""After this long the batch lets other requests use the event loop."""
+"""The time after which the batch lets other requests use the event loop."""
 IDS_PER_LINE = 100
 
 _read_task = TypeAdapter(SubmitTask).validator.validate_json
@@ -56,7 +56,7 @@ _TASK_IDS = re.compile(rb"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 class SubmitBatch(ListBody):
-    """Many tasks. Each is as if it were sent alone, `key` and `after` included."""
+    """A batch of tasks. Each is treated as if it were sent alone, `key` and `after` included."""
 
     list_name: ClassVar = "tasks"
     tasks: Annotated[
@@ -116,7 +116,7 @@ async def submit_batch(
 
 
 def _log_accepted(submissions: Sequence[AdmittedTask], tenant: str) -> None:
-    """Some in each line: a line for each would keep other requests waiting."""
+    """Log the accepted tasks, several per line: a line for each would keep other requests waiting."""
     for start in range(0, len(submissions), IDS_PER_LINE):
         ids = [one.task.id for one in submissions[start : start + IDS_PER_LINE]]
         log.info("tasks accepted", tasks=" ".join(ids), tenant=tenant)

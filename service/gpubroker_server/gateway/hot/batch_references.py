@@ -47,7 +47,7 @@ class BatchReferences:
         return to_json(body) if has_changed else text
 
     def _index_of(self, wanted: int | str, number: int) -> int | str:
-        """Or what is wrong."""
+        """Return the index of the wanted task, or a text that says what is wrong."""
         if isinstance(wanted, int):
             if 0 <= wanted < number:
                 return wanted
@@ -68,7 +68,7 @@ class BatchReferences:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Empty if it is not one; validation says so."""
+    """Return the object; empty if the text is none, which the validation reports."""
     try:
         found = from_json(text)
     except ValueError:

@@ -56,7 +56,7 @@ class DirectRoute(APIRoute):
         self.endpoint = endpoint
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
         self._scopes = [scope for need in needed for scope in need.scopes or ()]
-        """Any of them will do."""
+        """Scopes of which any is enough."""
         self._readers = _readers_of(endpoint, self.param_convertors)
         self._takes_parameters = bool(self.dependant.query_params)
         self.app = self.answer

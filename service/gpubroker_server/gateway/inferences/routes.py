@@ -53,7 +53,7 @@ class TensorParameters(Body):
 
 
 class InputTensor(Body):
-    """As in Triton's protocol, with its values here, after the JSON, or in an object."""
+    """A tensor as in Triton's protocol, with its values here, after the JSON, or in an object."""
 
     name: Annotated[str, line(1000, 1)]
     datatype: Datatype

@@ -1,5 +1,5 @@
-"""How much memory a model takes: it is loaded, asked at its batch sizes while its GPU is measured, and
-unloaded. The leader learns the size as from any load."""
+"""Measurement of the memory that a model takes. The model is loaded, asked at its batch sizes while its GPU
+is measured, and unloaded. The leader learns the size as from any load."""
 
 from collections.abc import Sequence
 from typing import Annotated, Final
@@ -31,7 +31,7 @@ _SAMPLES: Final = 2
 counted the first."""
 
 _PERIODS: Final = 15
-"""Without a sample in so many periods the GPU is not being measured."""
+"""Number of periods without a sample after which the GPU counts as not measured."""
 
 _REQUEST_SECONDS: Final = Seconds(300.0)
 
@@ -41,14 +41,14 @@ Shape = Annotated[list[Annotated[int, Field(ge=1, le=2**31)]], Field(max_length=
 
 class MeasureModel(Body):
     batch_sizes: Annotated[list[Rows], Field(max_length=16)] = Field(default_factory=list)
-    """Rows of the requests that it is asked with. Left out: 1, and the most that it takes."""
+    """Rows of the requests with which the model is asked; by default 1, and the most that the model takes."""
     shapes: Annotated[dict[str, Shape], Field(max_length=64)] = Field(default_factory=dict)
-    """The shapes of single inputs, without rows. Left out: the model's own, and 1 where any length will
+    """The shapes of single inputs, without rows; by default the model's own, and 1 where any length will
     do."""
     priority: Priority | None = None
-    """At which it is loaded. Left out: that of its configuration."""
+    """The priority of the load; by default that of the model's configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 300.0
-    """How long it may take until the model is in memory."""
+    """The longest wait until the model is in memory."""
 
 
 @resource.route(

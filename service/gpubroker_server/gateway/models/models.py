@@ -34,10 +34,10 @@ _STATES_OUTSIDE: Mapping[ServerState, ModelState] = {
     ServerState.UNLOADING: "draining",
     ServerState.ABSENT: "cold",
 }
-"""On a server without models in the ledger."""
+"""States of models on a server without models in the ledger."""
 
 _INDEX_SECONDS = Seconds(5.0)
-"""How long a server may take to list its models."""
+"""The longest time that a server may take to list its models."""
 
 
 class ModelParts(Struct, frozen=True):

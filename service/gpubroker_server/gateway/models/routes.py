@@ -68,9 +68,9 @@ _SORTED_BY: Final[Mapping[str, Callable[[ServedModel], Any]]] = {
 
 class LoadModel(Body):
     priority: Priority | None = None
-    """Left out: that of its configuration."""
+    """The priority of the load; by default that of the model's configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=300)] = 0.0
-    """How long the answer may wait for the model."""
+    """The longest time that the answer may wait for the model."""
 
 
 class PinModel(Body):

@@ -10,9 +10,9 @@ from gpubroker_server.http.problems import Problem
 from gpubroker_server.ports.store import BlobStore
 
 PART_BYTES: Final = 1024 * 1024
-"""Written and read at once. A smaller object is never in parts."""
+"""Number of bytes that are written and read at once. A smaller object is never in parts."""
 _INLINE_BYTES: Final = 64 * 1024
-"""Larger objects are hashed on a thread."""
+"""Size above which objects are hashed on a thread."""
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
@@ -52,7 +52,7 @@ class Upload:
         return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
 
     async def finish(self, owner: str) -> None:
-        """It is durable when this returns."""
+        """Finish the upload. The object is durable when this returns."""
         if self._blobs is None:
             return
         if self._passed_bytes:
@@ -79,7 +79,7 @@ class Upload:
 class Span(NamedTuple):
     first_byte: int
     end_byte: int
-    """The first one that is not in it."""
+    """The first byte that is not in the span."""
 
     @property
     def size_bytes(self) -> int:

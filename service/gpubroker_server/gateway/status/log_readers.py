@@ -9,14 +9,14 @@ from gpubroker_server.ports.run_logs import LogRows
 from gpubroker_server.ports.store import Clock, StoreUnavailable
 
 LOOK_SECONDS = 0.2
-"""Between two looks of a reader for what is new."""
+"""Pause between two looks of a reader for what is new."""
 LOOKS_PER_SECOND = 200
 """The looks of all readers together: with many readers, each looks less often."""
 REPEAT_SECONDS = 1.0
 
 
 class LogReaders:
-    """Which logs this gateway's readers read now, told to the leader by a row."""
+    """The logs that this gateway's readers read now. A row tells them to the leader."""
 
     def __init__(self, gateway: str, store: LogRows, clock: Clock) -> None:
         self._gateway = gateway

@@ -1,4 +1,5 @@
-"""Why tasks wait, for answers that show it in passing. Cached for a second per kind of demand."""
+"""Reasons for which tasks wait, for answers that show them in passing. They are cached for a second per kind
+of demand."""
 
 from gpubroker.wire.tasks import Pending
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ NOT_YET_SEEN = Pending(
     inherits=None,
     start=None,
 )
-"""Why a task waits that the World does not have yet."""
+"""The state of a waiting task that the World does not have yet."""
 
 _NO_LEADER = (
     "there is no leader: no broker is running, or none reaches the database, and nothing starts or stops "
@@ -62,7 +63,7 @@ class PendingReasons:
         self._shares: tuple[Instant, FairShares] | None = None
 
     def of(self, task: Task, now: Instant) -> Pending | None:
-        """None if the World does not have the task as a waiting one."""
+        """Return the state of a waiting task; None if the World does not have the task as a waiting one."""
         row = self._world.tasks.get(task.id)
         view = None if row is None or row.state is not TaskState.PENDING else self._view(row, now)
         if view is None:
@@ -77,7 +78,8 @@ class PendingReasons:
         return view if start is None else replace(view, start=expected_view(start, now))
 
     def notice(self, task: Task) -> str:
-        """While silent nodes are held back: of a task that runs on one of them, or waits."""
+        """Return the notice for a task that runs on a silent node that is held back, or waits while there is
+        one. Returns an empty text otherwise."""
         if task.is_terminal or (paused := self._leadership.paused()) is None:
             return ""
         concerns = task.state is TaskState.PENDING or bool(nodes_of(task) & set(paused.nodes))
@@ -111,7 +113,8 @@ class PendingReasons:
         return view
 
     def _is_special(self, row: Task) -> bool:
-        """It waits for its own time, for its own dependencies, or for room that is kept for it alone."""
+        """Return True if the task waits for its own time, for its own dependencies, or for room that is kept
+        for it alone."""
         forecasts = self._leadership.forecasts()
         has_room = row.id in self._world.pledges or any(row.id == one.task for one in forecasts)
         return row.awaits or row.not_before is not None or has_room

@@ -234,7 +234,7 @@ def order_of(sort: str) -> dict[str, Any]:
 NO_RESULT = b'"result":null'
 
 _INLINE_BYTES = 64 * 1024
-"""Larger results are prepared on a thread, so that other requests go on."""
+"""Size above which results are prepared on a thread, so that other requests go on."""
 _BASE64_STEP = 3 * 2**18
 
 
@@ -297,7 +297,8 @@ def is_json(data: bytes) -> bool:
 
 
 def _let_others_run(_found: object) -> None:
-    """Called for each number and object: without a call into Python the parser lets no other thread run.
+    """Let other threads run. The parser calls this for each number and object: without a call into Python it
+    lets no other thread run.
 
     With 60 MB of numbers or objects the event loop is then held up for 30 ms instead of 300 to 600 ms.
     """

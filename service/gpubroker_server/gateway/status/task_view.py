@@ -46,7 +46,7 @@ from gpubroker_server.ports.store import TaskRecord
 
 
 class Live(Struct, frozen=True):
-    """What is known of a task beside its row."""
+    """Facts about a task beside its row."""
 
     leases: list[Lease]
     uuids: Mapping[str, str]

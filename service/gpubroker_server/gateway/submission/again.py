@@ -1,4 +1,4 @@
-"""What an ended task ran, submitted again as a new one."""
+"""The repetition of an ended task: its run is submitted again as a new task."""
 
 from msgspec.structs import replace
 

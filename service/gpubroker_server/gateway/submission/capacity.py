@@ -1,5 +1,5 @@
-"""What admission asks about the fleet, answered from the World and kept for as long as the inventory
-stays."""
+"""Answers to the questions of admission about the fleet. They come from the World and are kept for as long as
+the inventory stays."""
 
 from gpubroker.wire.forecasts import Sizing
 

@@ -14,7 +14,7 @@ from gpubroker_server.ports.objects import ObjectOrder, ObjectRows, SortKey
 
 _ID: Final = re.compile("[0-9a-f]{64}")
 _MARK: Final = b'{"object":"'
-"""In compact JSON, wherever an object is named."""
+"""Text that stands in compact JSON wherever an object is named."""
 _PAGE: Final = 500
 _decode = msgspec.json.Decoder().decode
 

@@ -51,7 +51,7 @@ Custom = Annotated[dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]], Field(
 
 
 class Role(Body):
-    """What one role needs. A size that is left out is not needed."""
+    """Resources of one role. A size that is left out is not needed."""
 
     gpus: Gpus | None = None
     gpu_mb: SizeMb | None = None
@@ -62,7 +62,7 @@ class Role(Body):
 
 
 class Amounts(Body):
-    """What one process needs. Sizes are MiB; GPU sizes are per device."""
+    """Resources of one process. Sizes are MiB; GPU sizes are per device."""
 
     gpu_mb: GpuMb | None = None
     gpus: Gpus | None = None
@@ -98,7 +98,7 @@ class Amounts(Body):
 
     @property
     def names_devices(self) -> bool:
-        """Restricts which GPUs will do, and so asks for one."""
+        """True if the demand restricts which GPUs will do, and so asks for one."""
         return bool(self.kinds or self.min_power or self.min_device_mb)
 
     @property
@@ -128,14 +128,14 @@ class Amounts(Body):
 
 
 class Bundle(Amounts):
-    """What one rank of a gang needs, or each of `count` equal ranks."""
+    """Resources of one rank of a gang, or of each of `count` equal ranks."""
 
     count: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
 
 
 class Resources(Amounts):
-    """What a task needs to run, or, with `bundles`, what each rank of a gang needs, all of which run at the
-    same time. Sizes are MiB; GPU sizes are per device."""
+    """Resources of a task or, with `bundles`, of each rank of a gang, all of which run at the same time.
+    Sizes are MiB; GPU sizes are per device."""
 
     pool: Annotated[str, line(100), Field(description="Name of the pool that it uses.")] = ""
     roles: Annotated[

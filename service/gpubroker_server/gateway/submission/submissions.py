@@ -1,4 +1,5 @@
-"""From a submission to a stored task: what admission must know is read, and its answer is carried out."""
+"""The way from a submission to a stored task: the facts that admission needs are read, and its answer is
+carried out."""
 
 import asyncio
 import hashlib
@@ -59,11 +60,11 @@ IdempotencyKey = Annotated[
 
 NOTHING_KEPT: Mapping[str, StoredObject] = {}
 _HASHED_INLINE_BYTES = 256 * 1024
-"""Larger bodies are hashed on a thread."""
+"""Size above which bodies are hashed on a thread."""
 
 
 class SentKey(NamedTuple):
-    """What tells a repeated request from a new one."""
+    """The key and the hash that tell a repeated request from a new one."""
 
     key: str
     body_hash: str

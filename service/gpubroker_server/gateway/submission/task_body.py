@@ -29,7 +29,8 @@ from gpubroker_server.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, l
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
-"""Only the broker sets these variables: they decide which devices and which code a process uses."""
+"""Prefixes of variables that only the broker sets: they decide which devices and which code a process
+uses."""
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -208,7 +209,7 @@ _TAGS = frozenset({Entrypoint.tag, Command.tag, Function.tag})
 
 
 def _run_kind(run: Any) -> str | None:
-    """None unless the run has exactly one of the three."""
+    """Return the kind of the run; None unless the run has exactly one of the three."""
     named = _TAGS & run.keys() if isinstance(run, dict) else _TAGS
     return next(iter(named)) if len(named) == 1 else None
 
@@ -263,6 +264,6 @@ class SubmitTask(Timed):
 
 
 class SimulateTask(SubmitTask):
-    """As a submit; without `run` it is only a demand."""
+    """A task as in a submit; without `run` it is only a demand."""
 
     run: Run | None = None  # type: ignore[assignment]  # a question need not be runnable

@@ -1,4 +1,4 @@
-"""When a task may start: its times, its deadline, and the tasks that it runs after."""
+"""The times of a task in a body: its start times, its deadline, and the tasks that it runs after."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self

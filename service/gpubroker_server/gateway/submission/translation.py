@@ -1,4 +1,5 @@
-"""From the body of a submit to a submission, which admission judges. Nothing is filled in or decided here."""
+"""Translation of the body of a submit to a submission, which admission judges. Nothing is filled in or
+decided here."""
 
 import json
 import sys

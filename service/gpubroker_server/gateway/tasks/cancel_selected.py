@@ -30,7 +30,7 @@ _TO_BE_CANCELLED = (TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING)
 
 
 class CancelSelected(CancelTask, TaskSelection):
-    """Which tasks to cancel. Without `state`: those that have not ended."""
+    """A selection of tasks to cancel. Without `state`, those that have not ended are selected."""
 
     NOT_FILTERS: ClassVar = frozenset({"all", "dry_run", *CancelTask.model_fields})
 

@@ -1,4 +1,4 @@
-"""What past runs used and how long they took."""
+"""The use and the duration of past runs."""
 
 from collections.abc import Iterator
 from typing import Annotated

@@ -50,7 +50,7 @@ class LogQuery(WorkerQuery):
 
 
 _UNBUFFERED = {"X-Accel-Buffering": "no"}
-"""Has an nginx that buffers answers pass this one as it comes."""
+"""Headers that have an nginx which buffers answers pass this one as it comes."""
 _TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 
 

@@ -136,7 +136,7 @@ async def get_task(
 
 
 class ChangeTask(ChangedTimes):
-    """What to change; what is left out stays. A null removes a time."""
+    """Changes of a task. A field that is left out stays as it is. A null removes a time."""
 
     priority: Priority | None = None
     held: Annotated[bool | None, Field(description="A held task is not planned until it is released.")] = None

@@ -10,7 +10,8 @@ from gpubroker_server.http.bodies import key_given_twice
 
 
 class Surroundings(NamedTuple):
-    """What is equal in tasks that differ in their run alone: the text before and after it, and its kind."""
+    """The part that is equal in tasks that differ only in their run: the text before and after it, and its
+    kind."""
 
     before: bytes
     after: bytes
@@ -23,7 +24,7 @@ MAX_DEPTH = 100
 
 
 class EntrypointCall(NamedTuple):
-    """Whether the entrypoint is valid and allowed is not checked here."""
+    """A call of an entrypoint. Nothing has checked that the entrypoint is valid and allowed."""
 
     entrypoint: str
     arguments: bytes
@@ -40,7 +41,7 @@ class _Task(msgspec.Struct):
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
-    """As `Entrypoint`, without the pattern of its name."""
+    """The fields of `Entrypoint`, without the pattern of its name."""
 
     entrypoint: str
     args: Annotated[list[Any], msgspec.Meta(max_length=10_000)] = []
@@ -57,7 +58,8 @@ _NOT_READ = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 
 
 def split_at_run(text: bytes) -> SplitTask | None:
-    """None if it cannot be split here; full validation of the task then says what is wrong."""
+    """Return the parts of a task's text; None if it cannot be split here. Full validation of the task then
+    says what is wrong."""
     try:
         run = bytes(_task.decode(text).run)
     except _NOT_READ:

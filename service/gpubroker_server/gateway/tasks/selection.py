@@ -1,4 +1,4 @@
-"""Which tasks a list shows and a cancel of many ends: one filter for both."""
+"""The selection of the tasks that a list shows and a cancel of many ends: one filter for both."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -71,7 +71,7 @@ class TaskSelection(BaseModel):
 
 
 def _whose(identity: Identity, named: str | None) -> str | None:
-    """None: of all tenants. Raises Problem forbidden."""
+    """Return the tenant whose tasks are listed; None for all tenants. Raises Problem forbidden."""
     if named is None or named == identity.tenant:
         return identity.tenant
     identity.require(Scope.ADMIN, "a list of other tenants' tasks")

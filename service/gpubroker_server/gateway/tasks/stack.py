@@ -1,4 +1,4 @@
-"""Where a running task is: the stacks of its Python threads."""
+"""The stacks of a running task's Python threads."""
 
 import json
 from typing import Annotated

@@ -1,4 +1,5 @@
-"""Where a call to a worker set goes: the workers that are ready, and how many calls each has from here."""
+"""The routing of calls to a worker set: the workers that are ready, and the number of calls that each has
+from here."""
 
 import asyncio
 from collections import Counter
@@ -26,16 +27,17 @@ from gpubroker_server.ports.worker_calls import (
 IS_READY = WorkerCall("", "", "json", b"")
 """The question whether a worker is ready."""
 READY_SECONDS = Seconds(3600.0)
-"""It may load a large model first; then it is asked again."""
+"""The longest time that a worker may take to be ready, since it may load a large model first. Then it is
+asked again."""
 ANSWER_SHARE, ANSWER_SECONDS = 0.1, 1.0
-"""A call must begin this share of its time, at most so much, before the gateway gives it up: then the worker
-has said by then that it has not begun."""
+"""A call must begin this share of its time, at most ANSWER_SECONDS, before the gateway gives it up: then the
+worker has said by then that it has not begun."""
 LOOK_SECONDS = 0.1
-"""While calls wait for a worker, the set is looked at again this often."""
+"""Interval in which the set is looked at while calls wait for a worker."""
 MOST_WAITING = 1000
-"""Beyond what it works on, a worker has at most so many calls from one gateway ..."""
+"""The most calls from one gateway that a worker has waiting beside those that it works on."""
 MOST_BYTES = 64 * 2**20
-"""... and arguments of so many bytes, if it has more than one."""
+"""The most bytes of arguments that a worker has from one gateway, if it has more than one call."""
 
 
 class Answered(NamedTuple):
@@ -120,13 +122,13 @@ class WorkersOfSet:
         self._ready: dict[TaskId, WorkerRun] = {}
         self._asked: dict[WorkerRun, asyncio.Task[None]] = {}
         self._open: Counter[WorkerRun] = Counter()
-        """Calls from here that it has not answered ..."""
+        """Worker -> number of calls from here that it has not answered."""
         self._open_bytes: Counter[WorkerRun] = Counter()
-        """... and the size of their arguments."""
+        """Worker -> size of the arguments of these calls."""
         self._turn = 0
         self._came = asyncio.Event()
         self.refusal = ""
-        """Why a worker that runs was last not to be reached, until one is ready."""
+        """The reason for which a worker that runs could not be reached last; empty once one is ready."""
 
     async def choose(
         self, workers: WorkerSet, size_bytes: int, routing: str, until: float

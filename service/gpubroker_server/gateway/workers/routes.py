@@ -42,7 +42,7 @@ resource = Resource("worker sets")
 
 
 class ChangeWorkerSet(Body):
-    """At least one of them. With `scale`, `count` is where it goes on from."""
+    """Changes of a worker set; give at least one. With `scale`, the set goes on from `count` workers."""
 
     count: Annotated[int, Field(ge=0)] | None = None
     min_count: Annotated[int, Field(ge=0)] | None = None

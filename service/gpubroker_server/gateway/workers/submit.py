@@ -1,4 +1,4 @@
-"""What a worker set is asked to be: its body, and the tasks and the row that are made of it."""
+"""The submit of a worker set: its body, and the tasks and the row that are made of it."""
 
 import json
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class HealthCheck(Body):
 
 
 class ScaleBy(Body):
-    """What the number of workers follows, between `min_count` and `max_count`."""
+    """The value that the number of workers follows, between `min_count` and `max_count`."""
 
     by: Annotated[
         Literal["calls", "cpu", "signal"],

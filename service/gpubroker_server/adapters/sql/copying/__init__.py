@@ -1,1 +1,1 @@
-"""All rows of one database in another: a move to PostgreSQL, a backup, and a backup that is restored."""
+"""Copies of all rows of a database: the move to PostgreSQL, backups, and the restore of a backup."""

@@ -1,4 +1,4 @@
-"""A backup's database: a SQLite file with all rows of any database, as one moment saw them."""
+"""A backup's database: a SQLite file with all rows of any database, as they were at one moment."""
 
 import os
 import shutil
@@ -41,20 +41,21 @@ _REVISION = text("SELECT version_num FROM alembic_version")
 
 
 class BackupFacts(Struct, frozen=True):
-    """What the rows say."""
+    """Facts from the rows of a backup."""
 
     at: Instant
-    """When they were read, by the database's clock."""
+    """The time at which the rows were read, by the database's clock."""
     digests: frozenset[str]
     """The digests of all objects that rows name."""
     uploads: frozenset[str]
-    """Those of `digests` that only the rows of uploads name: their tenants may delete them at any time."""
+    """The digests that only the rows of uploads name: tenants may delete these objects at any time."""
     tasks: Mapping[str, int]
     """State -> number of tasks, without those that have ended."""
 
 
 def write_backup(url: str, path: Path, report: Report) -> BackupFacts:
-    """Fill a new file. Services go on meanwhile: none of their locks is taken. Raises DatabaseRefused."""
+    """Fill a new file. Services continue meanwhile, because none of their locks is taken. Raises
+    DatabaseRefused."""
     source = _source(url)
     file = SqliteFile(path)
     try:
@@ -72,7 +73,7 @@ def write_backup(url: str, path: Path, report: Report) -> BackupFacts:
 
 
 def named_in(url: str, digests: frozenset[str]) -> frozenset[str]:
-    """Return those of these digests that a row names now."""
+    """Return those of the `digests` that a row names now."""
     with _source(url).connect() as reading:
         return reads.referenced(reading, sorted(digests))
 
@@ -80,14 +81,15 @@ def named_in(url: str, digests: frozenset[str]) -> frozenset[str]:
 def restore_backup(
     backup: Path, url: str, bring_objects: Callable[[frozenset[str]], str], report: Report
 ) -> BackupFacts:
-    """Into a database that does not exist, or has nothing in it: everything, or nothing.
+    """Restore a backup into a database that does not exist or is empty: everything, or nothing.
 
-    `bring_objects` has those of these digests ready before the rows are there that name them, and answers
-    the name of their directory. Raises DatabaseRefused.
+    `bring_objects` gets the digests that rows name. It must have the objects ready when it returns, before
+    the rows are there, and returns the name of their directory. Raises DatabaseRefused.
     """
     if is_file(url):
         path = path_of(url)
         with _locked(path):
+            # The draft is complete and on disk before the rename, so a crash leaves all of it or nothing.
             facts = _prepare(backup, draft := path.with_name(f"{path.name}.restoring"), bring_objects)
             os.replace(draft, path)
             sync_folder(path.parent)
@@ -107,7 +109,7 @@ def restore_backup(
 
 
 def check_is_free(url: str) -> None:
-    """Check that the database may be restored into. Raises DatabaseRefused; a server is asked only when that
+    """Check that a file may be restored into. Raises DatabaseRefused. A server is asked only when the restore
     begins."""
     if is_file(url):
         with _locked(path_of(url)):
@@ -115,7 +117,8 @@ def check_is_free(url: str) -> None:
 
 
 def _prepare(backup: Path, draft: Path, bring_objects: Callable[[frozenset[str]], str]) -> BackupFacts:
-    """A copy with the newest schema, of a new lineage, on disk."""
+    """Make a copy of the backup with the newest schema and a new lineage, on disk."""
+    # A restore that broke off may have left these, and SQLite would apply an old log to the new copy.
     for ending in ("", "-wal", "-shm"):
         Path(f"{draft}{ending}").unlink(missing_ok=True)
     draft.touch(mode=0o600)
@@ -138,7 +141,7 @@ def _prepare(backup: Path, draft: Path, bring_objects: Callable[[frozenset[str]]
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A place where there is no database, and no service begins one."""
+    """Hold a path at which there is no database, so that no service begins one there."""
     file = SqliteFile(path)
     try:
         if path.exists():
@@ -152,7 +155,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _source(url: str) -> Engine:
-    """Open the database to read one state. Raises DatabaseRefused if it must not, or cannot, be backed up."""
+    """Open the database for reading one state of it. Raises DatabaseRefused if it must not, or cannot, be
+    backed up."""
     if is_file(url):
         path = path_of(url)
         if not path.exists():

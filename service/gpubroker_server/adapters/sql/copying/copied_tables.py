@@ -1,4 +1,5 @@
-"""Every table of a database copied into another, counted, and compared by a digest of what can be read."""
+"""Copy every table of a database into another, and compare the copy by its number of rows and by a digest of
+what can be read."""
 
 import sys
 import time
@@ -17,16 +18,18 @@ from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.system_tables import MoveStage, metadata, relocation
 
 LEAVING_SECONDS = 1.0
-"""A connection that was closed is there until the server has ended its process."""
+"""Time for which other sessions may still be there. A connection that was closed stays until the server has
+ended its process."""
 
 Report = Callable[[str], None]
-"""Receives lines about the progress, for people."""
+"""Function that receives lines about the progress, for people."""
 
 _ROWS_AT_ONCE = 200
 _REPORT_EVERY = 100_000
 _MADE_BY_MIGRATIONS = {"log_head", "leadership", "installation"}
-"""A new database has their one row too."""
+"""Tables with one row that a new database has too."""
 _LOCKED = "55P03"
+"""SQLSTATE of lock_not_available."""
 _LAST = "SELECT setval(pg_get_serial_sequence(:table, :column), :last)"
 _OTHERS = """
 SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
@@ -35,7 +38,7 @@ SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid
 
 
 def copying_engine(url: str) -> Engine:
-    """Return the patient engine of a server."""
+    """Return the engine of a server for large copies, on connections that wait long."""
     from gpubroker_server.adapters.sql import connections
 
     return create_engine(
@@ -46,9 +49,10 @@ def copying_engine(url: str) -> Engine:
 def take_empty_server(writing: Connection, target: str, named: str, move: str = "") -> None:
     """Lock the database until the end of the transaction, and check that it is empty.
 
-    `named`: the option that names it. `move`: may have broken off here, and is then begun again. Raises
-    DatabaseRefused.
+    `named`: the option that names the database. `move`: a move that may have broken off here, and is then
+    begun again. Raises DatabaseRefused.
     """
+    # With all tables locked nobody can write before the commit, so what is found empty stays empty.
     writing.execute(text("SET LOCAL lock_timeout = '5s'"))
     for table in copied_tables():
         name = writing.dialect.identifier_preparer.format_table(table)
@@ -60,6 +64,7 @@ def take_empty_server(writing: Connection, target: str, named: str, move: str = 
                 f"{target} is in use by a gpubroker; stop that one, or name another with {named}"
             )
         time.sleep(0.1)
+        # Within a transaction the server would repeat its first answer.
         writing.execute(text("SELECT pg_stat_clear_snapshot()"))
     match read_mark(writing):
         case MoveMark(stage=MoveStage.COMING, move=begun) if begun == move:
@@ -80,7 +85,7 @@ def copied_tables() -> Sequence[Table]:
 
 
 def copy_all(reading: Connection, writing: Connection, report: Report) -> None:
-    """Replaces whatever is in these tables. Raises DatabaseRefused if something did not arrive."""
+    """Replace whatever is in the copied tables. Raises DatabaseRefused if something did not arrive."""
     for table in copied_tables():
         writing.execute(delete(table))
         sent = _Digest()
@@ -97,7 +102,7 @@ def copy_all(reading: Connection, writing: Connection, report: Report) -> None:
 
 
 class _Digest:
-    """Of a set of rows, in any order: the sum of their digests."""
+    """A digest of a set of rows. It is the sum of the rows' digests, so their order makes no difference."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -135,6 +140,7 @@ def _write(writing: Connection, table: Table, rows: Iterator[tuple[Any, ...]]) -
     with connection.cursor() as cursor, cursor.copy(statement) as copy:
         for row in rows:
             copy.write_row(row)
+    # COPY gives the keys itself: without this the sequence would hand out keys that are taken.
     if (column := table.autoincrement_column) is not None:
         last = writing.execute(select(func.max(column))).scalar_one()
         if last is not None:
@@ -148,15 +154,15 @@ def _rows(connection: Connection, table: Table) -> Iterator[tuple[Any, ...]]:
 
 
 def _faults() -> tuple[type[Exception], ...]:
-    """Return the errors of a database, with psycopg's if a server was spoken to."""
+    """Return the types of a database's errors, with psycopg's if psycopg was imported."""
     psycopg = sys.modules.get("psycopg")
     return (DBAPIError, psycopg.Error) if psycopg else (DBAPIError,)
 
 
 @contextmanager
 def plain_errors(what: str, named: str) -> Iterator[None]:
-    """Raise the database's errors as DatabaseRefused. `what` broke off; `named`: the option that names the
-    database written to."""
+    """Raise the database's errors as DatabaseRefused. `what`: the operation that broke off. `named`: the
+    option that names the database written to."""
     try:
         yield
     except _faults() as error:

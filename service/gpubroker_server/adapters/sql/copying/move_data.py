@@ -1,13 +1,14 @@
-"""`gpubroker migrate-data`: all of a stopped SQLite service into an empty PostgreSQL database.
+"""`gpubroker migrate-data` moves all data of a stopped SQLite service into an empty PostgreSQL database.
 
 1. The file is locked, and both schemas are brought to the newest.
-2. In one transaction of the server: every table is locked and found empty, filled with COPY, counted and
-   compared by its digest; then the mark `coming` is set, and everything committed together.
-3. The file says `gone`; from here on it is never served again.
-4. The server's database says `here`, and may be served.
+2. In one transaction of the server, every table is locked and found empty, filled with COPY, counted and
+   compared by its digest. Then the mark `coming` is set, and everything is committed together.
+3. The file gets the mark `gone`. From here on it is never served again.
+4. The server's database gets the mark `here`, and may be served.
 
-If it is killed before 3, the file is served as before, and the next move starts from the beginning; after 3,
-the next move does 4. Objects are files of the data directory and stay there.
+If the command is killed before step 3, the file is served as before, and the next move starts from the
+beginning. If it is killed after step 3, the next move does step 4. So at most one of the two databases may be
+served at any time. Objects are files of the data directory and stay there.
 """
 
 from uuid import uuid4
@@ -38,8 +39,8 @@ from gpubroker_server.adapters.sql.system_tables import MoveStage, leadership
 
 
 def move_data(source: str, target: str, report: Report) -> None:
-    """Copy a file to a server. Raises DatabaseRefused: the file is served as before, unless the text says
-    that it is gone."""
+    """Copy a file to a server. Raises DatabaseRefused, and then the file is served as before, unless the text
+    says that it has been moved."""
     if is_file(target, "--to") or not is_file(source, "--from, or database_url,"):
         raise DatabaseRefused(
             "data moves from a file to a server: --from sqlite:///path --to postgresql://user@host/name"
@@ -61,7 +62,7 @@ def move_data(source: str, target: str, report: Report) -> None:
 
 def _move(here: Engine, there: Engine, source: str, target: str, report: Report) -> None:
     with here.begin() as reading:
-        # The lock on the file is ours, so the last leader has ended: do not wait for its lease.
+        # This process has the lock on the file, so the last leader has ended: nobody waits for its lease.
         reading.execute(leadership.update().values(lease_until=0.0))
         mark = read_mark(reading)
         if mark is None or mark.stage is not MoveStage.GONE:

@@ -1,1 +1,1 @@
-"""What is wrong with the fleet, and what to do about it: pure functions, a module per subject."""
+"""Findings about the fleet, each with a remedy: pure functions, a module per subject."""

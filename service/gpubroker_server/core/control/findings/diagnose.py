@@ -37,7 +37,7 @@ from gpubroker_server.core.world.world import World
 
 
 class FleetKnown(NamedTuple):
-    """What is known besides the World."""
+    """The facts that are known besides the World."""
 
     executor: Mapping[str, Any]
     has_leader: bool

@@ -1,4 +1,4 @@
-"""What is wrong with the fleet: findings, each with its cause, its evidence and a remedy."""
+"""Findings about the fleet, each with its cause, its evidence and a remedy."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ class Finding(Diagnosis, frozen=True):
     """A diagnosis, and since when it is known."""
 
     first_seen: Instant | None = None
-    """Since when it is known to be so; None: not known."""
+    """The time since which this is known; None if that time is unknown."""
     tenant: str = ""
     """The tenant of the task that the finding is about; other tenants do not see it. Empty: it is about no
     task."""

@@ -93,7 +93,8 @@ def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, s
 
 
 def _used_elsewhere(world: World, ledger: DeviceLedger, holding: Holding) -> DeviceLedger | None:
-    """Another GPU of the node that a process without a lease uses, if the holder uses nothing of its own."""
+    """Return another GPU of the node that a process without a lease uses, if the holder uses nothing of its
+    own GPU."""
     if holding.measured_mb > ledger.device.context_mb:
         return None
     others = (world.ledgers[key] for key in world.by_node[ledger.device.node])

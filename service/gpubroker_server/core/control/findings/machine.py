@@ -41,7 +41,8 @@ class DiskRoom(NamedTuple):
 
 
 class MachineSeen(NamedTuple):
-    """What was read of it; a part that could not be read is left at its default, of which nothing follows."""
+    """Facts that were read of a machine. A part that could not be read is left at its default, from which
+    nothing follows."""
 
     taken_ports: Sequence[TakenPort] = ()
     unreached: Sequence[Unreached] = ()
@@ -55,11 +56,11 @@ class MachineSeen(NamedTuple):
     shared_memory_mb: int | None = None
     """Size of /dev/shm; None if it is not there or not needed."""
     object_store_mb: int = 0
-    """The part of it that Ray's object store takes."""
+    """The part of the shared memory that Ray's object store takes."""
     ray_temp: DiskRoom | None = None
-    """Where Ray keeps its sessions."""
+    """The disk on which Ray keeps its sessions."""
     data_dir: DiskRoom | None = None
-    """None: it does not exist yet."""
+    """The disk of the data directory; None if the directory does not exist yet."""
     data_dir_fault: str = ""
     private_files: Mapping[str, int] = {}
     """Files with secrets, and their modes."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from gpubroker_server.core.control.findings.finding import Finding, critical, warning
 
 _WORKS = frozenset({"connected", "standby", "unknown"})
-"""States of an executor of which nothing is wrong, as far as it is known."""
+"""States of an executor in which nothing is known to be wrong."""
 
 
 class ServerWay(NamedTuple):

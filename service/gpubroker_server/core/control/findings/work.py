@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, in_ti
 from gpubroker_server.core.world.world import World
 
 SLOW_SECONDS = Seconds(30.0)
-"""From the order to start a run to its first line of user code."""
+"""The time from the order to start a run to its first line of user code that counts as slow."""
 FREE_SHARE = 0.1
 """The share of a GPU's memory that is free: above it, memory is not what keeps work out."""
 BUSY_CPU, BUSY_NETWORK, BUSY_GPU = 0.95, 0.9, 0.5
@@ -23,7 +23,7 @@ BUSY_CORE_PERCENT = 80.0
 LONELY_SHARE = 0.9
 """The share of the work of all nodes that one node holds: above it, that node has all the work."""
 FEWEST_HOLDERS = 4
-"""So much work may be on one node by chance."""
+"""The number of holders from which their being on one node is no longer chance."""
 
 
 class StuckTask(NamedTuple):

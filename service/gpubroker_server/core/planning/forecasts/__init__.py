@@ -1,1 +1,1 @@
-"""When waiting tasks will start, and what is reserved for them."""
+"""Forecasts of the starts of waiting tasks, and the reservations for them."""

@@ -43,7 +43,8 @@ def forecast_accuracies(world: World) -> list[ForecastsKept]:
 
 
 class ForecastRounds:
-    """Owned by the leader, and lost with it, except for the learned accuracy."""
+    """The rounds of forecasts. The leader owns them, and they are lost with it, except for the learned
+    accuracy."""
 
     def __init__(self) -> None:
         self.forecasts: Sequence[Forecast] = ()
@@ -51,7 +52,7 @@ class ForecastRounds:
         self._nodes: frozenset[NodeName] = frozenset()
         """Usable nodes when the forecasts were made."""
         self._said: dict[TaskId, tuple[Instant, Forecast]] = {}
-        """When each task got its first forecast, and that forecast."""
+        """Task -> the time at which it got its first forecast, and that forecast."""
         self._work: Iterator[Sequence[Forecast]] | None = None
         """The round under way, begun at `_as_of` with that `_inventory`."""
         self._so_far: Sequence[Forecast] | None = None

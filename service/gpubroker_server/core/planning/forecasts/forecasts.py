@@ -1,4 +1,5 @@
-"""When and where the first tasks of the queue are expected to start, as the runs ahead of them end."""
+"""Forecasts of the times and places at which the first tasks of the queue start, as the runs ahead of them
+end."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -157,8 +158,9 @@ class _Forecasting:
         yield best
 
     def _gang_on(self, nodes: Sequence[NodeName], task: Task) -> Iterator[Forecast | None]:
-        """Where and when the required ranks fit on these nodes, each result earlier than the last: a binary
-        search over the instants, because free room only grows. Reservations count from now to their end."""
+        """Yield the places and times at which the required ranks fit on these nodes, each result earlier than
+        the last. This is a binary search over the instants, because free room only grows. Reservations count
+        from now to their end."""
         profiles: dict[NodeName, CapacityProfile] = {}
         for number, node in enumerate(nodes, start=1):
             profiles[node] = self._capacity.of(node, task)
@@ -228,7 +230,8 @@ class _Forecasting:
         task: Task,
         planned: Sequence[Reservation],
     ) -> list[float]:
-        """Possible starts: whenever a run ends, from the first instant with enough room in sum."""
+        """Return the possible starts: each time at which a run ends, from the first instant with enough room
+        in sum."""
         gpus = task.demand.gpus
         firsts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
         earliest = max(self._limits_allow_at, firsts[gpus - 1] if gpus else self._now)
@@ -286,7 +289,7 @@ class _Forecasting:
         return whole_run_seconds(task, self._world.learned.sketches, self._policy, kinds)
 
     def _ahead(self, place: Placement) -> Iterator[ExpectedEnd]:
-        """Expected ends of the holders of its devices, and of the reservations there."""
+        """Yield the expected ends of the holders of the place's devices, and of the reservations there."""
         for key, _ in place.devices:
             for holding in self._draft.ledger(key).holdings.values():
                 yield self._expected_ends.of_holding(holding)

@@ -23,17 +23,17 @@ from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 
 
 class ExpectedEnd(Struct, frozen=True):
-    """When a run is expected to be gone: median and 90th percentile."""
+    """The times at which a run is expected to be gone: median and 90th percentile."""
 
     p50_at: Instant
     p90_at: Instant
     n: int = 0
-    """Past runs behind this; 0 if it was stated, or is certain."""
+    """Number of past runs behind the estimate; 0 if it was stated, or is certain."""
     is_guess: bool = False
-    """The run's length is unknown, or it has outlasted its estimate."""
+    """True if the run's length is unknown, or the run has outlasted its estimate."""
 
     def within(self, now: Instant) -> Remaining | None:
-        """None for a guess."""
+        """Return the time that remains; None for a guess."""
         if self.is_guess or self.p50_at == inf:
             return None
         return Remaining(Seconds(self.p50_at - now), Seconds(self.p90_at - now), self.n)
@@ -46,7 +46,7 @@ class ExpectedEnds:
         """`as_of`: the instant at which uncertain ends are estimated; None: now. Such an end moves on with
         every moment that the run lasts, so otherwise every task would delay a forecast made just before."""
         self.draft = draft
-        """May be replaced by another draft of the same World."""
+        """The draft, which may be replaced by another draft of the same World."""
         self.policy = policy
         self.now = now
         self._as_of = now if as_of is None else as_of
@@ -97,7 +97,8 @@ class ExpectedEnds:
         return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
 
     def _bounded(self, run: Task, p50_at: float, p90_at: float, n: int, *, is_guess: bool) -> ExpectedEnd:
-        """Every run is stopped at its time limit and at its deadline."""
+        """Return the expected end, bounded by the time limit and the deadline at which every run is
+        stopped."""
         latest = inf
         if run.timeout_seconds is not None:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
@@ -140,22 +141,22 @@ class CapacityProfile(Struct, frozen=True):
 
 
 class _WaitingTask(NamedTuple):
-    """What decides which runs end, or can be preempted, for a task that is to start."""
+    """The properties of a task that is to start which decide which runs end, or can be preempted, for it."""
 
     priority: int
     below: int
-    """Runs of lower priority may be preempted for it (`stops_below`)."""
+    """The priority below which runs may be preempted for the task (`stops_below`)."""
     since: Instant
-    """When it was submitted."""
+    """The time at which the task was submitted."""
     spared: frozenset[str] = frozenset()
-    """Tenants whose runs with GPUs it may not preempt."""
+    """Tenants whose runs with GPUs the task may not preempt."""
     pledged: TaskId | None = None
     """The task itself, if it has pledges: what is pledged to it is not taken by others."""
 
 
 class _CapacityReleases:
-    """What is free on the nodes of one draft, and what is released when. A class of its own so that the
-    answers kept by `FutureCapacity` form no reference cycle with it."""
+    """The free room on the nodes of one draft, and its releases over time. This is a class of its own so that
+    the answers kept by `FutureCapacity` form no reference cycle with it."""
 
     def __init__(self, expected_ends: ExpectedEnds, *, for_plans: bool) -> None:
         self._expected_ends = expected_ends

@@ -1,4 +1,5 @@
-"""When cluster-wide limits and quotas leave enough for a task, as the current runs end."""
+"""Forecasts of the times at which cluster-wide limits and quotas leave enough for a task, as the current runs
+end."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass
@@ -39,7 +40,7 @@ def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
 
 
 class Limits:
-    """When limits and quotas allow one task after another, in one draft."""
+    """Finds the runs whose ends a task waits for because of limits and quotas, in one draft."""
 
     def __init__(self, draft: Draft, expected_ends: ExpectedEnds, needs: QuotaNeeds) -> None:
         self._draft = draft
@@ -68,7 +69,7 @@ class Limits:
         return None if balance.is_short or (gone and gone[-1].at == inf) else gone
 
     def _limiting_runs(self, task: Task) -> Iterator[EndingRun]:
-        """Active runs that count against one of the task's limits or its quota."""
+        """Yield the active runs that count against one of the task's limits or its quota."""
         for run in self._draft.active():
             if share_a_limit(run, task, self._policy):
                 expected_end = self._expected_ends.of(run)
@@ -76,7 +77,7 @@ class Limits:
 
 
 class _LimitBalance:
-    """What a task lacks of its limits and its quota as other runs begin and end."""
+    """The amounts of its limits and its quota that a task lacks as other runs begin and end."""
 
     def __init__(self, draft: Draft, policy: Policy, quotas: Quotas, task: Task) -> None:
         self._draft = draft
@@ -165,7 +166,8 @@ class LimitReservations:
         return [first for first in ahead if ends_at > first.forecast.start_at]
 
     def _longest_seconds(self, task: Task) -> Seconds:
-        """90th percentile of its run time on the slowest usable kind; infinite if unknown."""
+        """Return the 90th percentile of the task's run time on the slowest usable kind; infinite if
+        unknown."""
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
         equivalence = task.tenant, task.subject, needs_gpus(task.demand), *stated
         if equivalence not in self._longest:

@@ -28,7 +28,7 @@ from gpubroker_server.core.world.world import World
 
 
 class Basis(StrEnum):
-    """What a forecast is based on: the weakest of all its inputs."""
+    """The basis of a forecast: the weakest of all its inputs."""
 
     STATED = "stated"
     """Run times stated at submission, time limits and stop deadlines."""
@@ -39,26 +39,27 @@ class Basis(StrEnum):
 
 
 class Forecast(Struct, frozen=True):
-    """Where and when a task is expected to start. It is recomputed every second and holds no memory."""
+    """The place and the time at which a task is expected to start. A forecast is recomputed every second and
+    holds no memory."""
 
     task: TaskId
     places: tuple[Placement, ...]
     """One; of a gang one for each of its required ranks; none while it waits for a limit or a quota."""
     start_at: Instant
-    """Median."""
+    """The median of the start."""
     p90_at: Instant
-    """90th percentile of the start."""
+    """The 90th percentile of the start."""
     end_at: Instant
-    """Median end of its run; infinite if its length is unknown."""
+    """The median of the end of the run; infinite if the run's length is unknown."""
     n: int
     """Past runs behind the estimate that has the fewest; 0 without any."""
     basis: Basis
     reserves_room: bool = True
-    """Tasks behind it cannot take this room. Of forecasts that are a guess only the first reserves: more
-    would leave too much memory idle."""
+    """True if tasks behind this one cannot take the room. Of forecasts that are a guess only the first
+    reserves: more would leave too much memory idle."""
     first_in: frozenset[str] = frozenset()
-    """Limits and quotas (`quota_line`) for which it is among the first to wait. A task behind it may use
-    them only if its run ends before `start_at`."""
+    """Limits and quotas (`quota_line`) for which the task is among the first to wait. A task behind it may
+    use them only if that task's run ends before `start_at`."""
     as_of: Instant | None = None
     """The instant at which the ends of runs were estimated. None: now."""
 
@@ -72,7 +73,7 @@ class QueuePlace(NamedTuple):
     """A task's place among the reservations and in the queue."""
 
     turn: float
-    """The number of forecasts made before its own; infinite if nothing is reserved for it."""
+    """The number of forecasts made before the task's own; infinite if nothing is reserved for it."""
     key: OrderKey
 
 
@@ -105,7 +106,7 @@ class BindingOrder:
 
 
 class Reservation(NamedTuple):
-    """What a forecast reserves on one node."""
+    """The room that a forecast reserves on one node."""
 
     forecast: Forecast
     task: Task
@@ -137,10 +138,10 @@ def usage_on(
 
 
 class _Constraint(NamedTuple):
-    """What one reservation leaves of a node to a task that would delay it."""
+    """The room of a node that one reservation leaves to a task that would delay it."""
 
     capacity: CapacityAt
-    """At the start of the reservation."""
+    """The capacity at the start of the reservation."""
     ahead: tuple[Reservation, ...]
     """The reservation itself, and the others that hold room at that time."""
     devices: frozenset[DeviceKey]
@@ -153,7 +154,7 @@ class _Constraint(NamedTuple):
 
 
 class BackfillWindow:
-    """What reservations leave of a node to a task behind them."""
+    """The room of a node that reservations leave to a task behind them."""
 
     def __init__(self, constraints: Sequence[_Constraint]) -> None:
         self._constraints = constraints
@@ -195,7 +196,7 @@ class Reservations:
     """A task's place in the queue now."""
     forecasts: tuple[Forecast, ...]
     refused_by_reservation: int = 0
-    """So far in this cycle."""
+    """Number of tasks that reservations have refused so far in this cycle."""
 
     def __post_init__(self) -> None:
         as_of = max((f.as_of for f in self.forecasts if f.as_of is not None), default=self.now)
@@ -205,7 +206,7 @@ class Reservations:
         )
         self._binding = BindingOrder(self.draft.world, self.order, self.forecasts)
         self.on: dict[NodeName, list[Reservation]] = {}
-        """In the order of the forecasts."""
+        """Node -> its reservations, in the order of the forecasts."""
         self._kinds: list[str] | None = None
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         """Key: everything that a run time estimate depends on."""
@@ -256,8 +257,8 @@ class Reservations:
                 yield self.backfill_window(task, node, all_reservations=all_reservations).limit(gang_node)
 
     def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
-        """Where no run is preempted for the task: a task ahead of it has a reservation there, and could not
-        preempt it (or `like`) in turn."""
+        """Return the nodes on which no run is preempted for the task: a task ahead of it has a reservation
+        there, and could not preempt it (or `like`) in turn."""
         mine, run = self._binding.place_of(task), like or task
         return frozenset(
             node
@@ -330,7 +331,8 @@ class Reservations:
         return max((priority for priority in planned if task.priority < priority <= until), default=0)
 
     def _lengths_of(self, task: Task) -> tuple[Seconds, ...]:
-        """90th percentile of its run time, by kind of device on the nodes with reservations."""
+        """Return the 90th percentiles of the task's run time, by kind of device on the nodes with
+        reservations."""
         if self._kinds is None:
             self._kinds = sorted(
                 {ledger.device.kind for node in self.on for ledger in self.draft.ledgers_on(node)}
@@ -398,6 +400,6 @@ class Reservations:
         return stoppable_at(task, stops_below(other), self.policy, self.now) <= planned.forecast.start_at
 
     def _longest_seconds(self, task: Task, node: NodeName) -> float:
-        """90th percentile of its run time; infinite if unknown."""
+        """Return the 90th percentile of the task's run time; infinite if unknown."""
         sketches, kinds = self.draft.world.learned.sketches, self.draft.kinds_for(node, task)
         return whole_run_seconds(task, sketches, self.policy, kinds)[1]

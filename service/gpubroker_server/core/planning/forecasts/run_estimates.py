@@ -14,7 +14,7 @@ Sketches = Mapping[SketchKey, Sketch]
 
 
 class Remaining(Struct, frozen=True):
-    """How much longer a run is expected to take: median and 90th percentile."""
+    """The time that a run is expected to take yet: median and 90th percentile."""
 
     p50_seconds: Seconds
     p90_seconds: Seconds

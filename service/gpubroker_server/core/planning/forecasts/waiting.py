@@ -1,4 +1,4 @@
-"""Which tasks wait for room, and which are the first to wait for a limit or a quota."""
+"""The tasks that wait for room, and the first ones that wait for a limit or a quota."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence

@@ -25,7 +25,7 @@ def taken_share(device: Device, free_mb: int) -> int:
 
 @dataclass(slots=True)
 class GangNode:
-    """What is left of one node while the search adds and removes ranks."""
+    """The rest of one node while the search adds and removes ranks."""
 
     node: Node
     room: NodeHeadroom
@@ -107,7 +107,7 @@ class GangNode:
         return self._spots[demand]
 
     def signature(self) -> object:
-        """Equal for nodes that are equivalent for the remaining ranks."""
+        """Return a value that is equal for nodes which are equivalent for the remaining ranks."""
         devices = ((self.devices[key].sort, free) for key, free in self.free.items())
         return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
 

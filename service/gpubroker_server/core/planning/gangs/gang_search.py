@@ -188,7 +188,7 @@ class _Search:
 
 
 def _hardness(demand: Demand) -> tuple[float, ...]:
-    """Ascending: the hardest to place first."""
+    """Return a key by which the ranks that are hardest to place come first."""
     # What a fraction comes to depends on the device; 1e9 puts it before any size in MiB.
     size = float("inf") if demand.takes_whole_devices else (demand.gpu_mb or (demand.gpu_fraction or 0) * 1e9)
     return (-demand.gpus, -size, -demand.cpu, -demand.memory_mb)
@@ -248,7 +248,8 @@ def _turns(
 def _one_each_in_turn(
     part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
 ) -> Iterator[GangNode]:
-    """Always the node with the fewest ranks; then least stranded memory, then room for most ranks."""
+    """Yield the node of the next rank: always that with the fewest ranks, then with least stranded memory,
+    then with room for most ranks."""
     known = {gang_node.node.name: gang_node for gang_node in gang_nodes}
     turns = [
         (wishes[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()

@@ -1,1 +1,1 @@
-"""What each node has, would have, and could have if runs left."""
+"""The room of each node: what it has, would have, and could have if runs left."""

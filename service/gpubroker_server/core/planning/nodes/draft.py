@@ -23,7 +23,7 @@ from gpubroker_server.core.world.world import World
 NOTHING: Mapping[DeviceKey, int] = MappingProxyType({})
 
 NO_PLEDGE = 2**31
-"""Above every priority."""
+"""Stands for no pledge: a priority above all others."""
 
 
 class Draft:
@@ -42,7 +42,7 @@ class Draft:
         self.given: list[tuple[str, int]] = []
         """(tenant, MiB) of each lease made in this draft; negative for a lease taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
-        """Holder -> devices it was leased in this draft."""
+        """Holder -> devices that it was leased in this draft."""
         self._books: dict[DeviceKey, DeviceLedger] = {}
         self._use: dict[NodeName, NodeUsage] = {}
         self._tasks: dict[TaskId, Task] = {}

@@ -1,4 +1,4 @@
-"""Which nodes changed since the last plan: by what the log told, and by the passing of time."""
+"""Revisions of nodes: those that have changed since the last plan, by the log or by the passing of time."""
 
 from collections.abc import Iterable
 from math import inf
@@ -40,7 +40,7 @@ class NodeRevisions:
         """Revision of `changes` when the last slice began."""
         self._decided: tuple[Decision, ...] = ()
         self._due: dict[NodeName, Instant] = {}
-        """Node -> when time next makes a difference to it."""
+        """Node -> the time at which time next makes a difference to the node."""
         self._turned: dict[NodeName, frozenset[str]] = {}
         """Node -> what was stale or shielded there."""
         self._young: dict[NodeName, Instant] = {}
@@ -137,7 +137,7 @@ class NodeRevisions:
         return found
 
     def _has_its_turn(self, run: Task) -> bool:
-        """Before some task of its band whose priority is higher."""
+        """Return True if the run has its turn before some task of its band whose priority is higher."""
         is_early = self._cycle_at < turn_protection_ends_at(run, self._policy)
         return is_early and ahead_of_priority(run, self._policy, self._cycle_at) > run.priority
 

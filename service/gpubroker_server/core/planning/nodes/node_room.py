@@ -1,4 +1,4 @@
-"""What each node has for a task: free now, free after releases, and free if all possible victims left."""
+"""The room of each node for a task: free now, free after releases, and free if all possible victims left."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.placement_scores import Row, rows
 
 CRITICAL = BANDS[0][1]
-"""From this priority on no shield counts; above IDLE_TOP, none of idle work."""
+"""The priority from which no shield counts. Above IDLE_TOP no shield of idle work counts."""
 
 
 class Room(Struct, frozen=True, dict=True):
-    """What could be had of a node: of each device, and of CPU, host memory and slots."""
+    """The room that could be had of a node: of each device, and of CPU, host memory and slots."""
 
     devices: tuple[tuple[Device, int], ...]
     """(device, MiB), in key order."""
@@ -45,7 +45,7 @@ class Room(Struct, frozen=True, dict=True):
         return rows(self.devices, self.beside.cpu)
 
     def may_fit(self, task: Task) -> bool:
-        """False: too small. True: perhaps large enough."""
+        """Return False if the room is too small, True if it is perhaps large enough."""
         demand = task.demand
         gpus, amounts = demand.gpus, self.ceiling.amounts
         if gpus and (gpus > len(amounts) or amounts[gpus - 1] < (demand.gpu_mb or 1)):
@@ -65,23 +65,24 @@ class Room(Struct, frozen=True, dict=True):
 
 @dataclass(slots=True)
 class _Facts:
-    """What is known of one node since its newest revision. Rooms are kept by how many of the node's steps a
+    """Facts about one node since its newest revision. Rooms are kept by the number of the node's steps that a
     priority is above: between two steps they are the same."""
 
     revision: int
     pledges: list[int]
-    """Priorities of its pledges."""
+    """Priorities of the node's pledges."""
     now: dict[int, Room] = field(default_factory=dict)
     soon: dict[int, Room] = field(default_factory=dict)
     runs: Mapping[TaskId, Sequence[PossibleVictim]] | None = None
     """Runs that could be victims of some task; None until asked for."""
     before: Mapping[TaskId, Sequence[PossibleVictim]] = field(default_factory=dict)
-    """The same before this revision, and the samples of that time."""
+    """The value of `runs` before this revision, and `samples` of that time."""
     samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """Priorities of its pledges and runs, and those up to which runs are protected by their turn."""
+    """Priorities of the node's pledges and runs, and those up to which runs are protected by their turn."""
     most: dict[int, Room] = field(default_factory=dict)
-    """Negative: after idle work alone has left."""
+    """Steps above a priority -> room after all possible victims left; a negative key: after idle work alone
+    has left."""
 
 
 Known = dict[NodeName, _Facts]
@@ -108,13 +109,13 @@ class NodeRooms:
         return room
 
     def look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
-        """Now; `task`: one with pledges."""
+        """Return the room of the node now. `task`: a task with pledges."""
         ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
         devices = [(ledger.device, ledger.free_mb(task=task, priority=priority)) for ledger in ledgers]
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))
 
     def soon(self, node: NodeName, priority: int) -> Room:
-        """Once every run that is leaving has left."""
+        """Return the room of the node once every run that is leaving has left."""
         facts = self._facts(node)
         above = bisect_left(facts.pledges, priority) if facts.pledges else 0
         room = facts.soon.get(above)
@@ -177,13 +178,13 @@ class NodeRooms:
                 rooms[above] = room.with_amounts(devices, room.beside.with_room_of(task, sign=-1))
 
     def leavers(self, node: NodeName, priority: int) -> list[PossibleVictim]:
-        """Possible victims for a task of this priority, in no order."""
+        """Return the possible victims for a task of this priority, in no order."""
         began_at, policy = self._began_at, self._policy
         runs = self.possible_victims(node)
         return [run for run in runs if gives_way(run, priority, policy, began_at)]
 
     def possible_victims(self, node: NodeName) -> Iterable[PossibleVictim]:
-        """Possible victims for any task, in no order."""
+        """Return the possible victims for any task, in no order."""
         facts = self._facts(node)
         if facts.runs is None:
             facts.runs = possible_victims(self._draft, node, self._began_at, facts.before)

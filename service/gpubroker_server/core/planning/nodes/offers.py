@@ -1,4 +1,4 @@
-"""What each node offers a preemptor: room being released, and runs that may be preempted."""
+"""The offer of each node to a preemptor: room being released, and runs that may be preempted."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,13 +28,13 @@ class Site(Struct, frozen=True):
 
     device: Device
     free_mb: int
-    """Free now."""
+    """The memory that is free now."""
     free_after_releases_mb: int
-    """Free after all releases under way."""
+    """The memory that is free after all releases under way."""
     holders: tuple[Candidate, ...]
-    """Possible victims on it, cheapest first."""
+    """Possible victims on the device, cheapest first."""
     most_mb: int
-    """Free if all of them left."""
+    """The memory that is free if all `holders` left."""
 
     def least_cost(self, missing_mb: int) -> Cost:
         """A lower bound of what freeing so much more costs."""
@@ -45,7 +45,7 @@ class Site(Struct, frozen=True):
         return cost_of(self.holders[:count])
 
     def after_mb(self, gone: Sequence[Candidate]) -> int:
-        """Free once these victims have left, after all releases under way."""
+        """Return the memory that is free once these victims have left, after all releases under way."""
         key = self.device.key
         return self.free_after_releases_mb + sum(candidate.frees.get(key, 0) for candidate in gone)
 

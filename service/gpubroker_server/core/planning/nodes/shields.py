@@ -1,4 +1,4 @@
-"""Which runs of lower priority are protected from preemption, and for how long."""
+"""Protection of runs from preemption: which runs are protected, and for how long."""
 
 from math import inf
 
@@ -22,8 +22,8 @@ def preempts(task: Task, policy: Policy) -> bool:
 
 
 def stops_below(task: Task) -> int:
-    """Only runs of a lower priority than this may be stopped for it: its own, if it asks for GPUs or is
-    critical. For others idle work makes room."""
+    """Return the priority below which runs may be stopped for the task: its own, if it asks for GPUs or is
+    critical. For other tasks idle work makes room."""
     if task.demand.gpus:  # the common case, first: it is asked for each node
         return task.priority
     return victims_below(task.priority, with_gpus=needs_gpus(task.demand))
@@ -37,7 +37,8 @@ def victims_below(priority: int, *, with_gpus: bool) -> int:
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Strictly lower priority, and not protected. Nothing is protected from critical tasks."""
+    """Return True if the run has a strictly lower priority and is not protected. Nothing is protected from
+    critical tasks."""
     if run.priority >= for_priority or is_protected(run, for_priority, policy, now):
         return False
     return not has_turn_protection(run, for_priority, policy, now)
@@ -57,12 +58,13 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
 
 
 def is_protected(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Protected by its shield from a task of this priority."""
+    """Return True if the run is protected by its shield from a task of this priority."""
     return not _ignores_shields(run, for_priority) and is_shielded(run, policy, now)
 
 
 def _ignores_shields(run: Task, for_priority: int) -> bool:
-    """Critical tasks do. Idle work makes room for all other work at once, however often it had to before."""
+    """Return True if tasks of this priority ignore the shields of the run. Critical tasks do. Idle work makes
+    room for all other work at once, however often it had to before."""
     if is_critical(for_priority):
         return True
     match run.holder:
@@ -73,8 +75,8 @@ def _ignores_shields(run: Task, for_priority: int) -> bool:
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has just started; or its preemption budget is spent, and this attempt has neither saved a checkpoint
-    nor run for the shield time."""
+    """Return True if the run has just started, or if its preemption budget is spent and this attempt has
+    neither saved a checkpoint nor run for the shield time."""
     if run.started_at is None:
         match run.holder:
             case Model():
@@ -85,7 +87,7 @@ def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
 
 
 def is_young(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has run for less than the minimum."""
+    """Return True if the run has run for less than the minimum."""
     began, least = run.started_at, _least_seconds(run, policy)
     return least > 0 and (began is None or now - began < least)
 

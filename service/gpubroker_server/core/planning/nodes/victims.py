@@ -16,7 +16,8 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import may_be_stopped
 
 EXACT_LIMIT = 8
-"""Up to this many candidates every subset is tried; above, cheapest first with fill-back."""
+"""The number of candidates up to which every subset is tried. Above it the cheapest are taken first, with
+fill-back."""
 
 Cost = tuple[float, int, int]
 """(lost GPU-seconds, tasks stopped, ranks stopped that their gangs can do without)"""
@@ -55,8 +56,8 @@ class PossibleVictim(Struct, frozen=True):
 
 class Candidate(PossibleVictim, frozen=True):
     lost: float = 0.0
-    """GPU-seconds of work since its start or newest checkpoint; 0 for a single rank, since its gang goes on.
-    """
+    """GPU-seconds of work since the task's start or newest checkpoint; 0 for a single rank, since its gang
+    goes on."""
 
     @property
     def order(self) -> tuple[float, bool, int, int, TaskId, int]:
@@ -87,8 +88,8 @@ def possible_victims(
 
 
 def _of_gang(draft: Draft, run: Task) -> Iterator[PossibleVictim]:
-    """Every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free nothing
-    more."""
+    """Yield every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free
+    nothing more."""
     surplus = removable_ranks(run)
     members = members_of(run)
     for rank in surplus:

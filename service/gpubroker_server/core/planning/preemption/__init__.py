@@ -1,1 +1,1 @@
-"""Which runs are stopped so that a task can start."""
+"""The choice of the runs that are stopped so that a task can start."""

@@ -1,4 +1,4 @@
-"""Which runs to stop so that a single task can start: node, devices and victims."""
+"""The choice of the runs to stop so that a single task can start: node, devices and victims."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -42,9 +42,9 @@ class Eviction(Struct, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
     """(device, the whole need on it), in key order; without GPUs the node itself."""
     victims: tuple[Task, ...]
-    """In id order."""
+    """The runs to stop, in id order."""
     deadline_at: Instant
-    """When the last victim, and the last leaving run that is counted on, must be gone."""
+    """The time by which the last victim, and the last leaving run that is counted on, must be gone."""
     ranks: Mapping[DeviceKey, tuple[int, ...]] = field(default_factory=dict)
     """Device -> the ranks of a gang that get it."""
     surplus: Mapping[TaskId, tuple[int, ...]] = field(default_factory=dict)
@@ -74,9 +74,9 @@ NO_LESS: Cost = (0.0, 0, 1)
 
 class _NodeBound(NamedTuple):
     least: Cost
-    """Lower bound."""
+    """A lower bound of the cost."""
     newest: float
-    """Lower bound of what `_newest` says of the victims."""
+    """A lower bound of what `_newest` says of the victims."""
     node: NodeName
     is_close: bool
     """True if the bound was found by looking at all possible victims."""

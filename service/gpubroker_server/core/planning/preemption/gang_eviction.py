@@ -1,4 +1,4 @@
-"""Which runs to stop, on several nodes, so that a gang can start or a quota has room."""
+"""The choice of the runs to stop, on several nodes, so that a gang can start or a quota has room."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -76,7 +76,7 @@ def choose_among(
 
 
 class _Site:
-    """What all usable nodes together offer the gang."""
+    """The offers of all usable nodes together to a gang."""
 
     def __init__(
         self, there: Sequence[Offer], draft: Draft, task: Task, gives_enough: Suffices | None
@@ -113,7 +113,8 @@ class _Site:
         return None if gang is None else self._only_needed(leavers[:many], gang)
 
     def places(self, gone: Sequence[Candidate]) -> Gang | None:
-        """Where the gang could run once these victims, and all leaving runs, have left."""
+        """Return the places at which the gang could run once these victims, and all leaving runs, have left;
+        None if there are none."""
         if self._gives_enough is not None and not self._gives_enough(gone):
             return None
         gang_nodes = self._gang_nodes(self._offers, gone)

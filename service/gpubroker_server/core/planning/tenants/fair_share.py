@@ -15,14 +15,14 @@ are ordered by priority and age."""
 
 class TenantPosition(NamedTuple):
     claimed_mb: int = 0
-    """Held, and being freed for it."""
+    """The memory that is held, and that is being freed for the tenant."""
     used: float = 0.0
     """The decayed usage of the tenant, as a share of the most that all devices could have been used."""
 
 
 class FairShareLevels:
-    """How much of its fair share each tenant has used, at one instant: (usage + present claims) / weight,
-    each as a share of the whole. At 1 the tenant has had what its weight entitles it to."""
+    """The level of each tenant's use of its fair share, at one instant: (usage + present claims) / weight,
+    each as a share of the whole. At level 1 the tenant has had what its weight entitles it to."""
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self._policy = policy
@@ -87,7 +87,7 @@ class FairShares:
         return self._levels is other._levels and self.passed == other.passed
 
     def rank(self, tenant: str) -> Rank:
-        """Smallest first."""
+        """Return the rank of the tenant; the smallest comes first."""
         if self._levels is None:
             return EVEN
         rank = self._ranks.get(tenant)

@@ -81,7 +81,8 @@ class Guarantees:
         return self.surplus(tenant) if self._is_within_guarantee(tenant, demand, priority, task) else {}
 
     def borrower_rule_for(self, task: Task) -> BorrowerRule | None:
-        """None if the tenant would not borrow for the task, or has no cohort."""
+        """Return the rule for what the task may preempt as a borrower; None if its tenant would not borrow
+        for it, or has no cohort."""
         return self.borrower_rule(task.tenant, task.demand, task.priority, task.id)
 
     def borrower_rule(
@@ -167,7 +168,7 @@ def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
 
 
 class _LeavingByTenant:
-    """What tenants lose as runs leave, one after the other; ranks of a gang before the gang."""
+    """The losses of tenants as runs leave, one after the other; ranks of a gang leave before the gang."""
 
     def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:
         """`may`: (tenant, MiB in all, largest single loss) -> whether it may lose that."""
@@ -193,7 +194,7 @@ class _LeavingByTenant:
 
 
 def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
-    """Held by the run, or by one of its ranks, without leases that are leaving already."""
+    """Return the memory held by the run, or by one of its ranks, without leases that are leaving already."""
     leases = draft.world.leases_of(run)
     holdings = [draft.ledger(lease.device).holdings.get(lease.key) for lease in leases]
     stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]

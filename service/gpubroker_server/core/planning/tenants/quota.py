@@ -19,11 +19,12 @@ NO_TASK = TaskId("")
 NO_CHANGE: Mapping[str, int] = MappingProxyType({})
 
 MAX_NEEDS = 10_000
-"""Cached demands; beyond this the cache is emptied."""
+"""Number of cached demands above which the cache is emptied."""
 
 
 class QuotaNeeds:
-    """What demands count against a quota, cached for one inventory; a gang counts its required ranks."""
+    """The amounts of demands that count against a quota, cached for one inventory. A gang counts its required
+    ranks."""
 
     def __init__(self) -> None:
         self._version = -1
@@ -60,10 +61,10 @@ class Allowance(Struct, frozen=True):
     """The quota of one tenant, as one of its tasks finds it."""
 
     claimed_mb: int
-    """Held, and being freed for it."""
+    """The memory that is held, and that is being freed for the task."""
     guaranteed_mb: int
     left_mb: int
-    """What it may still take; negative above its quota."""
+    """The memory that the tenant may still take; negative above its quota."""
 
     @property
     def borrowed_mb(self) -> int:
@@ -121,7 +122,8 @@ class Quotas:
         self._policy = policy
         self._needs = QuotaNeeds() if needs is None else needs
         self._sums = _Sums(policy)
-        """Held in the World at `_revision`, and the first `_counted` entries that the draft has given."""
+        """Sums of what is held in the World at `_revision`, and of the first `_counted` entries that the
+        draft has given."""
         self._revision = -1
         self._counted = 0
         self._claims: dict[int, tuple[int, _Sums]] = {}
@@ -173,7 +175,8 @@ class Quotas:
     def of(
         self, name: str, priority: int, task: TaskId = NO_TASK, given: Mapping[str, int] = NO_CHANGE
     ) -> Allowance | None:
-        """None without a quota. What is being freed for this task, or for lower priorities, is free."""
+        """Return the allowance of the tenant; None without a quota. Memory that is being freed for this task,
+        or for lower priorities, counts as free."""
         guaranteed_mb = self._policy.tenant(name).guaranteed_mb
         left_mb = self._left_mb(name, priority, task, given)
         if guaranteed_mb is None or left_mb is None:

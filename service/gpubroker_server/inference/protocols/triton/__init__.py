@@ -1,1 +1,1 @@
-"""What Triton's HTTP and gRPC protocols share: operations, errors, merged answers, health checks."""
+"""The common part of Triton's HTTP and gRPC protocols: operations, errors, merged answers, health checks."""

@@ -1,4 +1,4 @@
-"""How a Triton server is asked whether it answers, and which models it has."""
+"""Questions to a Triton server: whether it answers, and which models it has."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -16,12 +16,12 @@ _INDEX: Final = RequestHead(b"POST", b"/v2/repository/index", (), 0)
 
 _STAGES: Final = {"READY": ModelState.READY, "UNLOADING": ModelState.UNLOADING, "LOADING": ModelState.LOADING}
 _NEAREST: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
-"""A model is in the first of these that one of its versions is in."""
+"""Stages in the order in which they count: a model is in the first stage that one of its versions is in."""
 
 
 class TritonChecks:
     async def check(self, server: Server, endpoint: Endpoint, within_seconds: Seconds) -> None:
-        """Return if the server says that it is live. Raises NotFetched."""
+        """Check that the server says that it is live. Raises NotFetched."""
         if endpoint is server.grpc:
             await _call(server, within_seconds)
             return
@@ -30,13 +30,14 @@ class TritonChecks:
             raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
 
     async def index(self, server: Server, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
-        """Return the models of its repository, or None if its answer is no index. Raises NotFetched."""
+        """Return the models of the server's repository, or None if the answer is no index. Raises
+        NotFetched."""
         answer = await server.backend.fetch(_INDEX, within_seconds=within_seconds, is_check=True)
         return models_in(answer.body) if answer.status == 200 else None
 
 
 async def _call(server: Server, within_seconds: Seconds) -> None:
-    """Raise NotFetched unless the server answers over gRPC."""
+    """Check that the server answers over gRPC. Raises NotFetched."""
     assert server.calls is not None
     try:
         await server.calls.ask(_LIVE_CALL, b"", (), within_seconds)

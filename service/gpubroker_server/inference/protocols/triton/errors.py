@@ -1,4 +1,4 @@
-"""Errors in Triton's words: those of the service as Triton's clients read them, and those of Triton that the
+"""Errors in Triton's form: the service's own, as Triton's clients read them, and those of Triton that the
 service acts upon."""
 
 from typing import Final
@@ -28,7 +28,7 @@ def no_files() -> Problem:
 
 
 def rendered(problem: Problem, request_id: str) -> tuple[int, list[Header], bytes]:
-    """Status, headers and body."""
+    """Return the status, the headers and the body of the answer."""
     kind = problem.kind
     body = to_json(
         {
@@ -48,8 +48,8 @@ _DEAD: Final = "is not healthy"
 
 
 def says_unknown_model(message: str) -> bool:
-    """Return True if Triton says that it does not have the model. It may also lack only this version, and
-    says so."""
+    """Return True if Triton says that it does not have the model. A message that only this version is missing
+    does not count: Triton has the model then."""
     lacks_version = " version " in message and message.endswith(" is not found")
     return message.startswith(_UNKNOWN_MODEL) and not lacks_version
 

@@ -1,4 +1,4 @@
-"""One request that several servers are asked, and one answer made of theirs."""
+"""One request to several servers, and one answer made of theirs."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import CallFailed, Fetched, Trouble
 
 FAN_OUT_SECONDS: Final = 10.0
-"""A server that has not answered by then is left out."""
+"""The longest time that a server may take. A slower server is left out of the answer."""
 
 _OK: Final = 200
 
@@ -22,19 +22,20 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 _BEST_FIRST: Final = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE")
-"""The states of a model's version, best first: of those that several servers report, the first of these is
-the answer."""
+"""States of a model's version, best first. Of the states that several servers report, the best is the
+answer."""
 
 
 async def ask_all(servers: Sequence[Server], how: FanOut, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
-    """The answers, in the order of the servers. Raises the first failure of `EACH`, and otherwise only if no
-    server has answered. `ask` raises Problem or CallFailed."""
+    """Return the answers, in the order of the servers. Raises the first failure of `EACH`, and otherwise only
+    if no server has answered. `ask` raises Problem or CallFailed."""
+    # All servers are asked even if one fails, so that a change reaches all that can be reached.
     if how is FanOut.EACH:
         found = [await _outcome(ask(server)) for server in servers]
     else:
         found = await asyncio.gather(*(_outcome(ask(server)) for server in servers))
-    answers = [one for one in found if not isinstance(one, Exception)]
-    failures = [one for one in found if isinstance(one, Exception)]
+    answers = [outcome for outcome in found if not isinstance(outcome, Exception)]
+    failures = [outcome for outcome in found if isinstance(outcome, Exception)]
     if failures and (how is FanOut.EACH or not answers):
         raise failures[0]
     return answers
@@ -48,8 +49,8 @@ async def _outcome(asked: Awaitable[T]) -> T | Problem | CallFailed:
 
 
 def merged_index(indexes: Iterable[Sequence[Row]]) -> list[Row]:
-    """Return each version of a model once; a model without versions once, unless another server has one of
-    it."""
+    """Return each version of a model once, and a model without versions once, unless another server has a
+    version of it."""
     rows = [row for index in indexes for row in index]
     with_version = {row["name"] for row in rows if "version" in row}
     best: dict[tuple[str, str], Row] = {}
@@ -67,8 +68,8 @@ def _rank(row: Row) -> int:
 
 
 def summed_statistics(statistics: Iterable[Sequence[Row]]) -> list[Row]:
-    """Return one row per version of a model: counts and times added, the latest request, memory side by
-    side."""
+    """Return one row per version of a model. Counts and times are added, the latest request counts, and the
+    memory of all servers is listed."""
     summed: dict[tuple[str, str], Row] = {}
     for row in (row for rows in statistics for row in rows):
         key = row["name"], row.get("version", "")
@@ -76,35 +77,36 @@ def summed_statistics(statistics: Iterable[Sequence[Row]]) -> list[Row]:
     return list(summed.values())
 
 
-def _both(one: Row, other: Row) -> Row:
-    joined: Row = _sum(one, other)
-    joined["last_inference"] = max(one.get("last_inference", 0), other.get("last_inference", 0))
+def _both(first: Row, second: Row) -> Row:
+    joined: Row = _sum(first, second)
+    # These two are not sums: a time, and a list that has one row per size of batch.
+    joined["last_inference"] = max(first.get("last_inference", 0), second.get("last_inference", 0))
     batches: dict[int, Row] = {}
-    for batch in (*one.get("batch_stats", ()), *other.get("batch_stats", ())):
+    for batch in (*first.get("batch_stats", ()), *second.get("batch_stats", ())):
         size = batch["batch_size"]
         batches[size] = {**_sum(batches.get(size), batch), "batch_size": size}
     joined["batch_stats"] = [batches[size] for size in sorted(batches)]
     return joined
 
 
-def _sum(one: Any, other: Any) -> Any:
-    """Numbers are added, dictionaries by key, lists joined; of texts the first."""
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, dict):
-        return {name: _sum(one.get(name), other.get(name)) for name in {**one, **other}}
-    return one + other if isinstance(one, (int, float, list)) else one
+def _sum(first: Any, second: Any) -> Any:
+    """Add numbers, add dictionaries key by key, join lists, and keep the first of two texts."""
+    if first is None or second is None:
+        return second if first is None else first
+    if isinstance(first, dict):
+        return {name: _sum(first.get(name), second.get(name)) for name in {**first, **second}}
+    return first + second if isinstance(first, (int, float, list)) else first
 
 
 def merged_response(how: FanOut, found: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
     """Return one answer for those of several servers. Raises Problem if they cannot be merged."""
-    good = [one for one in found if one.status == _OK]
+    good = [answer for answer in found if answer.status == _OK]
     if how is FanOut.EACH:
-        return next((one for one in found if one.status != _OK), found[0])
+        return next((answer for answer in found if answer.status != _OK), found[0])
     if len(good) < 2 or how is FanOut.ANY:
         return good[0] if good else found[0]
     try:
-        bodies = [json.loads(one.body) for one in good]
+        bodies = [json.loads(answer.body) for answer in good]
         if how is FanOut.INDEX:
             merged: object = merged_index(bodies)
         else:

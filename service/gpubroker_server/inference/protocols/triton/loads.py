@@ -1,5 +1,6 @@
-"""Loads over Triton's protocols may bring files, which Triton would write into its repository and run. Unless
-the operator allows that, the whole body of a load is read before anything of it is sent."""
+"""Checks of loads over Triton's protocols. A load may bring files, which Triton would write into its
+repository and run. Unless the operator allows that, the whole body of a load is read before anything of it is
+sent."""
 
 import json
 
@@ -10,7 +11,7 @@ from gpubroker_server.inference.refusals import body_too_large
 
 
 def check_size(plane: Plane, operation: Operation, body_bytes: int) -> None:
-    """Raise Problem payload-too-large for a body that is longer than it may be."""
+    """Check the size of a body. Raises Problem payload-too-large if the body is longer than it may be."""
     if body_bytes > plane.most_body_bytes:
         raise body_too_large(
             f"a request to a model may have {plane.most_body_bytes} bytes",
@@ -26,7 +27,7 @@ def check_size(plane: Plane, operation: Operation, body_bytes: int) -> None:
 
 
 def reads_load(plane: Plane, operation: Operation) -> bool:
-    """Return whether the body is read, to see whether it brings files, before anything is sent."""
+    """Return True if the whole body must be searched for files before anything is sent."""
     return operation.loads and not plane.takes_files
 
 
@@ -36,7 +37,8 @@ class _FileFound(Exception):
 
 def brings_files(body: bytes) -> bool:
     """Return True if the body of a load over HTTP brings files, or cannot be read. Triton has a parser of its
-    own, for which another one of two equal names may count: so no name at all may be that of a file."""
+    own, for which the other one of two equal names may count: so no name at all, at any depth, may be that of
+    a file."""
     if not body:
         return False
     try:

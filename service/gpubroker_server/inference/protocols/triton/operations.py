@@ -1,7 +1,7 @@
-"""Read paths of Triton's HTTP protocol and methods of its gRPC protocol as operations.
+"""Translate paths of Triton's HTTP protocol and methods of its gRPC protocol to operations.
 
-A path is matched as it came, still encoded, as Triton matches it; only a model's name is decoded. A path or
-method that is not known here is passed on: 404, 405 and UNIMPLEMENTED are Triton's to answer.
+A path is matched as it came, still encoded, because Triton matches it so; only a model's name is decoded. A
+path or method that is not known here is passed on: 404, 405 and UNIMPLEMENTED are Triton's to answer.
 """
 
 import re
@@ -16,13 +16,13 @@ from gpubroker_server.inference.operation import FanOut, Operation, Target
 
 class TritonOperation(Operation, frozen=True):
     shares_memory: bool = False
-    """The client wants the server to read its memory, which needs both on one machine."""
+    """True if the client wants the server to read the client's memory, which needs both on one machine."""
     is_stream: bool = False
-    """Over gRPC: many messages each way."""
+    """True for a call over gRPC with many messages each way."""
     sets: bool = False
-    """Over gRPC: it changes settings if its message holds any."""
+    """True for a call over gRPC that changes settings if its message holds any."""
     model_field: int = 0
-    """Over gRPC: the number of the field that names the model; 0: it is about no model."""
+    """Number of the field that names the model in a message over gRPC; 0 if the call is about no model."""
 
 
 _MODEL: Final = re.compile(
@@ -38,11 +38,11 @@ _END_OF_PATH: Final = re.compile(rb"[?#]")
 _READING: Final = frozenset({b"GET", b"HEAD"})
 
 _LONGEST_CACHED: Final = 256
-"""Bytes of a path: clients choose the paths, and long ones would fill the memory."""
+"""Longest path in bytes that is cached. Clients choose the paths, and long ones would fill the memory."""
 
 
 def is_triton_path(target: bytes) -> bool:
-    """`/v2`, what is below it, and either with a query."""
+    """Return True for `/v2` and every path below it, with or without a query."""
     return target.startswith(b"/v2") and target[3:4] in (b"", b"/", b"?")
 
 
@@ -84,7 +84,7 @@ def _http_target(method: bytes, path: bytes) -> Target:
         is_status = found[2] == b"status"
         name = f"/v2/{found[1].decode()}/{'status' if is_status else 'register'}"
         return Target(TritonOperation(name, reads=reads, shares_memory=not is_status))
-    # Triton may know more paths: what could change something needs the right to do so.
+    # Triton may know more paths. A request that could change something needs the right to do so.
     return Target(Operation("/v2/unmatched", _reading_or_managing(changes), reads=reads))
 
 
@@ -142,5 +142,5 @@ _BY_METHOD: Final[Mapping[str, TritonOperation]] = {
     "/grpc.health.v1.Health/Check": TritonOperation("Health/Check", None, FanOut.ANY, reads=True),
 }
 _UNKNOWN: Final = TritonOperation("unmatched", Scope.MODELS_MANAGE, is_stream=True)
-"""Triton may know more methods: a stream may be of one message each way, and what could change something
-needs the right to do so."""
+"""The operation of a method that is not known here. Triton may know more methods: a stream may be of one
+message each way, and a call that could change something needs the right to do so."""

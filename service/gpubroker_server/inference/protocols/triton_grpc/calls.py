@@ -1,4 +1,4 @@
-"""A call of the data plane over gRPC: its messages pass as bytes."""
+"""A call of the data plane over gRPC. Its messages pass as bytes."""
 
 import asyncio
 import time
@@ -51,16 +51,16 @@ _STATUS_OF: Final = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""HTTP status -> gRPC status; all others are INTERNAL."""
+"""HTTP status -> gRPC status. All other HTTP statuses become INTERNAL."""
 
 _UNAVAILABLE: Final = 14
-"""A word of the server itself, or its connection was lost."""
+"""The code of UNAVAILABLE: the server itself says so, or its connection was lost."""
 _OF_THE_CLIENT: Final = frozenset({1, 4})
-"""CANCELLED and DEADLINE_EXCEEDED say nothing of the server."""
+"""The codes of CANCELLED and DEADLINE_EXCEEDED, which say nothing about the server."""
 
 
 def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
-    """Tell the endpoint of a failed call, over gRPC, where an error may be the server's answer."""
+    """Tell the endpoint of a failed call. Over gRPC an error may be an answer of a healthy server."""
     if failed.trouble is not None:
         endpoint.failed(failed.trouble, failed.detail)
     elif failed.code == _UNAVAILABLE:
@@ -73,11 +73,11 @@ class GrpcCall(ProxiedRequest):
     over_grpc = True
     _context: grpc.aio.ServicerContext
     _opened: "_UnaryCall | None" = None
-    """To be carried out next."""
+    """The call to a server that is to be carried out next."""
     _reply: CallReply | None = None
     _fault: Exception | None = None
     _moved: asyncio.Future[None] | None = None
-    """While there is neither of these three."""
+    """Done when there is a call, a reply or a fault. Set while `_carry_out` waits for one of them."""
 
     def __init__(self, plane: Plane, operation: TritonOperation, method: str, metadata: Metadata) -> None:
         super().__init__(plane, Target(operation))
@@ -99,7 +99,7 @@ class GrpcCall(ProxiedRequest):
         except Exception as fault:
             self.close(Move.FAIL)
             await self._fail(fault, context)
-            raise AssertionError from None  # it has raised
+            raise AssertionError from None  # `_fail` always raises.
         except asyncio.CancelledError:
             self.close(Move.ABANDON)
             self._count(grpc.StatusCode.CANCELLED)
@@ -112,8 +112,8 @@ class GrpcCall(ProxiedRequest):
         return reply.message
 
     async def unread(self, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """Needs no token, so its message is not read: the library would keep as much of one as comes. Those
-        of health checks are empty, or name a service, which Triton ignores."""
+        """Answer a call that needs no token, without reading its message: the library would keep as much of a
+        message as comes. Messages of health checks are empty, or name a service, which Triton ignores."""
         await context.write(await self.unary(b"", context))
 
     async def refused(
@@ -122,7 +122,7 @@ class GrpcCall(ProxiedRequest):
         await self._fail(problem, context)
 
     def _look_into(self, message: bytes) -> None:
-        """Where what it needs depends on what is in it. Raises Problem."""
+        """Read a message on whose contents the rights that the call needs depend. Raises Problem."""
         operation = self._operation
         if operation.sets and not changes_settings(message):
             self.target = self.target._replace(operation=replace(operation, fan_out=None))
@@ -132,7 +132,7 @@ class GrpcCall(ProxiedRequest):
         if reads_load(self.plane, operation) and brings_files(message):
             raise no_files()
 
-    # What the machine calls.
+    # Methods for the state machine.
 
     def _ask(self, server: Server) -> UpstreamRequest:
         assert server.calls is not None
@@ -148,18 +148,19 @@ class GrpcCall(ProxiedRequest):
         return left
 
     def _must_see_body(self) -> bool:
-        return False  # it comes as a whole, and `_look_into` has seen it
+        return False  # The message comes as a whole, and `_look_into` has checked it.
 
     def _check_body(self) -> None:
-        """`_look_into` has checked the message."""
+        """Do nothing: `_look_into` has checked the message."""
 
     def refuse(self, fault: Exception) -> None:
         self._fault = fault
         self._move()
 
     async def _carry_out(self) -> CallReply:
-        """Carry out what the machine opens, in the task of the client's call: one more task for each would be
-        felt. Raises Problem, CallFailed."""
+        """Carry out the calls that the state machine opens, until there is a reply. The calls run in the task
+        of the client's call, because one more task for each costs noticeable time. Raises Problem,
+        CallFailed."""
         while self._reply is None:
             if self._fault is not None:
                 raise self._fault
@@ -179,7 +180,7 @@ class GrpcCall(ProxiedRequest):
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
 
-    # What the server answers.
+    # Answers of the server.
 
     def on_reply(self, reply: CallReply) -> None:
         self._upstream = None
@@ -192,8 +193,8 @@ class GrpcCall(ProxiedRequest):
         note_failure(self.server.grpc, failed)
         if self._was_there and says_dead(failed.detail):
             self._report_dead()
-        is_own_word = failed.trouble is None
-        is_unknown = is_own_word and says_unknown_model(failed.detail)
+        is_servers_answer = failed.trouble is None
+        is_unknown = is_servers_answer and says_unknown_model(failed.detail)
         if is_unknown and self._may_ask_again() and self._ask_again():
             return
         broke_off = Trouble.BROKEN if failed.code == _UNAVAILABLE else None
@@ -229,7 +230,7 @@ class GrpcCall(ProxiedRequest):
     # The end.
 
     async def _fail(self, fault: Exception, context: grpc.aio.ServicerContext) -> None:
-        """End the call with that. Raises, always."""
+        """End the call with the fault. Always raises."""
         status, detail, metadata = self._ending(fault)
         self._count(status)
         await context.abort(status, detail, self._signed(metadata))
@@ -263,7 +264,7 @@ class GrpcCall(ProxiedRequest):
 
 
 class _UnaryCall(UpstreamRequest):
-    """At one server. Its message comes as a whole."""
+    """A call to one server. Its message comes as a whole."""
 
     __slots__ = ("_backend", "_call", "_message")
 
@@ -279,7 +280,7 @@ class _UnaryCall(UpstreamRequest):
         self._call.open(self)
 
     def cancel(self) -> None:
-        """It is cancelled with the client's call."""
+        """Do nothing: the call runs in the task of the client's call and is cancelled with it."""
 
     async def carry_out(self) -> None:
         call = self._call

@@ -1,4 +1,4 @@
-"""What the proxy reads in the messages of a gRPC call: the model, settings, files, and answers to be merged.
+"""Reading of messages over gRPC: the model, settings and files in requests, and the answers to be merged.
 
 A message that may hold tensors is not parsed: its fields are scanned, and only the names are copied.
 """
@@ -36,44 +36,46 @@ def target_of(operation: TritonOperation, message: bytes) -> Target:
 
 
 def last_bytes(message: bytes, number: int) -> bytes:
-    """The last field of this number that holds bytes, how is the one that counts; empty if there is none,
-    or if the bytes are no message: its server will say so."""
+    """Return the last field of this number that holds bytes: protobuf's parsers take the last one. Returns
+    empty bytes if there is none, or if the bytes are no message: the server will say so."""
     found = (0, 0)
-    at, end = 0, len(message)
+    offset, end = 0, len(message)
     try:
-        while at < end:
-            key, at = _varint(message, at)
+        while offset < end:
+            # A key is the field's number, and its wire type in the lowest three bits.
+            key, offset = _varint(message, offset)
             kind = key & 7
             if kind == _VARINT:
-                _, at = _varint(message, at)
+                _, offset = _varint(message, offset)
                 continue
-            length, at = _varint(message, at) if kind == _BYTES else (_FIXED[kind], at)
-            if at + length > end:
+            length, offset = _varint(message, offset) if kind == _BYTES else (_FIXED[kind], offset)
+            if offset + length > end:
                 return b""
             if kind == _BYTES and key >> 3 == number:
-                found = at, at + length
-            at += length
+                found = offset, offset + length
+            offset += length
     except (KeyError, IndexError):
         return b""
     return message[slice(*found)]
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends. Raises IndexError if it does not end."""
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
+    """Return the number that begins at `offset`, and the offset of its end. Raises IndexError if it does not
+    end."""
     value = shift = 0
     while shift < 7 * _MOST_VARINT_BYTES:
-        byte = message[at]
-        at += 1
+        byte = message[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value, offset
         shift += 7
     raise IndexError
 
 
 def changes_settings(message: bytes) -> bool:
     """Return True if a TraceSettingRequest or LogSettingsRequest changes a setting. Bytes that are no message
-    may change any."""
+    count as a change."""
     try:
         return bool(messages.SettingsRequest.FromString(message).settings)
     except DecodeError:
@@ -107,23 +109,23 @@ def merged_replies(how: FanOut, replies: Sequence[bytes]) -> bytes:
         merged = {"models": merged_index(index.get("models", ()) for index in indexes)}
         response = ParseDict(merged, messages.RepositoryIndexResponse())
     else:
-        told = [_as_dict(messages.ModelStatisticsResponse.FromString(reply)) for reply in replies]
-        merged = {"model_stats": summed_statistics(one.get("model_stats", ()) for one in told)}
+        statistics = [_as_dict(messages.ModelStatisticsResponse.FromString(reply)) for reply in replies]
+        merged = {"model_stats": summed_statistics(each.get("model_stats", ()) for each in statistics)}
         response = ParseDict(merged, messages.ModelStatisticsResponse())
     encoded: bytes = response.SerializeToString()
     return encoded
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    """The fields that are set; numbers stay numbers, which protobuf's own JSON writes as text."""
+    """Return the fields that are set. Numbers stay numbers; protobuf's own JSON writes some as text."""
     found: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.message_type is None:
             found[field.name] = value
         elif field.message_type.GetOptions().map_entry:
-            found[field.name] = {key: _as_dict(one) for key, one in value.items()}
+            found[field.name] = {key: _as_dict(entry) for key, entry in value.items()}
         elif hasattr(value, "ListFields"):
             found[field.name] = _as_dict(value)
         else:
-            found[field.name] = [_as_dict(one) for one in value]
+            found[field.name] = [_as_dict(entry) for entry in value]
     return found

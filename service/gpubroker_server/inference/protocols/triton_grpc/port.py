@@ -1,5 +1,5 @@
-"""The port for calls over gRPC. Tokens are checked before any message is read; ADR 125 says what the library
-bounds, and what it does not."""
+"""The port for calls over gRPC. Tokens are checked before any message is read. ADR 125 lists the bounds that
+the library has and those that it lacks."""
 
 from functools import partial
 from typing import Final
@@ -16,25 +16,27 @@ from gpubroker_server.inference.protocols.triton_grpc.calls import GrpcCall
 from gpubroker_server.inference.protocols.triton_grpc.streams import IDLE_SECONDS, GrpcStream
 
 _MOST_MESSAGE_BYTES: Final = 2**31 - 1
-"""The library counts in 32 bits."""
+"""The largest bound on messages that the library takes: it counts in 32 bits."""
 
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
-    ("grpc.so_reuseport", 0),  # or a port in use would be taken for a free one
+    # With it, a port that another process uses would be taken for a free one.
+    ("grpc.so_reuseport", 0),
+    # Without keepalive, calls of clients that are no longer there would stay for ever.
     ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),  # of clients with calls that are no longer there
+    ("grpc.keepalive_timeout_ms", 20_000),
 )
 
 
 _TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, *QUEUE_HEADERS})
-"""The keys of a call's metadata that are for the service; all others are passed on."""
+"""Keys of a call's metadata that are for the service. All others are passed on."""
 
 
 class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Sees each call before any message of it is read: a refused client has sent nothing but a head."""
 
     def __init__(self, plane: Plane, idle_seconds: Seconds = IDLE_SECONDS) -> None:
-        """`idle_seconds`: how long a stream keeps its slot after its last answer."""
+        """`idle_seconds`: time for which a stream keeps its slot after its last answer."""
         self._plane = plane
         self._idle_seconds = idle_seconds
 
@@ -42,7 +44,7 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
         metadata = [(name, value) for name, value in details.invocation_metadata if name not in _TO_US]
         to_us = {name: value for name, value in details.invocation_metadata if name in _TO_US}
         operation, token = grpc_operation(details.method), to_us.get("authorization")
-        # perf_analyzer sends the space after the colon, which HTTP/1.1 would have removed
+        # perf_analyzer sends the space after the colon, which HTTP/1.1 would have removed.
         given = None if token is None else token.strip().encode("latin-1", "replace")
         if operation.is_stream:
             call: GrpcCall = GrpcStream(
@@ -67,7 +69,7 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
 
 
 class GrpcPort:
-    """Listens. Raises OSError if the port cannot be had."""
+    """A server that listens on the port. Raises OSError if the port cannot be had."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class GrpcPort:
         most_message_bytes: int,
         limits: ServiceLimits,
     ) -> None:
-        """`most_message_bytes`: a longer one is refused before it is read, with RESOURCE_EXHAUSTED."""
+        """`most_message_bytes`: a longer message is refused with RESOURCE_EXHAUSTED before it is read."""
         options = (
             ("grpc.max_receive_message_length", min(most_message_bytes, _MOST_MESSAGE_BYTES)),
             ("grpc.max_metadata_size", limits.head_bytes),
@@ -101,5 +103,5 @@ class GrpcPort:
         await self._server.start()
 
     async def close(self, most_seconds: float) -> None:
-        """Take no more calls; those under way may go on for so long."""
+        """Take no more calls. Calls under way may continue for `most_seconds`."""
         await self._server.stop(most_seconds)

@@ -1,4 +1,4 @@
-"""Streams over gRPC: a slot of the model while an answer is owed, and none while nothing passes."""
+"""Streams over gRPC. A stream has a slot of its model while an answer is owed; none while nothing passes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,27 +18,31 @@ from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import CallFailed, CallStream, Metadata
 
 TOKEN_SECONDS: Final = 1.0
-"""How often a stream looks whether its token is still valid."""
+"""Interval in which a stream checks that its token is still valid."""
 
 IDLE_SECONDS: Final = Seconds(5.0)
+"""Time for which a stream keeps its slot after its last answer."""
 
 
 class GrpcStream(GrpcCall):
-    """A client's stream is several streams to servers, one after the other.
+    """A client's stream, which is several streams to servers, one after the other.
 
-    Each begins with a message, at the server where that belongs, when the model is there and has a slot. It
-    ends when nothing has passed for a while and each message has an answer: it is closed on our side, and the
-    slot is given back once the server has closed its own. So a decoupled model, which alone knows what it
-    still works at, keeps the slot until it is done. Nothing is ever sent again.
+    A stream to a server begins with a message, at the server where the message belongs, when the model is
+    there and has a slot. It ends when nothing has passed for a while and each message has an answer: our side
+    closes it, and the slot is given back once the server has closed its side. A decoupled model may answer a
+    message many times, and it alone knows whether it is done; in this order it keeps the slot until then.
+    Nothing is ever sent again.
     """
 
     _turn: "_Turn | None" = None
-    """While there is a stream to a server."""
+    """The open stream to a server; None between two."""
     _sending: "asyncio.Task[None]"
-    _has_begun = _has_head = False
-    """A server was asked; and the client has what comes before the first answer."""
+    _has_begun = False
+    """True once a server was asked."""
+    _has_head = False
+    """True once the client has the metadata that come before the first answer."""
     _last: Metadata = ()
-    """From the server, for the end."""
+    """The metadata of the server that end the client's stream."""
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class GrpcStream(GrpcCall):
         self._idle_seconds = idle_seconds
 
     async def stream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """It lasts no longer than its token."""
+        """Serve the client's stream until it ends, or its token is no longer valid."""
         self._context = context
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -80,12 +84,15 @@ class GrpcStream(GrpcCall):
             self.close(Move.ABANDON)
 
     async def _send_all(self, messages: AsyncIterator[bytes], tasks: asyncio.TaskGroup) -> None:
-        """Pass the client's messages on, a turn for each spell of use. Raises Problem if one is refused."""
+        """Pass the client's messages on, in one turn for each period of use. Raises Problem if a message is
+        refused."""
         if not self._operation.model_field:
             self.plane.requests.enter(self._tenant, self)
             self._begin(tasks)
         async for message in messages:
-            self._authorize()  # whichever model it names, as a call of its own
+            # Each message is checked like a call of its own, because it names its own model.
+            self._authorize()
+            # A turn that is ending takes no more messages: the next turn begins after it.
             if self._turn is not None and self._turn.is_ending:
                 await asyncio.wait({self._turn.reading})
             if self._turn is None:
@@ -94,7 +101,7 @@ class GrpcStream(GrpcCall):
             assert self._turn is not None
             await self._turn.write(message)
         if not self._has_begun:
-            self._begin(tasks)  # a server may answer a stream without a message
+            self._begin(tasks)  # A server may answer a stream without a message.
         if self._turn is not None:
             await self._turn.call.end()
 
@@ -112,9 +119,9 @@ class GrpcStream(GrpcCall):
     def _begin(self, tasks: asyncio.TaskGroup) -> None:
         self._has_begun = True
         self.state = NEXT[self.state][Move.SEND]
-        # A sequence of a stateful model stays where it is.
+        # A stateful model keeps a sequence in its server, so the stream stays at that server if it can.
         server = self.server = self.plane.fleet.pick(self.target, over_grpc=True, before=self.server)
-        assert server is not None  # none was tried
+        assert server is not None  # `pick` returns None only after servers were tried.
         assert server.calls is not None
         call = server.calls.open(self._method, self._metadata, self.seconds_left())
         turn = self._turn = _Turn(server, call)
@@ -139,7 +146,7 @@ class GrpcStream(GrpcCall):
             raise
         self._end_turn()
         if not turn.is_ending:
-            self._sending.cancel()  # the server has ended it
+            self._sending.cancel()  # The server has ended the stream, so the client's messages have no use.
 
     def _end_turn(self) -> None:
         turn, self._turn = self._turn, None
@@ -153,7 +160,8 @@ class GrpcStream(GrpcCall):
         self.plane.requests.leave(self._tenant, self)
 
     async def _watch(self) -> None:
-        """The token, as a stream may only listen, and whether anything passes. Raises Problem."""
+        """Check the token at intervals, because a stream may only listen, and end a turn in which nothing
+        passes. Raises Problem."""
         while True:
             await asyncio.sleep(min(TOKEN_SECONDS, self._idle_seconds))
             self._authorize()
@@ -161,14 +169,14 @@ class GrpcStream(GrpcCall):
                 await self._turn.end_if_idle(self._idle_seconds)
 
     def _authorize(self) -> None:
-        """Check that the client may use the model that the message names. Raises Problem."""
+        """Check that the client's token is still valid and allows the operation. Raises Problem."""
         operation = self.target.operation
         assert operation.scope is not None
         self.identity = self.plane.authorize(operation.scope, operation.name, self._authorization)
 
 
 class _Turn:
-    """A stream to one server, which counts there until it has ended."""
+    """A stream to one server. It counts in the server's `in_flight` until it has ended."""
 
     reading: "asyncio.Task[None]"
 
@@ -176,13 +184,15 @@ class _Turn:
         self.server = server
         self.call = call
         self.is_ending = False
-        """Nothing passed for a while, so that no more is sent to it."""
+        """True once nothing has passed for a while: no more messages are sent."""
         self._owed = 0
-        """Messages without an answer, if each gets one."""
+        """Number of messages without an answer, if each gets one. Negative for a model that answers more
+        often."""
         self._active_at = asyncio.get_running_loop().time()
         server.in_flight += 1
 
     async def write(self, message: bytes) -> None:
+        # Surplus answers to earlier messages do not pay for this one.
         self._owed = max(self._owed, 0) + 1
         await self.call.write(message)
 

@@ -1,1 +1,1 @@
-"""Triton's HTTP protocol: connections of clients, and requests on them."""
+"""Triton's HTTP protocol: connections of clients, and the requests on them."""

@@ -1,7 +1,7 @@
-"""The server's connections with the data plane in front: a request under /v2 never becomes an ASGI request.
+"""The server's connections with the data plane in front. A request under /v2 never becomes an ASGI request.
 
-Requests of both kinds may come on one connection; they are answered in the order in which they came. ADR 96
-says what this relies on in uvicorn.
+Requests of both kinds may come on one connection and are answered in the order in which they came. ADR 96
+lists the parts of uvicorn that this relies on.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from gpubroker_server.inference.protocols.triton_http.exchange import HttpExchan
 from gpubroker_server.inference.protocols.triton_http.heads import ClientHead, client_head
 
 WRITE_BUFFER_BYTES = 1024 * 1024
-"""How much of an answer may wait for the client to take it before the model server is paused."""
+"""Most bytes of an answer that may wait for the client before the model server is paused."""
 
 
 class ParsedText(NamedTuple):
-    """A head as it came, and what it says. Most clients send the same bytes again and again."""
+    """A head as it came, and as it was parsed. Most clients send the same bytes again and again."""
 
     text: bytes
     head: ClientHead
@@ -36,22 +36,23 @@ class InferenceConnection(LimitedConnection):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_ours: bool | None = None
-        """The incoming request is under /v2; None: too little of it has come to tell."""
+        """True if the incoming request is under /v2; None if too little of it has come to tell."""
         self._offers_upgrade = False
-        """It is ours, and offers to change the protocol."""
+        """True if the incoming request is ours and offers to change the protocol."""
         self._incoming: HttpExchange | None = None
-        """The request that is coming in."""
+        """The request under /v2 that is coming in."""
         self._current: HttpExchange | None = None
-        """The request that is being answered."""
+        """The request under /v2 that is being answered."""
         self._unparsed_bytes = 0
-        """The bytes of a body that are passed on without being parsed."""
+        """Number of bytes of a body that are yet to come and are passed on without being parsed."""
         self._heads = 0
-        """That were parsed in one reading."""
+        """Number of heads that were parsed in one reading."""
         self._parsed: ClientHead | None = None
-        """The last of them, if an equal one may skip the parser."""
+        """The head that was parsed last, if an equal one may skip the parser."""
         self._known: ParsedText | None = None
+        """The head that skips the parser when it comes again."""
 
-    # What the event loop calls.
+    # Methods for the event loop.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
@@ -63,7 +64,7 @@ class InferenceConnection(LimitedConnection):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        while True:  # a reading may hold thousands of requests
+        while True:  # One reading may hold thousands of requests.
             if self._unparsed_bytes:
                 data = self._take_unparsed(data)
             elif self._known is not None and self._is_between and data.startswith(self._known.text):
@@ -109,7 +110,7 @@ class InferenceConnection(LimitedConnection):
         if self._current is not None:
             self._current.resume_answer()
 
-    # What the parser calls.
+    # Methods for the parser.
 
     def on_message_begin(self) -> None:
         self.url = b""
@@ -124,7 +125,8 @@ class InferenceConnection(LimitedConnection):
         if not self._is_ours:
             super().on_header(name, value)
         elif not self._is_in_body:
-            self.headers.append((name, value))  # spelled as they came
+            # Names keep their spelling, because the headers are passed on as they came.
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._is_ours is None:
@@ -156,6 +158,7 @@ class InferenceConnection(LimitedConnection):
             self._current = exchange
             exchange.begin()
         else:
+            # The request waits for the answers before it, and its body waits with it.
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
 
@@ -168,7 +171,7 @@ class InferenceConnection(LimitedConnection):
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
-            return  # the body is yet to come, which the parser takes for something else
+            return  # The parser does not count what follows an offer as the body, which is yet to come.
         incoming = self._incoming
         if incoming is None:
             super().on_message_complete()
@@ -177,10 +180,10 @@ class InferenceConnection(LimitedConnection):
             self._incoming = None
             incoming.on_request_end()
 
-    # What uvicorn's part of this calls.
+    # Methods for uvicorn's part of the connection.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | HttpExchange, app: ASGI3Application) -> None:
-        """The turn of a request has come that waited behind another one."""
+        """Start a request that waited behind another one, and whose turn has come."""
         if isinstance(cycle, HttpExchange):
             self._current = cycle
             self.loop.call_soon(self._begin, cycle)
@@ -196,9 +199,10 @@ class InferenceConnection(LimitedConnection):
         if self._current is None:
             super().send_400_response(msg)
         else:
-            self.cut_off()  # in the middle of another answer it would be taken for a part of that
+            # In the middle of another answer, a client would take the error for a part of that answer.
+            self.cut_off()
 
-    # What exchanges call.
+    # Methods for exchanges.
 
     @property
     def is_full(self) -> bool:
@@ -224,7 +228,8 @@ class InferenceConnection(LimitedConnection):
         self.transport.abort()
 
     def _decide(self) -> None:
-        """The path is complete. A request that is not ours goes to uvicorn from its beginning."""
+        """Decide by the path, which is complete, whether the request is ours. If it is not, uvicorn gets it
+        from its beginning."""
         url = self.url
         self._is_ours = is_triton_path(url)
         if not self._is_ours:
@@ -232,17 +237,19 @@ class InferenceConnection(LimitedConnection):
             self.url = url
 
     def _decline(self) -> None:
-        """The protocol stays as it is: the body follows the head, and the next request the body."""
+        """Decline the offer to change the protocol. As in every request, the body follows the head, and the
+        next request follows the body."""
         self._offers_upgrade = False
         incoming = self._incoming
         assert incoming is not None
         if incoming.left_bytes is None:
-            self.cut_off()  # chunks would have to be read without the parser; no known client offers that
+            # Chunks would have to be read without the parser. No known client sends them with an offer.
+            self.cut_off()
         elif not incoming.left_bytes:
             self._end_unparsed()
 
     def _take_unparsed(self, data: bytes) -> bytes:
-        """The rest of a body of known length goes past the parser. What follows the body."""
+        """Pass bytes of a body of known length on, past the parser. Returns the bytes behind the body."""
         self._unset_keepalive_if_required()
         incoming = self._incoming
         assert incoming is not None
@@ -255,22 +262,24 @@ class InferenceConnection(LimitedConnection):
         return rest
 
     def _end_unparsed(self) -> None:
-        """The parser starts again after what it has not seen."""
+        """End a body that went past the parser."""
+        # A parser that has seen the head still waits for the body, so a new one begins after it.
         if not self._is_between:
             self.parser = HttpRequestParser(self)
         self.on_message_complete()
 
     def _remember(self, data: bytes) -> None:
-        """The head of this one request, if that is all there is and ends where it should."""
+        """Keep the head of the one request in `data`, if `data` has nothing else."""
         parsed = self._parsed
         if parsed is not None:
+            # A head whose lines end otherwise fails this comparison and is not kept.
             end = data.find(b"\r\n\r\n") + 4
             if len(data) == end + (parsed.body_bytes or 0):
                 self._known = ParsedText(data[:end], parsed)
 
     def _take_known(self, known: ParsedText, data: bytes) -> bytes:
-        """A request whose head needs no parsing. The parser sees nothing of it, and stays between two. What
-        follows the head."""
+        """Begin a request whose head needs no parsing. The parser sees nothing of the request and stays
+        between two requests. Returns the bytes that follow the head."""
         self._unset_keepalive_if_required()
         self._begin_request(known.head, True, True)
         self._unparsed_bytes = known.head.body_bytes or 0

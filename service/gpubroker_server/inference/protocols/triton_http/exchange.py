@@ -1,7 +1,7 @@
 """One HTTP request under /v2 and its answer, on a client's connection.
 
-The uvicorn server that owns the connection takes it for one of its own cycles: it reads `response_complete`,
-and writes `keep_alive` and `disconnected`.
+The uvicorn server that owns the connection takes the exchange for one of its own cycles: it reads
+`response_complete`, and writes `keep_alive` and `disconnected`.
 """
 
 import asyncio
@@ -46,21 +46,23 @@ log = structlog.get_logger("gpubroker.inference")
 DRAIN_SECONDS: Final = 5.0
 DRAIN_BYTES: Final = 64 * 1024 * 1024
 DRAIN_STRANGER_BYTES: Final = 1024 * 1024
-"""A client that is refused while it still sends would not read why: most send everything first. So much is
-read from it before it is answered, and less from a client without a valid token."""
+"""Bounds on what is read from a refused client that still sends, before it is answered. Most clients send
+everything before they read, so an earlier answer would not reach them. From a client without a valid token
+less is read."""
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _OK: Final = 200
 _ERROR: Final = 500
 _UNKNOWN_MODEL: Final = (404, 503)
-"""How Triton answers for a model that it does not have; 503 if the request names a version."""
+"""Statuses with which Triton denies a model that it does not have; 503 if the request names a version."""
 
 _LONGEST_MESSAGE_BYTES: Final = 4096
 """The longest error message of Triton that is read here."""
 
 _NOT_FOR_MERGING: Final = frozenset({b"accept-encoding", b"if-none-match", b"if-modified-since", b"range"})
-"""Headers of the client with which an answer could not be merged with others."""
+"""Headers of clients that are dropped from a request to several servers: with them, answers could not be
+merged."""
 
 
 class Client(Protocol):
@@ -68,11 +70,11 @@ class Client(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """It takes no more for now; `resume_answer` is called when it does."""
+        """True if the client takes no more for now. `resume_answer` is called when it does."""
         ...
 
     def write(self, parts: Sequence[bytes]) -> None:
-        """Together."""
+        """Write all parts together."""
         ...
 
     def pause_body(self) -> None: ...
@@ -80,7 +82,7 @@ class Client(Protocol):
     def resume_body(self) -> None: ...
 
     def on_answered(self, exchange: "HttpExchange") -> None:
-        """It is over; the connection is closed unless `keep_alive`."""
+        """End the exchange, and close the connection unless the exchange has `keep_alive`."""
         ...
 
     def cut_off(self) -> None: ...
@@ -90,25 +92,28 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     over_grpc = False
 
     message_event = asyncio.Event()
-    """uvicorn sets it when the client has gone."""
+    """The event that uvicorn sets when the client has gone. Nothing waits for it here."""
     response_complete = False
     disconnected = False
 
     request_id = ""
     _began = 0.0
-    """When its turn on the connection came; 0: not yet."""
+    """The time at which the turn of the request came on its connection; 0 before that."""
     _status = 0
     _seen_bytes = 0
-    """The bytes of the body that have come."""
+    """Number of bytes of the body that have come."""
     _sends_chunks = False
     _is_error = False
+    """True if the body of the answer may say that the model's process is gone."""
     _held_head: tuple[int, Sequence[Header], int | None] | None = None
-    """The head of an answer that may say that the model has left: it is held back until its body is there."""
+    """The head of an answer that may say that the model has left. It is held back until its body is there."""
     _held_body = b""
     _refusal: Problem | None = None
+    """The problem with which the request will be answered."""
     _giving_up: asyncio.TimerHandle | None = None
+    """The timer that ends the reading of a refused request."""
     _inflation: Inflation | None = None
-    """Set for a compressed body."""
+    """The check of a compressed body; None for other bodies."""
 
     def __init__(
         self,
@@ -136,10 +141,10 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         length = self._head.body_bytes
         return None if length is None else length - self._seen_bytes
 
-    # What the client's connection calls.
+    # Methods for the client's connection.
 
     def begin(self) -> None:
-        """Start the exchange: the requests before it on this connection are answered."""
+        """Start the exchange. Called once all earlier requests on this connection are answered."""
         self._began = time.perf_counter()
         self.request_id = self.plane.ids.exchange()
         try:
@@ -152,7 +157,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._client.write([_CONTINUE])
 
     def _admit(self) -> None:
-        """Check who asks and what the headers wish. Raises Problem."""
+        """Check the client's token, and read the headers that ask for something. Raises Problem."""
         plane, head, operation = self.plane, self._head, self.target.operation
         self.identity = identified(plane, head)
         if head.body_bytes is None:
@@ -179,7 +184,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._inflation.add(data)
 
     def _check_chunks(self) -> None:
-        """The length of a body in chunks shows only when it comes. Raises Problem."""
+        """Check the size of a body in chunks, whose length shows only when it comes. Raises Problem."""
         check_size(self.plane, self.target.operation, self._seen_bytes)
 
     def on_request_end(self) -> None:
@@ -190,7 +195,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self.end()
 
     def on_gone(self) -> None:
-        """The client has closed the connection."""
+        """End the exchange: the client has closed the connection."""
         self._end(Move.ABANDON)
 
     def pause_answer(self) -> None:
@@ -201,7 +206,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         if self._upstream is not None:
             self._upstream.resume_answer()
 
-    # What the machine calls.
+    # Methods for the state machine.
 
     def _ask(self, server: Server) -> UpstreamRequest:
         return server.backend.ask(self._head.passed_on, self)
@@ -220,7 +225,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         if self._inflation is None or not self._inflation.is_busy:
             self._client.resume_body()
 
-    # What the check of a compressed body calls.
+    # Methods for the check of a compressed body.
 
     @property
     def is_over(self) -> bool:
@@ -238,7 +243,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         elif not self._is_paused:
             self._client.resume_body()
 
-    # What the server answers.
+    # Answers of the server.
 
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
         is_short = (body_bytes or 0) <= _LONGEST_MESSAGE_BYTES
@@ -250,12 +255,13 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     def _pass_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
         self._is_error = status == _ERROR and self._was_there
         self._begin_answer(status == _OK)
+        # A client of HTTP/1.0 reads no chunks: only the end of the connection ends a body without a length.
         if body_bytes is None:
             self._sends_chunks = self._takes_chunks
             self.keep_alive = self.keep_alive and self._takes_chunks
         self._write_head(status, headers, body_bytes)
         if self._client.is_full:
-            self.pause_answer()  # it has not even taken what was answered before
+            self.pause_answer()  # The client has not even taken earlier answers.
 
     def on_body(self, data: bytes) -> None:
         if self._held_head is not None:
@@ -288,7 +294,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._end(Move.FINISH)
 
     def _let_through(self) -> None:
-        """An answer that was held back."""
+        """Pass on the answer that was held back."""
         assert self._held_head is not None
         head, body = self._held_head, self._held_body
         self._held_head, self._held_body = None, b""
@@ -309,11 +315,12 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         else:
             self.refuse(problem_of(trouble, server.name, detail))
 
-    # Several servers.
+    # Requests to several servers.
 
     async def _fan_out(self, servers: Sequence[Server], how: FanOut) -> None:
         head, body = self._head.passed_on, b"".join(self._body.pieces)
-        head = head._replace(headers=[one for one in head.headers if one[0].lower() not in _NOT_FOR_MERGING])
+        mergeable = [header for header in head.headers if header[0].lower() not in _NOT_FOR_MERGING]
+        head = head._replace(headers=mergeable)
         found = await ask_all(servers, how, lambda server: self._fetch(server, head, body))
         answer = merged_response(how, found, servers)
         headers = [header for header in answer.headers if header[0].lower() != b"content-length"]
@@ -322,11 +329,12 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self.on_end()
 
     async def _fetch(self, server: Server, head: RequestHead, body: bytes) -> Fetched:
-        """Ask one server for a whole answer and note how it went. Raises Problem."""
+        """Ask one server for a whole answer, and note whether it answered. Raises Problem."""
         try:
             found = await server.backend.fetch(head, body, FAN_OUT_SECONDS)
         except NotFetched as failed:
-            if failed.trouble is not Trouble.SILENT:  # its connections may all be in use
+            # A silent server may be healthy: all its connections may be in use.
+            if failed.trouble is not Trouble.SILENT:
                 server.http.failed(failed.trouble, str(failed))
             raise problem_of(failed.trouble, server.name, str(failed)) from None
         server.http.answered()
@@ -334,10 +342,10 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             server.note_unload(self.target.model)
         return found
 
-    # Refusals, and the end.
+    # Refusals, and the end of the exchange.
 
     def refuse(self, fault: Exception) -> None:
-        """Answer so once the body is there, or as much of it as is waited for."""
+        """Answer with the fault once the body has come, or as much of it as is read (DRAIN_BYTES)."""
         if self.state is State.ANSWERING:
             self._cut_off()
             return
@@ -349,13 +357,13 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._send_refusal()
             return
         if self._seen_bytes == self._head.body_bytes:
-            return  # its end comes next
+            return  # The end of the body comes next, and sends the refusal.
         loop = asyncio.get_running_loop()
         self._giving_up = loop.call_later(DRAIN_SECONDS, self._send_refusal)
         self._drain()
 
     def _cut_off(self) -> None:
-        """End half an answer: only the lost connection tells the client."""
+        """Close the connection in the middle of an answer: nothing else tells the client of the failure."""
         self.close(Move.FAIL)
         self._client.cut_off()
 
@@ -375,6 +383,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         if problem is None or self.response_complete:
             return
         status, headers, body = rendered(problem, self.request_id)
+        # What is left of a body would be taken for the next request.
         self.keep_alive = self.keep_alive and self.is_complete
         self._write_head(status, headers, len(body))
         if self._method != b"HEAD":
@@ -400,7 +409,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._out = parts
 
     def _end(self, move: Move) -> None:
-        """The answer is complete, or the client has gone."""
+        """End the exchange: the answer is complete, or the client has gone."""
         self.on_pause()
         if self._giving_up is not None:
             self._giving_up.cancel()
@@ -412,8 +421,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
 
 
 def _error_in(body: bytes) -> str:
-    """Return the text of an error of Triton, which is JSON whatever its content type says; empty if this is
-    none."""
+    """Return the text of an error of Triton, or an empty text for another body. Triton writes errors as JSON,
+    whatever the content type says."""
     head, tail = b'{"error":"', b'"}'
     if not (body.startswith(head) and body.endswith(tail)):
         return ""

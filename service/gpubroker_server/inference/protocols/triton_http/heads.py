@@ -1,4 +1,4 @@
-"""The head of a request over HTTP under /v2: what it means, and whether its client may ask that."""
+"""The head of a request over HTTP under /v2: its meaning, and the check of its client's rights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -30,31 +30,33 @@ _TO_US: Final = frozenset(
         b"upgrade",
     }
 )
-"""Headers of the client's connection, or for the service. All others are passed on as they came."""
+"""Headers that are for the client's connection or for the service. All others are passed on as they came."""
 
 _PLAIN_CONNECTIONS: Final = frozenset({b"", b"close", b"keep-alive"})
+"""Values of the header Connection that name no other header. Headers that it names belong to the connection
+and are not passed on (RFC 9110, 7.6.1)."""
 
 
 class ClientHead(NamedTuple):
-    """The head of a request over HTTP, and what it means. Clients send equal heads again and again: all that
-    can be read in one is read once."""
+    """The head of a request over HTTP, with its meaning. Clients send equal heads again and again, so all
+    that follows from a head alone is worked out once."""
 
     target: Target
     passed_on: RequestHead
     to_us: Mapping[bytes, bytes]
-    """Headers for the service, and of the client's connection, by lowercase name."""
+    """Headers for the service and for the client's connection, by lowercase name."""
     queue: tuple[str | None, ...]
-    """The values of QUEUE_HEADERS."""
+    """The values of QUEUE_HEADERS, in that order."""
     is_idempotent: bool
     expects_continue: bool
     encoding: bytes
-    """The encoding of the body, if Triton might inflate it; else empty."""
+    """The encoding of the body if Triton might inflate it; empty otherwise."""
     shares_memory: bool
-    """The client wants Triton to read its memory."""
+    """True if the client wants Triton to read the client's memory."""
 
     @property
     def body_bytes(self) -> int | None:
-        """None: the body comes in chunks."""
+        """The length of the body; None if the body comes in chunks."""
         return self.passed_on.body_bytes
 
 
@@ -75,7 +77,8 @@ def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> Client
         dropped = {word.strip() for word in named.split(b",")}
         passed_on = [header for header in passed_on if header[0].lower() not in dropped]
     is_chunked = b"transfer-encoding" in to_us
-    length = None if is_chunked else int(to_us.get(b"content-length", b"0"))  # the parser has checked it
+    # The parser has checked that the length is a number.
+    length = None if is_chunked else int(to_us.get(b"content-length", b"0"))
     queue = [to_us.get(name.encode()) for name in QUEUE_HEADERS]
     target = http_target(method, path)
     return ClientHead(

@@ -1,5 +1,5 @@
-"""A compressed body passes as it came, each piece once it is known to how much it inflates: a few kilobytes
-may become gigabytes inside Triton."""
+"""Check of compressed bodies. A body passes as it came, and each piece once its inflated size is known: a few
+kilobytes may become gigabytes inside Triton."""
 
 import asyncio
 import zlib
@@ -9,20 +9,23 @@ from typing import Final, Protocol
 from gpubroker_server.http.problems import Problem
 
 ENCODINGS: Final = frozenset({b"gzip", b"deflate"})
-"""That Triton reads."""
+"""The encodings that Triton reads."""
 
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
+"""zlib adds 32 to the window's bits for recognizing the header of either format."""
 _STEP_BYTES: Final = 1024 * 1024
+"""Most bytes that are inflated at once, which bounds the memory."""
 
 
 def inflating(encodings: Sequence[bytes]) -> bytes:
-    """The values of the header, if Triton might inflate one of them. It refuses others itself."""
+    """Return the values of the header Content-Encoding if Triton might inflate one of them, or else nothing:
+    Triton refuses other encodings itself."""
     together = b", ".join(encoding for encoding in encodings if encoding != b"identity")
     return together if any(encoding in together for encoding in ENCODINGS) else b""
 
 
 class Sink(Protocol):
-    """The request."""
+    """The request whose body is checked."""
 
     @property
     def is_over(self) -> bool: ...
@@ -36,16 +39,16 @@ class Sink(Protocol):
     def flush(self) -> None: ...
 
     def on_inflated(self, fault: Problem | None) -> None:
-        """All that has come is passed on, or the body is refused."""
+        """Continue after all pieces that have come were passed on, or refuse the body with the fault."""
         ...
 
 
 class Inflation:
-    """Counts in a thread: a piece may inflate to so much that it takes a second."""
+    """Counts the inflated bytes of a body in a thread: one piece may take a second to inflate."""
 
     def __init__(self, sink: Sink, encoding: bytes, most_bytes: int) -> None:
         self.has_ended = False
-        """All of the body has come."""
+        """True once all of the body has come."""
         self._sink = sink
         self._encoding = encoding
         self._size = InflatedSize(most_bytes)
@@ -62,7 +65,8 @@ class Inflation:
             self._task = asyncio.ensure_future(self._pass_on())
 
     def end(self) -> bool:
-        """The body has come. Whether all of it is passed on, or `on_inflated` will be called."""
+        """Note that all of the body has come. Returns True if all of it is passed on; otherwise `on_inflated`
+        will be called."""
         self.has_ended = True
         return self._task is None
 
@@ -85,18 +89,19 @@ class Inflation:
 
 
 class InflatedSize:
-    """Counts, and keeps nothing."""
+    """Counts inflated bytes and keeps none of them."""
 
     def __init__(self, most_bytes: int) -> None:
         self.total_bytes = 0
-        """More than `most_bytes` as soon as it is known to be more: the rest is not looked at."""
+        """Number of inflated bytes. Once it exceeds `most_bytes`, the rest of the body is not inflated."""
         self._most_bytes = most_bytes
         self._member = zlib.decompressobj(_GZIP_OR_ZLIB)
 
     def add(self, data: bytes) -> None:
-        """The next bytes of the body. Raises zlib.error."""
+        """Count the next bytes of the body. Raises zlib.error."""
         while data and self.total_bytes <= self._most_bytes:
-            if self._member.eof:  # of one of several members
+            # A gzip body may consist of several members, one after the other.
+            if self._member.eof:
                 self._member = zlib.decompressobj(_GZIP_OR_ZLIB)
             self.total_bytes += len(self._member.decompress(data, _STEP_BYTES))
             data = self._member.unused_data or self._member.unconsumed_tail
