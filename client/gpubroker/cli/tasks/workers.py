@@ -141,7 +141,7 @@ def call(
     method: Annotated[str, typer.Argument(help="A method of the object.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments, JSON or text.")] = None,
     role: Annotated[str, typer.Option(help="Which of several roles.")] = "",
-    timeout_seconds: Annotated[Any, typer.Option("--timeout", help="Waiting included.", **_SECONDS)] = 60.0,
+    timeout_seconds: Annotated[Any, typer.Option("--timeout", help="Waiting included.", **_SECONDS)] = "60s",
 ) -> None:
     """Call a method in one worker, and print what it returns as JSON."""
     with connect() as broker:
