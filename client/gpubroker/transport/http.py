@@ -41,6 +41,9 @@ class SyncHttp(SyncCaller):
         self.is_direct = transport is None
         self._http = httpx.Client(transport=transport, **_client_settings(self.connection))
 
+    def __repr__(self) -> str:
+        return _named(self)
+
     def __enter__(self) -> Self:
         return self
 
@@ -121,6 +124,9 @@ class AsyncHttp(AsyncCaller):
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(transport=transport, **_client_settings(self.connection))
 
+    def __repr__(self) -> str:
+        return _named(self)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -191,6 +197,12 @@ class AsyncHttp(AsyncCaller):
             fault = _unreachable(self.connection, error)
         for each in reading.end(fault):
             yield each
+
+
+def _named(broker: SyncHttp | AsyncHttp) -> str:
+    """Its class and its address, without a password that the address may have."""
+    url = httpx.URL(broker.connection.url).copy_with(username=None, password=None)
+    return f"<{type(broker).__name__} {url}>"
 
 
 def _client_settings(connection: Connection) -> dict[str, Any]:
