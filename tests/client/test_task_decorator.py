@@ -83,7 +83,7 @@ def test_submit_many_and_simulate_take_a_task_function(service: RecordedService,
 
 def test_invalid_options_of_the_decorator_are_refused() -> None:
     with pytest.raises(WrongArgument, match="has no option gpu; did you mean"):
-        task(gpu=1)  # type: ignore[call-arg]  # the mistake is the test
+        task(gpu=1)  # type: ignore[call-overload]  # the mistake is the test
     with pytest.raises(WrongArgument, match="kwargs belongs to one submit"):
         task(kwargs={"a": 1})
 

@@ -4,6 +4,7 @@ import sys
 
 from gpubroker import errors
 from gpubroker.run_reports import RUN_VERBS, report
+from gpubroker.tasks.naming import SHOWN_ID_LENGTH as SHOWN_ID_LENGTH
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -16,9 +17,6 @@ EXIT_UNREACHABLE = 7
 EXIT_NOT_NOW = 8
 """The task would wait, or the components do not fit."""
 EXIT_INTERRUPTED = 130
-
-SHOWN_ID_LENGTH = 8
-"""Tables show this many characters from the end of an id; as many must be typed."""
 
 
 def main() -> None:

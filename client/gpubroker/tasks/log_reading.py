@@ -40,9 +40,14 @@ class LogReading(Reading[str]):
     """Raises Unreachable if for `retry_seconds` each answer breaks off at once, without a line."""
 
     def __init__(
-        self, path: str, get: Callable[[], Steps[Task]], wanted: LogOptions, retry_seconds: float
+        self,
+        find: Callable[[], Steps[str]],
+        get: Callable[[], Steps[Task]],
+        wanted: LogOptions,
+        retry_seconds: float,
     ) -> None:
-        self._path = path
+        self._find = find
+        self._path = ""
         self._get = get
         self._retry_seconds = retry_seconds
         self._follows = wanted.get("follow", False)
@@ -60,6 +65,7 @@ class LogReading(Reading[str]):
         """Answers, one after the other, that broke off at once."""
 
     def next_call(self) -> Steps[Call | None]:
+        self._path = self._path or (yield from self._find())
         if not self._follows and not self._called:
             self._called = True
             return self._call(self._only)

@@ -68,7 +68,7 @@ class Task(Answer, frozen=True):
 
 
 AnyTask = Task | str
-"""A task, or its id."""
+"""A task, its id, 8 or more characters from the end of it, or a unique name."""
 
 
 def id_of(task: AnyTask) -> str:

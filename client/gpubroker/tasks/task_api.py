@@ -4,7 +4,7 @@ import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 from weakref import ref
 
 import cloudpickle
@@ -12,6 +12,7 @@ import cloudpickle
 from gpubroker.errors import BrokerError, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, opened_object
 from gpubroker.tasks.log_reading import LogOptions, LogReading
+from gpubroker.tasks.naming import find_task
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
     AnySubmission,
@@ -103,6 +104,8 @@ class EventStart(TypedDict, total=False):
     last: int
 
 
+Options = TypeVar("Options", bound=SubmitOptions)
+
 TaskOrError = str | BrokerError
 """The id of a submitted task, or why it was refused."""
 
@@ -128,6 +131,7 @@ class TaskApi(ObjectApi):
         deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
         idempotency_key.
         """
+        options = yield from self._with_ids_after(options)
         body = submission_body(target, args, options)
         return self._task((yield from self._make("/tasks", options.get("idempotency_key"), body)))
 
@@ -197,8 +201,8 @@ class TaskApi(ObjectApi):
         task chose: use `outcome` for tasks you do not trust. A result that was too large has become an object
         (`outcome` has its id) and is fetched.
         """
-        yield from self._wait(task, timeout_seconds)
-        outcome = yield from self._outcome(task)
+        ended = yield from self._wait(task, timeout_seconds)
+        outcome = yield from self._outcome(ended)
         if outcome.format == "object":
             check_success(outcome)
             data = yield from self._content(outcome.value["object"])
@@ -216,20 +220,22 @@ class TaskApi(ObjectApi):
     ) -> Steps[Task]:
         """End the task; a running one gets notice and then its grace period."""
         body = without_none({"grace_seconds": grace_seconds, "reason": reason})
-        return self._task((yield from self._ask("POST", f"{_path(task)}/cancel", body)))
+        path = yield from self._path(task, to_change=True)
+        return self._task((yield from self._ask("POST", f"{path}/cancel", body)))
 
     @operation
     def retry(self, task: AnyTask, *, idempotency_key: str | None = None) -> Steps[Task]:
         """Run an ended task again, as a new task: the same run, resources, priority, labels and limits,
         without its dependencies, hold, start time and deadline. Raises Refused as `submit` does."""
-        return self._task((yield from self._make(f"{_path(task)}/retry", idempotency_key)))
+        path = yield from self._path(task, to_change=True)
+        return self._task((yield from self._make(f"{path}/retry", idempotency_key)))
 
     @operation
     def stack(self, task: AnyTask, *, rank: int = 0, worker: str | None = None) -> Steps[Stack]:
         """The Python threads of a running task, which goes on; of a gang, of one rank; of an array or a set,
         of the worker that runs, or of the one with this id. Raises Refused (`task-not-running`)."""
-        asked = self._ask("GET", f"{_path(task)}/stack", rank=rank or None, worker=worker)
-        return decode(Stack, (yield from asked))
+        path = yield from self._path(task)
+        return decode(Stack, (yield from self._ask("GET", f"{path}/stack", rank=rank or None, worker=worker)))
 
     @operation
     def cancel_selected(
@@ -261,7 +267,8 @@ class TaskApi(ObjectApi):
         """Change a task's priority, hold it in the queue (`held=True`) or release it, or change its times
         while it waits. The options are those of `ChangeOptions`."""
         body = {name: plain(name, value) for name, value in wanted.items()}
-        return self._task((yield from self._ask("PATCH", _path(task), body)))
+        path = yield from self._path(task, to_change=True)
+        return self._task((yield from self._ask("PATCH", path, body)))
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
@@ -273,7 +280,8 @@ class TaskApi(ObjectApi):
     @operation
     def explain(self, task: AnyTask) -> Steps[Explanation]:
         """Why the task waits, with a verdict per device; or where it runs."""
-        return decode(Explanation, (yield from self._ask("GET", f"{_path(task)}/explain")))
+        path = yield from self._path(task)
+        return decode(Explanation, (yield from self._ask("GET", f"{path}/explain")))
 
     @listing
     def events(
@@ -282,11 +290,13 @@ class TaskApi(ObjectApi):
         """The event log, oldest first; of one task if given, or of all workers of an array or a worker set.
         With `follow` it never ends. It begins after a position (`after`), or with so many of the newest
         (`last`, up to 500)."""
-        path = "/events" if task is None else f"{_path(task)}/events"
         first = {"after": 0} if start.get("last") is None else {"last": start["last"]}
         first |= {"after": start["after"]} if start.get("after") else {}
 
         def fetch(cursor: str | None) -> Steps[Page[Event]]:
+            nonlocal task
+            task = None if task is None else (yield from self._id_of(task))
+            path = "/events" if task is None else f"/tasks/{path_part(task)}/events"
             begin = {"after": cursor} if cursor else first
             raw = yield from self._ask("GET", path, **begin, limit=_EVENTS_PER_PAGE)
             items = tuple(decode(Event, item) for item in raw["items"])
@@ -308,24 +318,58 @@ class TaskApi(ObjectApi):
         long log the middle is not kept; a line says so.
         """
         worker = wanted.get("worker")
-        return LogReading(_path(task), lambda: self._get(task, worker), wanted, self._retry_seconds)
+        return LogReading(
+            lambda: self._path(task), lambda: self._get(task, worker), wanted, self._retry_seconds
+        )
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
         """What your past runs used, by model type (else name, else entrypoint) and kind of device."""
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
 
+    @operation
+    def task_id(self, word: AnyTask, *, to_change: bool = False) -> Steps[str]:
+        """Return the id of the task that a name or a part of an id means. Raises Refused if there is none, or
+        more than one.
+
+        A name means the one unfinished task that has it, and an ended one if there is none. `to_change`: a
+        word that is the name of one task and a part of another one's id is refused too.
+        """
+        return (yield from find_task(self._ask, id_of(word), to_change=to_change))
+
+    def _id_of(self, task: AnyTask, *, to_change: bool = False) -> Steps[str]:
+        if not isinstance(task, str) or task.startswith("task_"):
+            return id_of(task)
+        return (yield from find_task(self._ask, task, to_change=to_change))
+
+    def _with_ids_after(self, options: Options) -> Steps[Options]:
+        """Return the options, with ids in place of the names and parts of ids in `after`."""
+        named: Any = options.get("after")
+        if named is None or isinstance(named, str):
+            return options
+        after: list[Any] = []
+        for one in named:
+            task = one["task"] if isinstance(one, Mapping) else one
+            found = yield from self._id_of(task)
+            after.append({**one, "task": found} if isinstance(one, Mapping) else found)
+        return cast("Options", {**options, "after": after})
+
+    def _path(self, task: AnyTask, *, to_change: bool = False) -> Steps[str]:
+        return f"/tasks/{path_part((yield from self._id_of(task, to_change=to_change)))}"
+
     def _task(self, raw: Mapping[str, Any]) -> Task:
         return decode(Task, raw, told_by=ref(self))
 
     def _get(self, task: AnyTask, worker: str | None = None) -> Steps[Task]:
-        return self._task((yield from self._ask("GET", _path(task), worker=worker)))
+        path = yield from self._path(task)
+        return self._task((yield from self._ask("GET", path, worker=worker)))
 
     def _wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
         deadline = Deadline(timeout_seconds)
+        path = yield from self._path(task)
         while True:
             left = deadline.next_poll_seconds()
-            call = Call("GET", f"{_path(task)}/wait", {"timeout_seconds": left}, patience_seconds=left)
+            call = Call("GET", f"{path}/wait", {"timeout_seconds": left}, patience_seconds=left)
             seen = self._task((yield from self._send(call)).json())
             if seen.is_finished:
                 return seen
@@ -333,7 +377,8 @@ class TaskApi(ObjectApi):
                 raise deadline.error(seen)
 
     def _outcome(self, task: AnyTask) -> Steps[Outcome]:
-        return decode(Outcome, (yield from self._ask("GET", f"{_path(task)}/result")))
+        path = yield from self._path(task)
+        return decode(Outcome, (yield from self._ask("GET", f"{path}/result")))
 
 
 def opened_result(data: bytes) -> Any:
@@ -362,7 +407,3 @@ def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def _id_or_error(item: Mapping[str, Any]) -> TaskOrError:
     return str(item["id"]) if "id" in item else error_of_problem(item["problem"], int(item["status"]))
-
-
-def _path(task: AnyTask) -> str:
-    return f"/tasks/{path_part(id_of(task))}"
