@@ -4,6 +4,7 @@ import base64
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, TypedDict, Unpack
 
 import cloudpickle
@@ -24,6 +25,7 @@ from gpubroker.transport.exchange import Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 from gpubroker.wire.arrays import Array
 from gpubroker.wire.arrays import ArrayItem as Answer
+from gpubroker.wire.bounds import MOST_ITEMS
 from gpubroker.wire.tasks import Failure
 
 _INLINE_BYTES = 4 * 2**20
@@ -160,6 +162,7 @@ class ArrayApi(Operations):
         ordered: bool = True,
         return_exceptions: bool = False,
         progress: bool = False,
+        keep: bool = False,
         **options: Unpack[ArrayOptions],
     ) -> Pages[Any]:
         """`target(item)` for each item, by workers of the service: an iterator over the results, in the order
@@ -167,17 +170,25 @@ class ArrayApi(Operations):
 
             for size in broker.map(measure, paths, max_parallel=8, progress=True): ...
 
-        It is submitted when the first result is asked for, with the options of `submit_array`. An item that
-        failed raises ItemFailed in its place, or is that exception with `return_exceptions`. `progress` shows
-        a bar on standard error. Results of functions are unpickled here. Raises BrokerError if the array ends
-        with items left, such as by a cancel.
+        It is submitted when the first result is asked for, with the options of `submit_array`; without items
+        nothing is. An item that failed raises ItemFailed in its place, or is that exception with
+        `return_exceptions`. What ends the loop before the last result, also such an exception, cancels what
+        is left of the array; with `keep` it goes on. `progress` shows a bar on standard error. Results of
+        functions are unpickled here. Raises BrokerError if the array ends with items left, such as by a
+        cancel.
         """
         show = progress_bar() if progress else None
         mapped = _Mapped(ordered, return_exceptions)
 
+        def leave() -> Steps[None]:
+            if mapped.array is not None and not mapped.array.is_finished:
+                yield from self._ask("POST", f"{_path(mapped.array)}/cancel")
+
         def fetch(cursor: str | None) -> Steps[Page[Any]]:
             mapped.raise_fault()
-            array = mapped.array or (yield from self._submit_array(target, items, args, options))
+            if mapped.array is None and not (listed := _listed(items)):
+                return a_page(())
+            array = mapped.array or (yield from self._submit_array(target, listed, args, options))
             mapped.array, pause_seconds = array, _FIRST_PAUSE_SECONDS
             if not mapped.has_more:
                 yield Pause(pause_seconds)
@@ -186,7 +197,7 @@ class ArrayApi(Operations):
                 page = yield from self._items_after(array, cursor, {"order": "completed"})
                 mapped.add(page)
                 if not was_finished and (show is not None or not page.items):
-                    array = decode(Array, (yield from self._ask("GET", _path(array))))
+                    array = mapped.array = decode(Array, (yield from self._ask("GET", _path(array))))
                 if show is not None:
                     show(array)
                 if page.items or was_finished:
@@ -195,14 +206,14 @@ class ArrayApi(Operations):
                     yield Pause(pause_seconds)
                     pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-        return Pages(fetch)
+        return Pages(fetch, None if keep else leave)
 
     def _submit_array(
         self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
     ) -> Steps[Array]:
         of_task, given = parted_options(options, ArrayOptions)
         body = submission_body(target, args, of_task)
-        listed = list(items)
+        listed = _listed(items)
         packed, count = _packed(target, listed), len(listed)
         if callable(target):
             body = _with_objects_of(body, listed)
@@ -313,6 +324,17 @@ def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
     given = json.loads(body)
     given["run"]["objects"] = sorted({*named, *given["run"].get("objects", [])})
     return json.dumps(given).encode()
+
+
+def _listed(items: Iterable[Any]) -> Sequence[Any]:
+    """Return all items. Raises WrongArgument if they are more than an array takes, or have no end."""
+    listed = list(islice(items, MOST_ITEMS + 1))
+    if len(listed) > MOST_ITEMS:
+        raise WrongArgument(
+            f"an array has at most {MOST_ITEMS} items, and there are more (or the iterator has no end); make "
+            "several arrays, such as with itertools.islice"
+        )
+    return listed
 
 
 def _packed(target: Target, listed: Sequence[Any]) -> bytes:

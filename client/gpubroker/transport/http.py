@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.request import getproxies
@@ -84,13 +85,19 @@ class SyncHttp(SyncCaller):
             while (call := self._carry_out(of.next_call())) is not None:
                 yield from self._read_on(of, call)
             return
-        cursor: str | None = None
-        while True:
-            page = self._carry_out(of.fetch(cursor))
-            yield from page.items
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        try:
+            cursor: str | None = None
+            while True:
+                page = self._carry_out(of.fetch(cursor))
+                yield from page.items
+                cursor = page.next_cursor
+                if cursor is None:
+                    return
+        except BaseException as fault:
+            if of.leave is not None and not isinstance(fault, Unreachable):
+                with suppress(BrokerError):  # what ended the iteration says more
+                    self._carry_out(of.leave())
+            raise
 
     def _read_on(self, reading: Reading[T], call: Call) -> Iterator[T]:
         _check_open(self._http)
@@ -173,14 +180,20 @@ class AsyncHttp(AsyncCaller):
                 async for each in self._read_on(of, call):
                     yield each
             return
-        cursor: str | None = None
-        while True:
-            page = await self._carry_out(of.fetch(cursor))
-            for item in page.items:
-                yield item
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        try:
+            cursor: str | None = None
+            while True:
+                page = await self._carry_out(of.fetch(cursor))
+                for item in page.items:
+                    yield item
+                cursor = page.next_cursor
+                if cursor is None:
+                    return
+        except BaseException as fault:
+            if of.leave is not None and not isinstance(fault, Unreachable):
+                with suppress(BrokerError):
+                    await self._carry_out(of.leave())
+            raise
 
     async def _read_on(self, reading: Reading[T], call: Call) -> AsyncIterator[T]:
         _check_open(self._http)
