@@ -1,4 +1,5 @@
 import base64
+import functools
 import json
 import sys
 import threading
@@ -9,6 +10,9 @@ import cloudpickle
 import pytest
 from gpubroker import Broker, WrongArgument
 from gpubroker.tasks.submission import SubmitOptions, submission_body
+
+from tests.client.conftest import Do
+from tests.client.recorded_service import RecordedService
 
 
 def body(target: Any, *args: Any, **options: Any) -> dict[str, Any]:
@@ -56,10 +60,54 @@ def test_a_function_that_cannot_be_pickled_is_named() -> None:
         with lock:
             pass
 
-    with pytest.raises(WrongArgument, match=r"cannot pickle .*guarded or an object .*pickle '_thread.lock'"):
+    with pytest.raises(WrongArgument, match=r"cannot pickle variable lock of .*guarded \(TypeError: .*lock'"):
         body(guarded)
-    with pytest.raises(WrongArgument, match="pass plain values"):
-        body(len, lock)
+
+
+class Model:
+    def __init__(self) -> None:
+        self.parts = {"left": [1, threading.Lock()]}
+
+    def fit(self) -> None: ...
+
+
+def uses(model: Any) -> Any:
+    def closure() -> None:
+        [model for _ in range(1)]
+
+    return closure
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "part"),
+    [
+        (len, (1, threading.Lock()), {}, "argument 2 of len"),
+        (len, (), {"model": Model()}, r"argument model\.parts\['left'\]\[1\] of len"),
+        (uses(Model()), (), {}, r"variable model\.parts\['left'\]\[1\] of uses"),
+        (Model().fit, (), {}, r"self\.parts\['left'\]\[1\] of Model.fit"),
+        (functools.partial(print, threading.Lock()), (), {}, "argument 1 of functools.partial"),
+        (len, (uses(threading.Lock()),), {}, "variable model of argument 1 of len"),
+        ("a:b", (1, {"x": [object()]}), {}, r"argument 2\['x'\]\[0\] of 'a:b' cannot be written as JSON"),
+        ("a:b", (), {"rate": float("nan")}, "argument rate of 'a:b' cannot be written as JSON"),
+    ],
+)
+def test_what_cannot_travel_is_named(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(WrongArgument, match=part):
+        body(target, *args, kwargs=kwargs)
+
+
+def test_what_cannot_travel_to_workers_and_objects_is_named(service: RecordedService, do: Do) -> None:
+    with pytest.raises(WrongArgument, match=r"item 1\['a'\] cannot be pickled"):
+        do("submit_array", len, [1, {"a": threading.Lock()}])
+    with pytest.raises(WrongArgument, match=r"item 0 cannot be written as JSON"):
+        do("submit_array", "a:b", [object()])
+    with pytest.raises(WrongArgument, match="argument lock of solve cannot be pickled"):
+        do("call_worker", "task_1", "solve", kwargs={"lock": threading.Lock()})
+    with pytest.raises(WrongArgument, match=r"cannot pickle the value\[1\]"):
+        do("put", [1, threading.Lock()])
+    assert service.requests == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import cloudpickle
 from msgspec import UNSET
 
 from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
+from gpubroker.runtime.carrying import faulty_part, is_not_json, is_not_pickled
 from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import (
     SubmitOptions,
@@ -347,8 +348,9 @@ def _packed(target: Target, listed: Sequence[Any]) -> bytes:
             return packed
         return json.dumps(list(map(as_json, listed)), separators=(",", ":"), allow_nan=False).encode()
     except Exception as error:  # objects may raise anything when they are pickled
-        how = "pickled" if callable(target) else "written as JSON"
-        raise WrongArgument(f"the items cannot be {how} ({error}); pass plain values") from None
+        how, fails = ("pickled", is_not_pickled) if callable(target) else ("written as JSON", is_not_json)
+        part = faulty_part(((f"item {number}", item) for number, item in enumerate(listed)), fails)
+        raise WrongArgument(f"{part or 'the items'} cannot be {how} ({error}); pass plain values") from None
 
 
 def _id_of(array: AnyArray) -> str:

@@ -11,6 +11,13 @@ from typing import Any, Final, Literal, TypedDict, Unpack, cast
 import cloudpickle
 
 from gpubroker.errors import WrongArgument
+from gpubroker.runtime.carrying import (
+    call_parts,
+    faulty_part,
+    function_parts,
+    is_not_json,
+    is_not_pickled,
+)
 from gpubroker.runtime.objects import ObjectRef, named_object
 
 Target = str | Sequence[str] | Callable[..., Any]
@@ -176,9 +183,12 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
     try:
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
+        run = body.get("run", {})
+        parts = (*call_parts(run.get("args", ()), run.get("kwargs", {})), *given.items())
+        part = faulty_part(parts, is_not_json) or "an argument"
         raise WrongArgument(
-            f"the arguments of {target!r} cannot be written as JSON ({error}); pass plain values, or submit "
-            "the function itself, which is pickled"
+            f"{part} of {target!r} cannot be written as JSON ({error}); pass plain values, or submit the "
+            "function itself, which is pickled"
         ) from None
 
 
@@ -268,9 +278,11 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # objects may raise anything when they are pickled
         name = getattr(function, "__qualname__", repr(function))
+        part = faulty_part((*call_parts(args, kwargs), *function_parts(function)), is_not_pickled)
+        what = f"{name} or an object that it refers to" if part is None else f"{part} of {name}"
         raise WrongArgument(
-            f"cannot pickle {name} or an object that it refers to ({type(error).__name__}: {error}); create "
-            "locks, files and connections inside the function, and pass plain values"
+            f"cannot pickle {what} ({type(error).__name__}: {error}); create locks, files and connections "
+            "inside the function, and pass plain values"
         ) from error
     return packed
 

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import cloudpickle
 
 from gpubroker.errors import WrongArgument
+from gpubroker.runtime.carrying import call_parts, faulty_part, is_not_json, is_not_pickled
 from gpubroker.tasks.submission import SubmitOptions, Target, parted_options, submission_body
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
@@ -161,10 +162,9 @@ def _arguments(
         json.dumps((args, kwargs), allow_nan=False)
         return {"args": list(args), "kwargs": dict(kwargs)}
     except Exception as error:  # objects may raise anything when they are pickled
-        how = "pickled" if pickled else "written as JSON"
-        raise WrongArgument(
-            f"the arguments of {method} cannot be {how} ({error}); pass plain values"
-        ) from None
+        how, fails = ("pickled", is_not_pickled) if pickled else ("written as JSON", is_not_json)
+        part = faulty_part(call_parts(args, kwargs), fails) or "an argument"
+        raise WrongArgument(f"{part} of {method} cannot be {how} ({error}); pass plain values") from None
 
 
 def _path(workers: AnyWorkerSet) -> str:
