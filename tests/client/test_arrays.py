@@ -100,6 +100,14 @@ def test_a_failed_item_may_be_its_exception(do: Do, service: RecordedService) ->
     assert (zero, one.number, two) == (0, 1, 20)
 
 
+def test_an_item_whose_result_cannot_be_opened_is_named(do: Do, service: RecordedService) -> None:
+    foreign = item(1, data_base64=base64.b64encode(b"cno_such_module\nThing\n.").decode())
+    service.reply_with(array(total=2), page(item(0), foreign, after=1))
+    zero, one = do("map", len, [1, 2], return_exceptions=True)
+    assert (zero, one.number, one.source) == (0, 1, ID)
+    assert f"the result of item 1 of {ID} cannot be opened here (ModuleNotFoundError: No module" in str(one)
+
+
 def test_a_map_that_ends_with_items_left_says_so(do: Do, service: RecordedService) -> None:
     service.reply_with(array(), page(item(1), after=1))
     service.reply_with(page(after=1), array(1, state="cancelled"), page(after=1))

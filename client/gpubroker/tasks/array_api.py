@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 import cloudpickle
 from msgspec import UNSET
 
-from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
+from gpubroker.errors import BrokerError, ItemFailed, ResultUnreadable, WrongArgument
 from gpubroker.runtime.carrying import faulty_part, is_not_json, is_not_pickled
 from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import (
@@ -83,11 +83,16 @@ class ArrayItem(Answer, frozen=True):
     @property
     def value(self) -> Any:
         """The result; unpickles it if it is a pickle, which runs code that the function chose. Raises
-        ItemFailed."""
+        ItemFailed, or ResultUnreadable for a pickle that cannot be opened here."""
         if self.failed is not None:
             raise self.failed
         data = self.data
-        return self.result if data is None else cloudpickle.loads(data)
+        if data is None:
+            return self.result
+        try:
+            return cloudpickle.loads(data)
+        except Exception as fault:  # to unpickle may raise anything, also exceptions of other libraries
+            raise ResultUnreadable(self.array or "an array", fault, number=self.number) from fault
 
     @property
     def failed(self) -> ItemFailed | None:
@@ -286,7 +291,13 @@ class _Mapped:
             if item is None:
                 return
             self._next += 1
-            yield item.failed if item.failed and self._return_exceptions else item.value
+            try:
+                value = item.value
+            except (ItemFailed, ResultUnreadable) as fault:
+                if not self._return_exceptions:
+                    raise
+                value = fault
+            yield value
 
 
 def progress_bar() -> Callable[[Array], None]:

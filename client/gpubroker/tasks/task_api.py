@@ -2,14 +2,14 @@
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 from weakref import ref
 
 import cloudpickle
 
-from gpubroker.errors import BrokerError, WrongArgument
+from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, opened_object
 from gpubroker.tasks.log_reading import LogOptions, LogReading
 from gpubroker.tasks.naming import find_task
@@ -195,7 +195,8 @@ class TaskApi(ObjectApi):
 
     @operation
     def result(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Any]:
-        """Wait for the task and return its result. Raises TaskFailed, TaskCancelled or WaitTimeout.
+        """Wait for the task and return its result. Raises TaskFailed, TaskCancelled or WaitTimeout, and
+        ResultUnreadable for a pickle that cannot be opened here.
 
         A result in cloudpickle format, the default for functions, is unpickled here, which runs code that the
         task chose: use `outcome` for tasks you do not trust. A result that was too large has become an object
@@ -206,7 +207,7 @@ class TaskApi(ObjectApi):
         if outcome.format == "object":
             check_success(outcome)
             data = yield from self._content(outcome.value["object"])
-            return opened_result(data)
+            return _opened(outcome.id, lambda: opened_result(data))
         return value_of(outcome)
 
     @operation
@@ -390,7 +391,15 @@ def opened_result(data: bytes) -> Any:
 def value_of(outcome: Outcome) -> Any:
     """The result of a finished task; unpickles it if it is a pickle. Raises as `check_success` does."""
     check_success(outcome)
-    return outcome.value if outcome.data is None else cloudpickle.loads(outcome.data)
+    data = outcome.data
+    return outcome.value if data is None else _opened(outcome.id, lambda: cloudpickle.loads(data))
+
+
+def _opened(task: str, unpickle: Callable[[], Any]) -> Any:
+    try:
+        return unpickle()
+    except Exception as fault:  # to unpickle may raise anything, also exceptions of other libraries
+        raise ResultUnreadable(task, fault) from fault
 
 
 def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import cloudpickle
 
-from gpubroker.errors import WrongArgument
+from gpubroker.errors import ResultUnreadable, WrongArgument
 from gpubroker.runtime.carrying import call_parts, faulty_part, is_not_json, is_not_pickled
 from gpubroker.tasks.submission import SubmitOptions, Target, parted_options, submission_body
 from gpubroker.transport.decoding import decode
@@ -125,7 +125,12 @@ class WorkerSetApi(Operations):
         )  # fmt: skip
         raw = (yield from self._send(call)).json()
         packed = raw.get("data_base64")
-        return raw["result"] if packed is None else cloudpickle.loads(base64.b64decode(packed))
+        if packed is None:
+            return raw["result"]
+        try:
+            return cloudpickle.loads(base64.b64decode(packed))
+        except Exception as fault:  # to unpickle may raise anything, also exceptions of other libraries
+            raise ResultUnreadable(f"{method} in worker {raw['worker']}", fault) from fault
 
     def workers(self, workers: AnyWorkerSet, *, role: str = "", **options: Any) -> "Workers":
         """Return a handle on which the methods can be called by name; `options` are those of `call_worker`.
