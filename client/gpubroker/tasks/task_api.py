@@ -11,7 +11,8 @@ import cloudpickle
 
 from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, opened_object
-from gpubroker.tasks.log_reading import LogOptions, LogReading
+from gpubroker.runtime.output import STREAMS
+from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
 from gpubroker.tasks.naming import find_task
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
@@ -308,19 +309,38 @@ class TaskApi(ObjectApi):
         return Pages(fetch)
 
     @listing
-    def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[str]:
+    def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[LogLine]:
         """What a task has printed, line by line with their ends, while it runs and afterwards.
 
             for line in broker.logs(task, follow=True):
-                print(line, end="")
+                print(line, end="", file=sys.stderr if line.stream == "stderr" else sys.stdout)
 
-        The options are those of `LogOptions`: attempt, stream (stdout or stderr), rank, worker (of an array
-        or a set with several), offset (in bytes) and follow, which goes on until the task has ended. Of a
-        long log the middle is not kept; a line says so.
+        A line is a `str` that says of which stream it is. The options are those of `LogOptions`: attempt,
+        stream (stdout or stderr; left out, both), rank, worker (of an array or a set with several), offset
+        (in bytes of the stream) and follow, which goes on until the task has ended. Of a long log the middle
+        is not kept; a line says so.
         """
-        worker = wanted.get("worker")
-        return LogReading(
-            lambda: self._path(task), lambda: self._get(task, worker), wanted, self._retry_seconds
+        worker, follows = wanted.get("worker"), wanted.get("follow", False)
+
+        path = ""
+
+        def find() -> Steps[str]:
+            nonlocal path
+            path = path or (yield from self._path(task))
+            return path
+
+        def get() -> Steps[Task]:
+            return self._task((yield from self._ask("GET", (yield from find()), worker=worker)))
+
+        def of(options: LogOptions, *, polls: bool = False) -> LogReading:
+            return LogReading(find, get, options, self._retry_seconds, polls=polls)
+
+        if "stream" in wanted:
+            return of(wanted)
+        if "offset" in wanted:
+            raise WrongArgument('offset counts the bytes of one stream; name it: stream="stdout"')
+        return BothStreams(
+            [of({**wanted, "stream": stream}, polls=follows) for stream in STREAMS], follows=follows
         )
 
     @operation
