@@ -1,5 +1,6 @@
 import base64
 import functools
+import hashlib
 import json
 import sys
 import threading
@@ -8,11 +9,12 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from gpubroker import Broker, WrongArgument
-from gpubroker.tasks.submission import SubmitOptions, submission_body
+from gpubroker import Broker, Submission, WrongArgument
+from gpubroker.runtime.objects import opened_object
+from gpubroker.tasks.submission import MOST_BODY_BYTES, SubmitOptions, submission_body
 
 from tests.client.conftest import Do
-from tests.client.recorded_service import RecordedService
+from tests.client.recorded_service import RecordedService, Reply, Request, a_task
 
 
 def body(target: Any, *args: Any, **options: Any) -> dict[str, Any]:
@@ -138,3 +140,67 @@ def test_every_option_is_documented() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "sdk.md"
     for text in (Broker.submit.__doc__ or "", page.read_text(encoding="utf-8")):
         assert [name for name in SubmitOptions.__annotations__ if name not in text] == []
+
+
+def stores(service: RecordedService, reply: Reply) -> list[bytes]:
+    """Have the service take objects; returns what it has taken, once there are requests."""
+    taken: list[bytes] = []
+
+    def store(request: Request) -> Any:
+        taken.append(request.body)
+        return {"id": hashlib.sha256(request.body).hexdigest(), "size_bytes": len(request.body)}
+
+    service.always_at = {"/objects": Reply(201, store)}
+    service.always = reply
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("target", "value"),
+    [("a:b", "x" * MOST_BODY_BYTES), (len, b"x" * MOST_BODY_BYTES), (len, {"w": bytearray(MOST_BODY_BYTES)})],
+)
+def test_arguments_too_large_for_a_request_travel_as_objects(
+    service: RecordedService, do: Do, target: Any, value: Any
+) -> None:
+    taken = stores(service, Reply(202, a_task("task_1")))
+    do("submit", target, 7, value, kwargs={"again": value, "small": [1]})
+    run = service.requests[-1].body["run"]
+    if isinstance(target, str):
+        [_, named], named_too = run["args"], run["kwargs"]["again"]
+        assert (run["args"][0], run["kwargs"]["small"]) == (7, [1])
+    else:
+        _, (_, named), kwargs = cloudpickle.loads(base64.b64decode(run["function"]))
+        named_too = kwargs["again"]
+        assert run["objects"] == [named.id]
+    assert named == named_too
+    opened = opened_object(memoryview(taken[0]), unpickles=callable(target))
+    assert (opened, type(opened)) == (value, type(value))
+
+
+def test_the_other_ways_to_submit_store_large_arguments_too(service: RecordedService, do: Do) -> None:
+    large = "x" * MOST_BODY_BYTES
+    batch = Reply(207, {"items": [{"status": 202, "id": "task_1"}]})
+    for reply, name, given in (
+        (batch, "submit_many", [[Submission("a:b", large)]]),
+        (Reply(202, {"id": "task_1", "state": "running"}), "submit_array", ["a:b", [1], large]),
+        (Reply(202, {"id": "task_1", "state": "active"}), "create_worker_set", ["a:B", large]),
+    ):
+        stores(service, reply)
+        do(name, *given)
+        sent = service.requests[-1].body
+        run = (sent.get("tasks") or [sent])[0]["run"]
+        assert run["args"][0].keys() == {"object"}, name
+
+
+def test_items_too_large_to_be_copied_are_objects_each(service: RecordedService, do: Do) -> None:
+    taken = stores(service, Reply(202, {"id": "task_1", "state": "running"}))
+    do("submit_array", "a:b", ["x" * 9_000_000, 1, "y" * 9_000_000])
+    assert [opened_object(memoryview(data), unpickles=False)[0] for data in taken] == ["x", "y"]
+    first, one, second = service.requests[-1].body["items"]
+    assert (one, len({first["object"], second["object"]})) == (1, 2)
+
+
+def test_a_simulation_leaves_large_arguments_out(service: RecordedService, do: Do) -> None:
+    service.reply_with(Reply(200, {"verdict": "starts"}))
+    do("simulate", "a:b", "x" * MOST_BODY_BYTES, gpus=1)
+    assert service.requests[0].body["run"]["args"] == []

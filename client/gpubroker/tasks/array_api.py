@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from gpubroker.errors import BrokerError, ItemFailed, ResultUnreadable, WrongArgument
 from gpubroker.runtime.carrying import faulty_part, is_not_json, is_not_pickled
+from gpubroker.tasks.large_arguments import fitting_body, small_items
 from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import (
     SubmitOptions,
@@ -19,7 +20,6 @@ from gpubroker.tasks.submission import (
     as_json,
     objects_named,
     parted_options,
-    submission_body,
 )
 from gpubroker.transport.decoding import Page, a_page, decode
 from gpubroker.transport.exchange import Pause, Steps
@@ -30,7 +30,10 @@ from gpubroker.wire.bounds import MOST_ITEMS
 from gpubroker.wire.tasks import Failure
 
 _INLINE_BYTES = 4 * 2**20
-"""Larger items are uploaded as an object first."""
+"""Larger items are uploaded as an object first ..."""
+_COPIED_BYTES = 16 * 2**20
+"""... and those that are larger still as one each, if the operator has not set
+`limits.copied_object_bytes`."""
 _ITEMS_PER_PAGE = 5000
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -218,9 +221,13 @@ class ArrayApi(Operations):
         self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
     ) -> Steps[Array]:
         of_task, given = parted_options(options, ArrayOptions)
-        body = submission_body(target, args, of_task)
+        body = yield from fitting_body(self._send, target, args, of_task)
         listed = _listed(items)
-        packed, count = _packed(target, listed), len(listed)
+        packed = _packed(target, listed)
+        if len(packed) > _COPIED_BYTES:
+            listed = yield from small_items(self._send, target, listed)
+            packed = _packed(target, listed)
+        count = len(listed)
         if callable(target):
             body = _with_objects_of(body, listed)
         if len(packed) > _INLINE_BYTES:

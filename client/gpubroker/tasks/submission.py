@@ -287,6 +287,8 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return packed
 
 
+MOST_BODY_BYTES = 8 * 2**20
+"""The largest body that a service takes, if its operator has not set `limits.body_bytes`."""
 MOST_TASKS_TOGETHER = 10_000
 _TASKS_PER_PART = 1000
 _BYTES_PER_PART = 8 * 2**20
@@ -300,6 +302,10 @@ class Submission:
         if "idempotency_key" in options:
             raise WrongArgument("a Submission has no key of its own; pass one key to submit_many")
         self.body = submission_body(target, args, options)
+        self.given: tuple[Target, Sequence[Any], SubmitOptions] | None = None
+        """Of a body that is too long: what it is made of."""
+        if len(self.body) > MOST_BODY_BYTES:
+            self.given = target, args, options
 
 
 AnySubmission = Submission | Mapping[str, Any]

@@ -12,11 +12,14 @@ import cloudpickle
 from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, opened_object
 from gpubroker.runtime.output import STREAMS
+from gpubroker.tasks.large_arguments import fitting_body, without_arguments
 from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
 from gpubroker.tasks.naming import find_task
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
+    MOST_BODY_BYTES,
     AnySubmission,
+    Submission,
     SubmitOptions,
     Target,
     batch_body,
@@ -24,7 +27,6 @@ from gpubroker.tasks.submission import (
     parts_of,
     plain,
     simulation_body,
-    submission_body,
 )
 from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
 from gpubroker.tasks.waiting import Deadline
@@ -122,7 +124,8 @@ class TaskApi(ObjectApi):
 
         `target` is the name of an entrypoint (arguments and result are JSON), a command as a list of words,
         or a function, which is pickled and needs the scope `tasks:code`; the modules that it imports must be
-        importable where it runs. Raises Refused, also for a task that can never fit.
+        importable where it runs. Arguments that are too large for a request travel as objects, and arrive as
+        they are. Raises Refused, also for a task that can never fit.
 
         The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels,
         model_type, profile, max_concurrency, stream; gpu_mb (MiB per GPU, or "learned"), gpus,
@@ -133,7 +136,7 @@ class TaskApi(ObjectApi):
         idempotency_key.
         """
         options = yield from self._with_ids_after(options)
-        body = submission_body(target, args, options)
+        body = yield from fitting_body(self._send, target, args, options)
         return self._task((yield from self._make("/tasks", options.get("idempotency_key"), body)))
 
     @operation
@@ -154,7 +157,10 @@ class TaskApi(ObjectApi):
         `errors` name all wrong tasks. With your own key the call can be repeated with the same tasks. Raises
         only if nothing was accepted; a later error takes the place of each task that it affected.
         """
-        bodies = [body_of(task) for task in tasks]
+        bodies: list[bytes] = []
+        for task in tasks:
+            given = task.given if isinstance(task, Submission) else None
+            bodies.append(body_of(task) if given is None else (yield from fitting_body(self._send, *given)))
         parts = parts_of(bodies, together=all_or_nothing)
         key = idempotency_key or uuid.uuid4().hex
         answers: list[TaskOrError] = []
@@ -179,7 +185,10 @@ class TaskApi(ObjectApi):
         not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
-        body = simulation_body(target, args, cast("SubmitOptions", known))
+        options = cast("SubmitOptions", known)
+        body = simulation_body(target, args, options)
+        if len(body) > MOST_BODY_BYTES:  # the arguments have no say in it
+            body = simulation_body(target, (), without_arguments(options))
         answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
         return decode(Simulation, answer.json())
 

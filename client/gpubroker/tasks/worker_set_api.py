@@ -10,7 +10,8 @@ import cloudpickle
 
 from gpubroker.errors import ResultUnreadable, WrongArgument
 from gpubroker.runtime.carrying import call_parts, faulty_part, is_not_json, is_not_pickled
-from gpubroker.tasks.submission import SubmitOptions, Target, parted_options, submission_body
+from gpubroker.tasks.large_arguments import fitting_body
+from gpubroker.tasks.submission import SubmitOptions, Target, parted_options
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
@@ -57,7 +58,7 @@ class WorkerSetApi(Operations):
         worker. Raises Refused.
         """
         of_task, given = parted_options(options, WorkerSetOptions)
-        body = submission_body(target, args, of_task)
+        body = yield from fitting_body(self._send, target, args, of_task)
         if given:
             body = body[:-1] + b"," + json.dumps(given).encode()[1:]
         made = yield from self._make("/worker-sets", options.get("idempotency_key"), body)
