@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 import pytest
 import typer
 from gpubroker import Broker, WorkerSet
+from gpubroker.cli import main
 from gpubroker.cli.app import app
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -152,6 +154,17 @@ def test_the_default_of_each_option_is_one_that_it_reads(verb: str) -> None:
         if not option.required:
             context = typer.Context(command)
             option.type_cast_value(context, option.get_default(context))
+
+
+@pytest.mark.parametrize("verb", ["", *every_verb()])
+def test_help_is_written_to_a_terminal_without_utf_8(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(screen, encoding="ascii"))
+    monkeypatch.setattr("sys.argv", ["gpubroker", *verb.split(), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    sys.stdout.flush()
+    assert (ended.value.code, b"Usage" in screen.getvalue()) == (0, True)
 
 
 def test_every_verb_runs_with_its_defaults(

@@ -1,5 +1,6 @@
 """The `gpubroker` command line."""
 
+import io
 import sys
 
 from gpubroker import errors
@@ -27,6 +28,7 @@ def main() -> None:
             # A command may report often: without the command line's libraries that takes a tenth.
             report(*words)
             sys.exit(EXIT_OK)
+        _write_what_the_terminal_lacks()
         from gpubroker.cli.app import app
 
         app()
@@ -36,6 +38,13 @@ def main() -> None:
         for line in (f"gpubroker: {error}", *getattr(error, "__notes__", ())):
             eprint(line)
         sys.exit(exit_code(error))
+
+
+def _write_what_the_terminal_lacks() -> None:
+    """Have a terminal or pipe that is not UTF-8 get a ? for a character that it lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")
 
 
 def exit_code(error: errors.BrokerError | errors.WrongArgument) -> int:

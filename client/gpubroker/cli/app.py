@@ -1,6 +1,7 @@
 """The commands, and those that other packages add through the entry-point group `gpubroker.commands`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Final
@@ -11,6 +12,7 @@ from typer.main import get_group
 
 from gpubroker import __version__
 from gpubroker.cli import EXIT_USAGE
+from gpubroker.cli.mistakes import explain, near_commands
 from gpubroker.cli.printing import Format, Output, eprint
 
 _PANELS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -86,6 +88,19 @@ _OTHER_NAMES: Final = {
 """Names of these commands in other systems."""
 
 
+_WORDS = "gpubroker.words"
+_UsageError: Any = typer.BadParameter.__base__
+
+
+@contextmanager
+def _explained(words: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        explain(error, words)
+        raise
+
+
 class Commands(TyperGroup):
     """Loads a command when it, or the help, is asked for; those of other packages last."""
 
@@ -103,10 +118,24 @@ class Commands(TyperGroup):
                 f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install 'gpubroker-server[ray]'"
             )
             raise typer.Exit(EXIT_USAGE)
-        if meant := _OTHER_NAMES.get(cmd_name):
-            eprint(f"gpubroker: no command {cmd_name!r}; did you mean: gpubroker {meant}")
+        meant = [_OTHER_NAMES[cmd_name]] if cmd_name in _OTHER_NAMES else self._near(ctx, cmd_name)
+        if meant:
+            commands = ", or: ".join(f"gpubroker {name}" for name in meant)
+            eprint(f"gpubroker: no command {cmd_name!r}; did you mean: {commands}")
             raise typer.Exit(EXIT_USAGE)
         return None
+
+    def _near(self, ctx: Any, word: str) -> list[str]:
+        return near_commands(word, {*self.list_commands(ctx), *_SERVER_COMMANDS}, _OTHER_NAMES)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = tuple(args)
+        with _explained(args):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _explained(ctx.meta[_WORDS]):
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = [*_PLACES, *super().list_commands(ctx)]

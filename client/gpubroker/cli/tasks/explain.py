@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 24
 """The table has the devices that have room soonest; `-o json` has all."""
 _MOST_HOLDERS = 5
+_PRINTING = frozenset({"entrypoint", "command", "function"})
+"""Kinds of tasks whose runs have a log."""
 _WIDE = 110
 _COLUMNS = (
     Column("GPU", share=0.3),
@@ -73,6 +75,9 @@ def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
     if found.error and found.is_finished:
         yield f"details: gpubroker show {short_id(found.id)}"
     yield from (f"{name} {line}" for name, line in past_of(broker, found).items() if name != ATTEMPTS)
+    if not found.is_finished and found.run.kind in _PRINTING:
+        worker = f" --worker {short_id(explained.worker)}" if explained.worker else ""
+        yield f"to follow it: gpubroker logs -f {short_id(found.id)}{worker}"
     if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
         yield f"executor: {executor_in_words(stats.executor)}"
 

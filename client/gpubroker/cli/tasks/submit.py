@@ -324,7 +324,8 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
             eprint(f"accepted {task.id}")
             wait_and_show(broker, task.id, given["wait_timeout"], output)
             return
-        eprint(f"accepted {task.name or 'task'}; to follow it: gpubroker explain {task.id}")
+        follow = f"gpubroker logs -f {task.id}   why it waits: gpubroker explain {task.id}"
+        eprint(f"accepted {task.name or 'task'}; to follow it: {follow}")
         if task.sizing:
             eprint(task.sizing.message)
         emit(output, task, lambda task: task.id)
