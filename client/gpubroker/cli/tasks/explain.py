@@ -19,6 +19,7 @@ from gpubroker.cli.tables import (
     duration,
     executor_in_words,
     gib,
+    gib_of,
     short_id,
     size,
     with_short_ids,
@@ -150,8 +151,8 @@ def _quota(quota: Quota | None) -> Iterator[Text]:
         return
     lent = f", and {quota.cohort} lends {gib(quota.lent_mb)} more" if quota.cohort else ""
     yield Text(
-        f"quota of {quota.tenant}: {gib(quota.used_mb)} of {gib(quota.guaranteed_mb)} GiB used{lent}; "
-        f"this task counts {gib(quota.counts_mb)}, {gib(quota.left_mb)} left"
+        f"quota of {quota.tenant}: {gib_of(quota.used_mb, quota.guaranteed_mb, ' of ', ' GiB')} used{lent}; "
+        f"this task counts {gib_of(quota.counts_mb, quota.left_mb, ', ')} left"
     )
 
 
@@ -269,7 +270,7 @@ def _device_facts(device: DeviceVerdict) -> tuple[str, ...]:
     return (
         device.node,
         device.kind,
-        f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
+        gib_of(device.free_mb, device.allocatable_mb),
         "" if device.free_in is None else _short(device.free_in),
         holders,
         message,
