@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -101,6 +101,12 @@ def _explained(words: Sequence[str]) -> Iterator[None]:
         raise
 
 
+def _did_you_mean(word: str, *meant: str) -> NoReturn:
+    commands = ", or: ".join(f"gpubroker {name}" for name in meant)
+    eprint(f"gpubroker: no command {word!r}; did you mean: {commands}")
+    raise typer.Exit(EXIT_USAGE)
+
+
 class Commands(TyperGroup):
     """Loads a command when it, or the help, is asked for; those of other packages last."""
 
@@ -118,15 +124,16 @@ class Commands(TyperGroup):
                 f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install 'gpubroker-server[ray]'"
             )
             raise typer.Exit(EXIT_USAGE)
-        meant = [_OTHER_NAMES[cmd_name]] if cmd_name in _OTHER_NAMES else self._near(ctx, cmd_name)
-        if meant:
-            commands = ", or: ".join(f"gpubroker {name}" for name in meant)
-            eprint(f"gpubroker: no command {cmd_name!r}; did you mean: {commands}")
-            raise typer.Exit(EXIT_USAGE)
+        if meant := _OTHER_NAMES.get(cmd_name):
+            _did_you_mean(cmd_name, meant)
         return None
 
-    def _near(self, ctx: Any, word: str) -> list[str]:
-        return near_commands(word, {*self.list_commands(ctx), *_SERVER_COMMANDS}, _OTHER_NAMES)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            names = {*self.list_commands(ctx), *_SERVER_COMMANDS}
+            if meant := near_commands(args[0], names, _OTHER_NAMES):
+                _did_you_mean(args[0], *meant)
+        return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_WORDS] = tuple(args)

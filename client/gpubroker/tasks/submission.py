@@ -82,7 +82,8 @@ class SubmitOptions(TypedDict, total=False):
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
-    """For the task's own code, which finds it in GPUBROKER_MAX_CONCURRENCY; it has no other effect."""
+    """For the task's own code, in GPUBROKER_MAX_CONCURRENCY; a worker of a set answers so many calls at
+    once."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]

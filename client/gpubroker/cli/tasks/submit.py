@@ -112,7 +112,7 @@ ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults
 Profile = Annotated[str | None, typer.Option(help="Role to take sizes and limits from: gpubroker profiles.")]
 Concurrency = Annotated[
     int | None,
-    typer.Option("--max-concurrency", help="For its code, in GPUBROKER_MAX_CONCURRENCY; no other effect."),
+    typer.Option("--max-concurrency", help="For the task's own code, in GPUBROKER_MAX_CONCURRENCY."),
 ]
 Stream = Annotated[str | None, typer.Option(help="Work stream, as configured by the operator.")]
 Name = Annotated[str | None, typer.Option("--name", "-n", help="Name to show in lists.")]

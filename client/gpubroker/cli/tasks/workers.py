@@ -58,7 +58,9 @@ def create(
         Any, typer.Option("--start-timeout", help="The longest that making the object takes.", **_SECONDS)
     ] = None,
     profile: Annotated[str | None, typer.Option(help="The role of its workers.")] = None,
-    max_concurrency: Annotated[int | None, typer.Option(help="Calls at once to one worker.")] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="How many calls a worker answers at once.")
+    ] = None,
     priority: Priority = None,
     gpu_mb: GpuMb = None,
     gpus: Gpus = None,
