@@ -102,6 +102,11 @@ def test_the_refusal_names_the_function_that_was_meant(modules: PythonModules, t
 
 def test_modules_are_only_read_where_the_runs_are(tmp_path: Path) -> None:
     settings = load_settings(None, data_dir=tmp_path / "data")
-    assert modules_of(settings) is not None
-    assert modules_of(replace(settings, engine="simulated")) is None
-    assert modules_of(replace(settings, ray=replace(settings.ray, address="head:6379"))) is None
+    assert modules_of(settings, leads=True) is not None
+    assert modules_of(settings, leads=False) is None
+    for elsewhere in (
+        replace(settings, engine="simulated"),
+        replace(settings, ray=replace(settings.ray, address="head:6379")),
+        replace(settings, database_url="postgresql://db/queue"),
+    ):
+        assert modules_of(elsewhere, leads=True) is None

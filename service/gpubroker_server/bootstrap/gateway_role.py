@@ -103,8 +103,7 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
         self._waiters = Waiters(settings.limits.tenant_waits)
-        runs_here = broker is not None and not store.is_shared
-        rules = rules_of(settings, self._host, modules_of(settings) if runs_here else None)
+        rules = rules_of(settings, self._host, modules_of(settings, leads=broker is not None))
         self._servers = servers_of(settings)
         self._served = served_of(settings, hosts_of(settings))
         self._residencies = self._residencies_of(rules, ids := Ids(), lead)
@@ -334,9 +333,11 @@ def rules_of(settings: Settings, host: str, modules: PythonModules | None = None
     )
 
 
-def modules_of(settings: Settings) -> PythonModules | None:
-    """Return the modules of a local Ray's runs; nodes of another cluster have files of their own."""
-    if settings.engine != "ray" or settings.ray.address:
+def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:
+    """Return the modules of the runs if all of them are on this machine: those of other nodes have files of
+    their own. `leads`: this process may lead; on SQLite no other one does."""
+    is_alone = leads and settings.database.startswith("sqlite")
+    if not is_alone or settings.engine != "ray" or settings.ray.address:
         return None
     return PythonModules(tuple(map(str, settings.task_path)) or (os.getcwd(),))
 
