@@ -16,6 +16,7 @@ from gpubroker.cli.printing import eprint, refuse
 from gpubroker.errors import BrokerError, Refused
 from gpubroker.tasks.naming import TASKS_SEARCHED, is_whole_id, matches, no_such_id, only
 from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
+from gpubroker.transport.starting import starting_for_seconds
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -52,6 +53,7 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
     retry_seconds = _RETRY_SECONDS if retry_seconds is None else retry_seconds
     url, token = map(GLOBAL_OPTIONS.get, ("url", "token"))
     with Broker(url, token, retry_seconds=retry_seconds) as broker:
+        _say_if_it_starts(broker)
         try:
             check_listening(broker)  # one that is down is told at once, not retried
             yield broker
@@ -61,6 +63,15 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
             if refused.code == "task-not-finished":
                 refused.add_note("wait for it: gpubroker result TASK --wait")
             raise
+
+
+def _say_if_it_starts(broker: "Broker") -> None:
+    """A service takes connections from the beginning of its start, and answers them at its end."""
+    path = client_file()
+    if broker.connection.source == f"from {path}":
+        seconds = starting_for_seconds(path.parent)
+        if seconds is not None:
+            eprint(f"the service in {path.parent} is starting, for {seconds:.0f} s now; waiting for it")
 
 
 def _token_source(url: str, given: str | None) -> str:
