@@ -95,7 +95,11 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
 
 
 async def _run(
-    settings: Settings, listener: socket.socket | None, *, leads: bool, on_start: Callable[[], None]
+    settings: Settings,
+    listener: socket.socket | None,
+    *,
+    leads: bool,
+    on_start: Callable[[], None] = lambda: None,
 ) -> int:
     try:
         store = await open_store(
