@@ -416,7 +416,7 @@ def test_a_call_whose_object_is_missing_says_so() -> None:
     assert (failed, kind, message) == ("failed", "object_missing", "it was deleted")
 
 
-def test_a_call_that_waits_for_an_object_when_the_worker_leaves_goes_elsewhere() -> None:
+def test_call_waiting_for_an_object_goes_elsewhere_if_the_worker_leaves() -> None:
     worker = Worker()
     worker.counter()
     asked = worker.ask("add", {"object": "a" * 64})
