@@ -171,7 +171,9 @@ def _end_on_notice(child: ChildProcess, held: HeldLease) -> None:
     held.wait_for_notice()
     if held.notice is not None and not child.has_ended.is_set():
         why = f": {held.fault.detail}" if held.fault else ""
-        eprint(f"the lease must be released ({held.notice.reason}{why}); ending the command")
+        eprint(
+            f"the lease must be released ({held.notice.cause or held.notice.reason}{why}); ending the command"
+        )
         child.end(held.lease.grace_seconds * 0.8)
 
 
@@ -249,7 +251,8 @@ def _memory(lease: Lease) -> str:
 
 def _note(lease: Lease) -> str:
     if lease.notice:
-        return f"must be released ({lease.notice.reason}) by {timestamp(lease.notice.deadline_at)}"
+        why = lease.notice.cause or lease.notice.reason
+        return f"must be released ({why}) by {timestamp(lease.notice.deadline_at)}"
     if lease.error:
         return lease.error.message
     return with_short_ids(lease.pending.message) if lease.pending else ""

@@ -193,8 +193,9 @@ def _notes(node: Node) -> Iterator[str]:
         until = node.drain.deadline_at
         ends = f", ended at {timestamp(until)}" if until else ""
         yield f"{node.drain.left} still there{ends}"
-    if node.cordon_reason:
-        yield f"cordoned because {node.cordon_reason!r}"
+    if node.cordoned_by or node.cordon_reason:
+        by = f" by {node.cordoned_by}" if node.cordoned_by else ""
+        yield f"cordoned{by}{f' because {node.cordon_reason!r}' if node.cordon_reason else ''}"
     if node.disk_full:
         yield f"nothing starts until there is room on {node.disk_full}"
     if agent := node.agent:

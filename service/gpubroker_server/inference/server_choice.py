@@ -132,7 +132,7 @@ class Residencies:
         assert refused is not None
         raise refused
 
-    async def unloaded(self, model: str) -> bool:
+    async def unloaded(self, model: str, by: str) -> bool:
         """Have the model unloaded everywhere, and wait until it is gone; False if it was nowhere. Raises
         Problem."""
         for residency in self._each:
@@ -140,7 +140,7 @@ class Residencies:
         holding = self.holding(model)
         try:
             for residency in holding:
-                await residency.unloaded(model)
+                await residency.unloaded(model, by)
         except StoreUnavailable:
             raise Problem("store-unavailable") from None
         return bool(holding)

@@ -98,8 +98,8 @@ class ModelResidency(Protocol):
     async def ready(self, model: str, priority: int, seconds: Seconds | None = None) -> Task:
         """Have the model brought, and wait until it is in memory. Raises Problem."""
 
-    async def unloaded(self, model: str) -> None:
-        """Have the model unloaded, and wait until it is gone. Raises Problem."""
+    async def unloaded(self, model: str, by: str) -> None:
+        """Have the model unloaded at the request of this token, and wait until it is gone. Raises Problem."""
 
     def ensemble_of(self, model: str) -> Task | None:
         """Return the holder of an ensemble that has the model in memory, or is loading it, as a step."""

@@ -117,7 +117,8 @@ def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> S
 EVENT = columns_of(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields", "reader"))
 _LATER = frozenset({
     "state", "version", "fence", "failed_by", "failures", "preemptions", "node", "admitted_at", "ordered_at",
-    "started_at", "checkpoint_at", "finished_at", "stop_reason", "stop_deadline_at", "freeing_for", "members",
+    "started_at", "checkpoint_at", "finished_at", "stop_reason", "stop_deadline_at", "stop_cause",
+    "freeing_for", "members",
 })  # fmt: skip
 """A new task has the defaults of these, which its row has as well."""
 _TASK_HEAD, _SPEC_HEAD = ("id", "queued_bytes"), ("task", "arguments", "arguments_digest", "tenant")

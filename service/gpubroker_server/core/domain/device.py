@@ -113,6 +113,8 @@ class Node(Struct, frozen=True):
     cordoned: bool = False
     """An operator says that nothing new starts here."""
     cordon_reason: str = ""
+    cordoned_by: str = ""
+    """Name of the operator's token."""
     draining_since: Instant | None = None
     """Since when what runs here is asked to leave; cordoned as well."""
     drain_deadline_at: Instant | None = None

@@ -131,7 +131,7 @@ async def cancel_array(caller: Caller, parts: Parts, array_id: str) -> Response:
     states = await parts.submissions.store.states(terms.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
     if left:
-        await parts.requests.ask_many(left, terms.tenant, "cancel", {})
+        await parts.requests.ask_many(left, terms.tenant, "cancel", {"by": caller.name})
     return answer(await _shown(parts, terms), 202)
 
 

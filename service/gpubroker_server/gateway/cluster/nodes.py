@@ -200,6 +200,7 @@ def _shown(
         silent_since=Time.at_or_none(None if leader is None else leader.silent.get(node.name)),
         cordoned=node.cordoned,
         cordon_reason=node.cordon_reason,
+        cordoned_by=node.cordoned_by,
         drain=None if node.draining_since is None else _drain(world, node, node.draining_since),
         disk_full=world.full_disks.get(node.name),
         incarnation=node.incarnation,

@@ -181,4 +181,4 @@ def states_of(wanted: Sequence[Standing]) -> tuple[tuple[TaskState, ...], bool |
 def _notice(task: Task) -> Notice | None:
     if task.state is not TaskState.STOPPING or task.stop_reason is None or task.stop_deadline_at is None:
         return None
-    return Notice(task.stop_reason, Time.at(task.stop_deadline_at))
+    return Notice(task.stop_reason, Time.at(task.stop_deadline_at), task.stop_cause)

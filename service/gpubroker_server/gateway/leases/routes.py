@@ -154,7 +154,7 @@ async def renew_lease(
         remedy = "free its memory, and ask for a new lease"
         raise Problem("lease-ended", lease=task.id, ended="has ended", remedy=remedy)
     if task.state is TaskState.STOPPING:
-        raise Problem("lease-under-notice", lease=task.id, reason=task.stop_reason)
+        raise Problem("lease-under-notice", lease=task.id, reason=task.stop_cause or task.stop_reason)
     return await _requested(parts, record, "renew", body.model_dump(exclude_none=True))
 
 

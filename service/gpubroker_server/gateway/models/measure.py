@@ -85,7 +85,7 @@ async def measure_model(
         before = parts.app.world.learned.sketch(topic)
         sizes = await _ask(parts, residency, task, body, ledger.device.key)
     finally:
-        await residency.unloaded(name)
+        await residency.unloaded(name, caller.name)
     measured_mb = added(before, parts.app.world.learned.sketch(topic))
     if measured_mb is None:
         raise Problem(

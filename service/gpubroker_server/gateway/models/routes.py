@@ -178,7 +178,7 @@ async def unload_model(
     task = None if residency is None else residency.of(name)
     if residency is not None and task is not None:
         await note(caller, parts, task, "model.unload")
-        await residency.ask_leader(task, "cancel")
+        await residency.ask_leader(task, "cancel", by=caller.name)
     model = await parts.model(name, query.server if residency is None else residency.rules.name)
     return answer(model, 200 if model.state == "cold" else 202)
 

@@ -192,7 +192,7 @@ async def end_worker_set(caller: Caller, parts: Parts, set_id: str) -> Response:
     states = await parts.submissions.store.states(workers.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
     if left:
-        await parts.requests.ask_many(left, workers.tenant, "cancel", {})
+        await parts.requests.ask_many(left, workers.tenant, "cancel", {"by": caller.name})
     seen = _shown(await _find(caller, parts, set_id), parts.world)
     return answer(seen, 200 if seen.state == "over" else 202)
 
