@@ -68,6 +68,10 @@ class Endpoint:
         self._now = now
         self._is_closed = False
 
+    @property
+    def open_seconds(self) -> Seconds:
+        return self.breaker.open_seconds(MonotonicSeconds(self._now()))
+
     def close(self) -> None:
         """Failures from now on are not the server's."""
         self._is_closed = True

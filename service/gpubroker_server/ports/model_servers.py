@@ -27,6 +27,10 @@ class ServerEndpoint(Protocol):
     @property
     def breaker(self) -> Breaker: ...
 
+    @property
+    def open_seconds(self) -> Seconds:
+        """For how long it has not answered; 0 if it does."""
+
 
 class KnownServer(Protocol):
     """A model server as this process sees it."""

@@ -92,7 +92,12 @@ def test_a_cordoned_node_starts_nothing_and_what_runs_there_goes_on() -> None:
         )
     ask(world, "uncordon")
     assert world.nodes[N1] == replace(
-        node, cordoned=False, cordon_reason="", cordoned_by="", version=node.version + 1
+        node,
+        cordoned=False,
+        cordon_reason="",
+        cordoned_by="",
+        cordoned_at=None,
+        version=node.version + 1,
     )
     assert {d.subject for d in plan_cycle(world, Policy(), NOW).decisions} == {"new", "cpu"}
 

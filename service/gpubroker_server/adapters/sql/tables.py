@@ -283,6 +283,7 @@ node = Table(
     Column("draining_since", Double),
     Column("drain_deadline_at", Double),
     Column("cordoned_by", Text, nullable=False, server_default=text("''")),
+    Column("cordoned_at", Double),
     **HOT,
 )
 

@@ -115,6 +115,7 @@ class Node(Struct, frozen=True):
     cordon_reason: str = ""
     cordoned_by: str = ""
     """Name of the operator's token."""
+    cordoned_at: Instant | None = None
     draining_since: Instant | None = None
     """Since when what runs here is asked to leave; cordoned as well."""
     drain_deadline_at: Instant | None = None

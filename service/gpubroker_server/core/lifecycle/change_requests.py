@@ -269,6 +269,8 @@ def _cordon(world: World, request: Request, now: Instant, done: Decision) -> Dec
     reason, closes = str(request.fields.get("reason") or ""), request.what != "uncordon"
     state: dict[str, Any] = {"cordoned": closes, "cordon_reason": reason if closes else ""}
     state["cordoned_by"] = str(request.fields["by"]) if closes else ""
+    known_at = node.cordoned_at or now if node.cordoned else now
+    state["cordoned_at"] = known_at if closes else None
     state |= {"draining_since": None, "drain_deadline_at": None}
     if request.what == "drain":
         limit = request.fields.get("deadline_seconds")

@@ -201,6 +201,7 @@ def _shown(
         cordoned=node.cordoned,
         cordon_reason=node.cordon_reason,
         cordoned_by=node.cordoned_by,
+        cordoned_at=Time.at_or_none(node.cordoned_at),
         drain=None if node.draining_since is None else _drain(world, node, node.draining_since),
         disk_full=world.full_disks.get(node.name),
         incarnation=node.incarnation,
