@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -101,6 +102,7 @@ async def a_stage(
     limits: ServiceLimits = LIMITS,
     tenant_requests: int = ServiceLimits().tenant_requests,
     idle_seconds: Seconds = IDLE_SECONDS,
+    of_plane: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: nobody. `others`: more. `certificate`: with its key."""
     async with Gateway() as gateway:
@@ -135,6 +137,7 @@ async def a_stage(
             takes_files=takes_files,
             residencies=gateway.residencies,
             audit=gateway.store.audit,
+            **of_plane,
         )
         door = GrpcPort(GrpcCalls(plane, idle_seconds), "127.0.0.1", 0, 64, most_body_bytes, limits)
         await door.begin()

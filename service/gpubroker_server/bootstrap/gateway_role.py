@@ -47,6 +47,7 @@ from gpubroker_server.http.identity import (
     new_token,
 )
 from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.proxies import TrustedProxies
 from gpubroker_server.http.waiters import Waiters
 from gpubroker_server.inference.draining import Draining
 from gpubroker_server.inference.health_checks import HealthChecks
@@ -266,6 +267,7 @@ class GatewayRole:
             residencies=self._residencies,
             audit=self._store.audit,
             access_log=self._settings.access_log,
+            proxies=TrustedProxies(self._settings.trusted_proxies),
         )
 
     def _residencies_of(self, rules: OperatorRules, ids: Ids, lead: LeaderStatus) -> Residencies | None:
@@ -324,6 +326,7 @@ def rules_of(settings: Settings, host: str) -> OperatorRules:
         limits=limits_of(settings),
         kinds=kinds_of(settings),
         allowed_hosts=(*settings.allowed_hosts, host),
+        trusted_proxies=settings.trusted_proxies,
     )
 
 

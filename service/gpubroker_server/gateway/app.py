@@ -48,6 +48,7 @@ from gpubroker_server.gateway.workers.call_routing import CallRouter
 from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.middleware import RequestMiddleware
 from gpubroker_server.http.openapi import complete
+from gpubroker_server.http.proxies import TrustedProxies
 from gpubroker_server.telemetry.metrics import Telemetry
 from gpubroker_server.telemetry.table import Sources
 
@@ -131,6 +132,7 @@ def create_app(parts: AppParts) -> FastAPI:
         telemetry=telemetry,
         access_log=parts.access_log,
         disk_full=parts.disk_full,
+        proxies=TrustedProxies(parts.rules.trusted_proxies),
     )
     return app
 

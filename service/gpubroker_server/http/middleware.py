@@ -21,6 +21,7 @@ from gpubroker_server.http.faults import invalid, request_faults
 from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.problems import Problem, problem_response
+from gpubroker_server.http.proxies import FORWARDED_FOR, TrustedProxies
 from gpubroker_server.ports.store import Outgrown, StoreExhausted, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.logs import current_request, log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
@@ -52,6 +53,7 @@ class RequestMiddleware:
         telemetry: Telemetry,
         access_log: bool = False,
         disk_full: Callable[[], str] = str,
+        proxies: TrustedProxies | None = None,
     ) -> None:
         """`parts`: what the routes of each resource get, by type."""
         self._router = router
@@ -69,6 +71,7 @@ class RequestMiddleware:
         self._telemetry = telemetry
         self._access_log = access_log
         self._disk_full = disk_full
+        self._proxies = proxies or TrustedProxies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -108,7 +111,13 @@ class RequestMiddleware:
             if self._access_log:
                 caller = scope["state"].get("identity")
                 named = (None, None) if caller is None else (caller.name, caller.tenant)
-                log_answered(scope["method"], scope["path"], answering.status, seconds, *named)
+                origin = self._client_of(scope)
+                log_answered(scope["method"], scope["path"], answering.status, seconds, *named, client=origin)
+
+    def _client_of(self, scope: Scope) -> str:
+        peer, _port = scope["client"] or ("", 0)
+        forwarded = (value for name, value in scope["headers"] if name == FORWARDED_FOR)
+        return self._proxies.client_of(peer, forwarded)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers = scope["state"], dict(scope["headers"])
