@@ -159,6 +159,24 @@ async def test_a_quota_that_leaves_memory_unused_is_found_while_tasks_wait_for_i
     assert quota_locks(world, gateway.policy) == []
 
 
+@pytest.mark.provokes("database-log-grows")
+async def test_the_log_of_the_database_is_measured_and_found_when_it_is_large(
+    gateway: Gateway, api: Client
+) -> None:
+    assert "gpubroker_database_log_bytes" not in (await api.get("/metrics")).text, "not looked at yet"
+    gateway.parts.database_log.look(2**20, NOW)
+    gateway.parts.database_log.look(2**30, NOW)
+    text = (await api.get("/metrics")).text
+    figures = dict(line.split() for line in text.splitlines() if line.startswith("gpubroker_database_log"))
+    shown = {name: float(figure) for name, figure in figures.items()}
+    assert shown == {
+        "gpubroker_database_log_bytes": 2**30,
+        "gpubroker_database_log_grown_bytes": 2**30 - 2**20,
+    }
+    [found] = await diagnosed(api)
+    assert (found["kind"], found["first_seen_at"]) == ("database-log-grows", rfc3339(NOW))
+
+
 async def test_it_is_answered_while_the_database_is_away(gateway: Gateway, api: Client) -> None:
     gateway.age, gateway.full = 100.0, "disk full: /data"
     assert {one["kind"] for one in await diagnosed(api)} == {"database-unreachable", "service-disk-full"}

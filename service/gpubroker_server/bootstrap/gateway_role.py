@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
 
 NODES_AT_ONCE = 20
+DATABASE_LOG_SECONDS = 10.0
 """So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
 """How long a start waits for model servers to list their models."""
@@ -160,6 +161,7 @@ class GatewayRole:
         jobs.append(("idle templates", keep_filling(self._parts)))
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
         jobs.append(("history of samples", self._keep_history()))
+        jobs.append(("log of the database", self._keep_database_log()))
         if self._residencies is not None:
             jobs.append(("use of models", self._residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._residencies).keep()))
@@ -225,6 +227,13 @@ class GatewayRole:
                 if taken % NODES_AT_ONCE == 0:
                     await asyncio.sleep(0)
             await asyncio.sleep(self._parts.rules.policy.sample_period_seconds)
+
+    async def _keep_database_log(self) -> None:
+        while True:
+            with contextlib.suppress(StoreUnavailable):  # what it was stays known
+                size_bytes = await self._store.log_bytes()
+                self._parts.database_log.look(size_bytes, self._follower.clock.now())
+            await asyncio.sleep(DATABASE_LOG_SECONDS)
 
     @property
     def url(self) -> str:

@@ -110,7 +110,7 @@ def create_app(parts: AppParts) -> FastAPI:
 
     sources = Sources(
         world, parts.follower.age_seconds, parts.leadership.leader, policy, clock.now, fragmented,
-        parts.disk_full,
+        parts.disk_full, lambda: parts.database_log.seen,
     )  # fmt: skip
     app.state.telemetry = telemetry = Telemetry(sources)
     storage = ObjectStorage(parts.store, parts.blobs, clock, parts.limits)

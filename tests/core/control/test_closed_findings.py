@@ -12,6 +12,7 @@ from gpubroker_server.core.control.findings.finding import (
     dates_of,
     known_dates,
 )
+from gpubroker_server.core.control.log_growth import LogGrowth, LogWatch
 from gpubroker_server.core.domain.decisions import Decision, QueuePause
 from gpubroker_server.core.domain.lease import quarantine
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
@@ -131,3 +132,18 @@ def test_the_oldest_dates_are_handed_on() -> None:
     assert len(handed_on) == MOST_DATED
     assert ("kind", f"n{MOST_DATED}") not in handed_on
     assert handed_on["kind", "n0"] == NOW
+
+
+def test_a_log_of_the_database_that_is_large_or_only_grows_is_found() -> None:
+    mib, watch = 2**20, LogWatch()
+    watch.look(300 * mib, NOW)
+    [found] = findings(a_world(a_device()), database_log=watch.seen)
+    assert (found.kind, found.first_seen) == ("database-log-grows", NOW)
+    watch.look(10 * mib, NOW)  # it was shortened
+    watch.look(80 * mib, LATER)
+    assert watch.seen == LogGrowth(80 * mib, 70 * mib, NOW)
+    assert [one.kind for one in findings(a_world(a_device()), database_log=watch.seen)] == [found.kind]
+    watch.look(60 * mib, LATER)
+    watch.look(60 * mib, LATER)
+    assert watch.seen == LogGrowth(60 * mib, 0, LATER)
+    assert findings(a_world(a_device()), database_log=watch.seen) == []

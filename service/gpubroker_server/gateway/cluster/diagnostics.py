@@ -75,6 +75,7 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         paused,
         None if paused is None else paused.since,
         quota_locks(world, parts.policy),
+        parts.database_log.seen,
         last.at,
     )
     findings = list(diagnose_fleet(world, parts.policy, known, now))

@@ -27,6 +27,7 @@ from gpubroker_server.core.control.findings.nodes import (
 from gpubroker_server.core.control.findings.parts import (
     ServerWay,
     full_service_disk,
+    growing_database_log,
     no_leader,
     unreachable_database,
     unreachable_ray,
@@ -42,6 +43,7 @@ from gpubroker_server.core.control.findings.work import (
     waits_for_ever,
 )
 from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.control.log_growth import LogGrowth
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.world.world import World
@@ -66,6 +68,7 @@ class FleetKnown(NamedTuple):
     held_back_since: Instant | None = None
     """... and since when."""
     quota_locks: Sequence[QuotaLock] = ()
+    database_log: LogGrowth | None = None
     led_until: Instant | None = None
     """When a leader was last heard, if there is none."""
 
@@ -79,6 +82,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         no_leader(known.has_leader, known.led_until),
         unreachable_database(known.age_seconds, known.is_stale, now),
         full_service_disk(known.disk_full),
+        growing_database_log(known.database_log, now),
         unreachable_ray(known.executor),
         unreachable_servers(known.servers_down),
     )

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from gpubroker_server.core.control.findings.finding import Finding, critical, warning
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.control.log_growth import LogGrowth
+from gpubroker_server.core.domain.units import MIB_BYTES, Instant, in_gib
 
 _WORKS = frozenset({"connected", "standby", "unknown"})
 """States of an executor of which nothing is wrong, as far as it is known."""
@@ -65,3 +66,19 @@ def full_service_disk(disk_full: str) -> Iterator[Finding]:
         cause = f"Nothing is accepted: {disk_full}."
         remedy = "make room there: df -h"
         yield critical("service-disk-full", "service", cause, remedy)
+
+
+def growing_database_log(log: LogGrowth | None, now: Instant) -> Iterator[Finding]:
+    if log is not None and log.is_too_much(now):
+        size, grown = (in_gib(count // MIB_BYTES) for count in (log.size_bytes, log.grown_bytes))
+        cause = (
+            f"The write-ahead log of the database has {size}, {grown} more than when it was last shortened: "
+            "something keeps it."
+        )
+        remedy = (
+            "SQLite: end what reads the file (lsof on it, such as a backup that hangs). PostgreSQL: SELECT "
+            "slot_name, active FROM pg_replication_slots, and drop the slot that nothing reads"
+        )
+        evidence = {"size_bytes": log.size_bytes, "grown_bytes": log.grown_bytes}
+        found = warning("database-log-grows", "database", cause, remedy, evidence)
+        yield replace(found, first_seen=log.since)
