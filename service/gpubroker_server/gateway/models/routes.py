@@ -136,8 +136,11 @@ async def load_model(
 ) -> Response:
     """Load a model, as a request for it would: it waits in the queue, and may preempt lower priorities. A
     model is loaded only once on a server."""
-    priority = parts.priority_of(name, query.server, body.priority)
-    refuse(parts.app.rules.permissions.check_priority(caller, priority))
+    permissions = parts.app.rules.permissions
+    if body.priority is not None:
+        refuse(permissions.check_priority(caller, body.priority))
+    usual = parts.priority_of(name, query.server, body.priority)
+    priority = permissions.default_priority(caller, usual)
     try:
         residency, task = await parts.want(name, query.server, priority)
         await note(caller, parts, task, "model.load")
