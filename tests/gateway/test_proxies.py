@@ -1,6 +1,7 @@
 """Where a request comes from: what proxies say of it is believed of those that the operator trusts."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -10,7 +11,7 @@ from gpubroker_server.settings.loading import SettingsRefused, load_settings
 from structlog.testing import capture_logs
 
 from tests.gateway import call_stage, inference_stage
-from tests.gateway.harness import Gateway
+from tests.gateway.harness import Gateway, a_body
 
 LAB = TrustedProxies(["127.0.0.1", "10.0.0.0/8", "fd00::/8"])
 
@@ -78,3 +79,55 @@ async def test_requests_to_models_are_logged_with_the_address_of_the_client() ->
         "127.0.0.1",
         "127.0.0.1",
     ]
+
+
+FRONT = ("127.0.0.1",)
+PLACED = {"X-Forwarded-Prefix": "/lab/gpus/"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "sent", "prefix"),
+    [
+        ({"root_path": "/gpubroker"}, {}, "/gpubroker"),
+        ({"trusted_proxies": FRONT}, PLACED, "/lab/gpus"),
+        ({"trusted_proxies": FRONT, "root_path": "/gpubroker"}, PLACED, "/lab/gpus"),
+        ({}, PLACED, ""),  # nobody is trusted
+        ({"trusted_proxies": FRONT}, {"X-Forwarded-Prefix": "//evil.example"}, ""),
+        ({"trusted_proxies": FRONT}, {"X-Forwarded-Prefix": "https://evil.example"}, ""),
+    ],
+)
+async def test_addresses_in_answers_begin_with_the_prefix_that_the_proxy_takes_off(
+    gateway: Gateway, rules: dict[str, Any], sent: dict[str, str], prefix: str
+) -> None:
+    gateway.change(**rules)
+    client = await gateway.client("a")
+    client.headers.update(sent)
+    task = await client.post("/tasks", json=a_body())
+    place = f"{prefix}/tasks/{task.json()['id']}"
+    assert (task.headers["location"], task.json()["urls"]["result"]) == (place, f"{place}/result")
+    batch = (await client.post("/tasks/batch", json={"tasks": [a_body()]})).json()["items"][0]
+    assert batch["url"] == f"{prefix}/tasks/{batch['id']}"
+    lease = await client.post("/leases", json={"holder": "me", "gpu_mb": 1024})
+    place = f"{prefix}/leases/{lease.json()['id']}"
+    assert (lease.headers["location"], lease.json()["urls"]["self"]) == (place, place)
+    token = await client.post("/tokens", json={"name": "b", "scopes": ["tasks:read"]})
+    assert token.headers["location"] == f"{prefix}/tokens/b"
+    assert (await client.get("/tasks/task_x")).json()["instance"] == f"{prefix}/tasks/task_x"
+    servers = (await client.get("/openapi.json")).json()["servers"]
+    assert [server["url"] for server in servers] == [prefix or "http://127.0.0.1:8470"]
+
+
+async def test_a_prefix_that_the_proxy_does_not_take_off_is_named(gateway: Gateway) -> None:
+    gateway.change(root_path="/gpubroker")
+    client = await gateway.client("a")
+    refused = await client.get("/gpubroker/tasks")
+    assert (refused.status_code, refused.json()["detail"]) == (
+        404,
+        "there is nothing at /gpubroker/tasks: have the proxy take /gpubroker off the path",
+    )
+
+
+@pytest.mark.parametrize("wrong", ["gpubroker", "/gpubroker/", "/", "https://gpus.lab/x", "/a b"])
+def test_a_root_path_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(SettingsRefused, match="is not a path; write such as /gpubroker"):
+        load_settings(data_dir=tmp_path, root_path=wrong)

@@ -336,6 +336,7 @@ def rules_of(settings: Settings, host: str) -> OperatorRules:
         kinds=kinds_of(settings),
         allowed_hosts=(*settings.allowed_hosts, host),
         trusted_proxies=settings.trusted_proxies,
+        root_path=settings.root_path,
     )
 
 

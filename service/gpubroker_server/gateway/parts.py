@@ -47,6 +47,8 @@ class OperatorRules(Struct, frozen=True, kw_only=True):
     """Names, besides loopback ones, under which clients may address the service."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses and networks of proxies that say where a request came from."""
+    root_path: str = ""
+    """The path below which a proxy has the service."""
 
     @property
     def policy(self) -> Policy:

@@ -21,7 +21,7 @@ from gpubroker_server.http.faults import invalid, request_faults
 from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.problems import Problem, problem_response
-from gpubroker_server.http.proxies import FORWARDED_FOR, TrustedProxies
+from gpubroker_server.http.proxies import FORWARDED_FOR, TrustedProxies, current_prefix
 from gpubroker_server.ports.store import Outgrown, StoreExhausted, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.logs import current_request, log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
@@ -88,7 +88,10 @@ class RequestMiddleware:
         request_id = self._ids.exchange()
         current_request.set(request_id)
         scope["state"] = {"parts": self._parts, "request_id": request_id}
-        answering = Answering(send, request_id)
+        prefix = self._proxies.prefix_of(_peer_of(scope), scope["headers"])
+        if prefix:
+            current_prefix.set(prefix)
+        answering = Answering(send, request_id, prefix)
         if scope["path"] != "/":
             scope["path"] = scope["path"].rstrip("/") or "/"
         try:
@@ -115,9 +118,8 @@ class RequestMiddleware:
                 log_answered(scope["method"], scope["path"], answering.status, seconds, *named, client=origin)
 
     def _client_of(self, scope: Scope) -> str:
-        peer, _port = scope["client"] or ("", 0)
         forwarded = (value for name, value in scope["headers"] if name == FORWARDED_FOR)
-        return self._proxies.client_of(peer, forwarded)
+        return self._proxies.client_of(_peer_of(scope), forwarded)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers = scope["state"], dict(scope["headers"])
@@ -188,11 +190,21 @@ class RequestMiddleware:
         here = [route for route in routes if route.path_regex.match(path)]
         known = {method for route in here for method in route.methods or ()}
         if not here:
+            prefix = current_prefix.get()
+            if prefix and path.startswith(f"{prefix}/"):
+                detail = f"there is nothing at {path[:200]}: have the proxy take {prefix} off the path"
+                return Problem("not-found", detail)
             return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
         allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
         return Problem(
             "method-not-allowed", headers={"Allow": allowed}, path=path, method=method, allowed=allowed
         )
+
+
+def _peer_of(scope: Scope) -> str:
+    """Return the address at the other end of the connection."""
+    peer: str = scope["client"][0] if scope["client"] else ""
+    return peer
 
 
 def _refused(fault: RequestValidationError, route: APIRoute) -> Problem:

@@ -70,6 +70,12 @@ def _patterns_name_functions(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return patterns
 
 
+def _is_path(given: str) -> str:
+    if given and re.fullmatch(r"(?:/[A-Za-z0-9._~-]+){1,20}", given) is None:
+        raise ValueError(f"{given!r} is not a path; write such as /gpubroker, without a slash at its end")
+    return given
+
+
 def _are_networks(given: tuple[str, ...]) -> tuple[str, ...]:
     for one in given:
         try:
@@ -104,6 +110,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8470
     allowed_hosts: Words = ()
+    root_path: Annotated[str, check(_is_path)] = ""
     trusted_proxies: Annotated[Words, check(_are_networks)] = ()
     entrypoints: Annotated[Words, check(_patterns_name_functions)] = ()
     env_allowed: Words = ()
