@@ -16,7 +16,7 @@ from gpubroker.cli import SHOWN_ID_LENGTH, parsing
 from gpubroker.cli.child_process import ChildProcess
 from gpubroker.cli.lookup import UNFINISHED_LEASES, connect, lease_id
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
-from gpubroker.cli.tables import Column, PlainTable, ago, details, size, timestamp, with_short_ids
+from gpubroker.cli.tables import Column, PlainTable, ago, details, short_id, size, timestamp, with_short_ids
 from gpubroker.cli.tasks.submit import CommandAfterDashes, GpuMb, Gpus, Kinds, Priority
 from gpubroker.errors import BrokerError
 
@@ -130,12 +130,16 @@ def list_(
     sort: Annotated[
         str | None, typer.Option(help="submitted or priority; -priority: the highest first.")
     ] = None,
+    all_tenants: Annotated[
+        bool, typer.Option("--all-tenants", help="All tenants' leases; for admins.")
+    ] = False,
     output: Output = Format.TABLE,
 ) -> None:
     """List leases that have not ended, newest first."""
     with connect() as broker:
-        found = broker.leases(state=None if everything else UNFINISHED_LEASES, sort=sort)
-        emit_all(output, list(found), _leases)
+        tenant = "*" if all_tenants else None
+        found = broker.leases(state=None if everything else UNFINISHED_LEASES, sort=sort, tenant=tenant)
+        emit_all(output, list(found), lambda listed: _leases(listed, has_tenants=all_tenants))
 
 
 @lease.command()
@@ -187,7 +191,7 @@ def _warn_not_released(held: HeldLease, fault: BrokerError | SystemExit) -> None
 
 
 _COLUMNS = (
-    Column("LEASE", share=0.3),
+    Column("LEASE"),
     Column("HOLDER", share=0.3),
     Column("STATE"),
     Column("PRIORITY", from_width=90),
@@ -204,10 +208,12 @@ _STYLES = {
 }
 
 
-def _leases(listed: Sequence[Lease]) -> RenderableType:
-    rows = [
+def _leases(listed: Sequence[Lease], *, has_tenants: bool = False) -> RenderableType:
+    columns = (_COLUMNS[0], Column("TENANT"), *_COLUMNS[1:]) if has_tenants else _COLUMNS
+    rows: list[Sequence[str | Text]] = [
         (
-            lease.id,
+            short_id(lease.id),
+            *([lease.tenant] if has_tenants else []),
             lease.holder,
             _state(lease),
             f"{lease.priority} {lease.band}",
@@ -218,7 +224,7 @@ def _leases(listed: Sequence[Lease]) -> RenderableType:
         )
         for lease in listed
     ]
-    return PlainTable(_COLUMNS, rows) if rows else Text("no leases")
+    return PlainTable(columns, rows) if rows else Text("no leases")
 
 
 def _lease(shown: Lease) -> RenderableType:

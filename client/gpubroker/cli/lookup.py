@@ -4,10 +4,11 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +19,13 @@ from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.wire.arrays import Array
     from gpubroker.wire.stats import Stats
+    from gpubroker.wire.worker_sets import WorkerSet
 
 _TASK_ID_LENGTH = len("task_") + 26
 _TASKS_SEARCHED = 2000
+_CUT = "…"
 _RETRY_SECONDS = 3.0
 """At a terminal, a quick error is better than a long wait for a service that may come back."""
 UNFINISHED = ("pending", "admitted", "running", "stopping")
@@ -80,22 +84,68 @@ def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
 
     A name means the one unfinished task that has it, and ended ones only if there is none. It goes before a
     part of an id; for a change, a word may not be both. Each load of a model is a task with the model's name:
-    the newest of its ended ones is meant. `last` is the task last
-    submitted from here; without one, it shows the newest task of the service but never changes it.
+    the newest of its ended ones is meant. All workers of an array or a worker set have its name, which means
+    the whole. Where the tenant of the token has no such task, an admin means one of another tenant. `last` is
+    the task last submitted from here; without one, it shows the newest task of the service but never changes
+    it.
     """
-    if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
+    if _is_whole_id(word):
         return word
     if word == "last":
         return _last(broker, to_change)
-    named = list(islice(broker.list(name=word, state=UNFINISHED, limit=6), 6))
+    found = _mine_or_any(lambda **whose: _tasks_meant(broker, word, to_change=to_change, **whose))
+    return only(found, word, f"no task is named {word!r}, and {_no_such_id(word)}")
+
+
+def _tasks_meant(broker: "Broker", word: str, *, to_change: bool, **whose: Any) -> list[str]:
+    named = list(islice(broker.list(name=word, state=UNFINISHED, limit=6, **whose), 6))
     if not named:
-        named = list(islice(broker.list(name=word, limit=6), 6))
+        named = list(islice(broker.list(name=word, limit=6, **whose), 6))
         named = named[:1] if all(task.run.kind == "model" for task in named) else named
     found = [task.id for task in named]
-    if is_part_of_id(word) and (to_change or not found):
-        recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
-        found += [task.id for task in recent if matches(task.id, word) and task.id not in found]
-    return only(found, word, f"no task is named {word!r}, and {_no_such_id(word)}")
+    if len(found) > 1 and (whole := _whole_of(broker, found)) is not None:
+        found = [whole]
+    if (is_part_of_id(word) or is_cut(word)) and (to_change or not found):
+        recent = islice(broker.list(limit=500, **whose), _TASKS_SEARCHED)
+        more = (task.id for task in recent if matches(task.id, word) or begins_as_cut(task.name, word))
+        found += [id for id in more if id not in found]
+    return found
+
+
+def _whole_of(broker: "Broker", workers: Sequence[str]) -> str | None:
+    """The id of the array or the worker set that all these are workers of. Each has the name of the whole."""
+    for ask in (broker.array, broker.worker_set):
+        try:
+            seen: Array | WorkerSet = ask(workers[0])
+        except Refused:
+            continue
+        if {*workers} <= {seen.id, *(worker.id for worker in seen.workers)}:
+            return seen.id
+    return None
+
+
+def _mine_or_any(find: Callable[..., list[str]]) -> list[str]:
+    """What is found among one's own, else among those of all tenants, if the token may see them."""
+    if found := find():
+        return found
+    try:
+        return find(tenant="*")
+    except Refused as refused:
+        if refused.status == HTTPStatus.FORBIDDEN:
+            return []
+        raise
+
+
+def set_id(broker: "Broker", word: str) -> str:
+    """The id of the worker set that a person means: its id, its unique name, or a part of its id."""
+    if word.startswith("task_") and not is_cut(word):
+        return word  # lists show the end of an id
+    known = list(broker.worker_sets())
+    named = [one.id for one in known if one.name == word or begins_as_cut(one.name, word)]
+    found = named or [one.id for one in known if matches(one.id, word)]
+    if not found:  # the id of one of its workers, or of a set that is over
+        found = _mine_or_any(lambda **whose: _tasks_meant(broker, word, to_change=False, **whose))[:1]
+    return only(found, word, f"no worker set is named {word!r}, and {_no_such_id(word)}")
 
 
 def lease_id(broker: "Broker", word: str) -> str:
@@ -103,14 +153,39 @@ def lease_id(broker: "Broker", word: str) -> str:
 
     Ended leases of a holder only count if it has no other.
     """
-    if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
+    if _is_whole_id(word):
         return word
-    if_none = f"no lease is held by {word!r}, and {_no_such_id(word)}"
-    if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word)]:
-        return only(held, word, if_none)
-    recent = list(islice(broker.leases(), _TASKS_SEARCHED))
-    found = [lease.id for lease in recent if lease.holder == word]
-    return only(found or [lease.id for lease in recent if matches(lease.id, word)], word, if_none)
+    found = _mine_or_any(lambda **whose: _leases_meant(broker, word, **whose))
+    return only(found, word, f"no lease is held by {word!r}, and {_no_such_id(word)}")
+
+
+def _leases_meant(broker: "Broker", word: str, **whose: Any) -> list[str]:
+    if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word, **whose)]:
+        return held
+    recent = list(islice(broker.leases(**whose), _TASKS_SEARCHED))
+    found = [lease.id for lease in recent if lease.holder == word or begins_as_cut(lease.holder, word)]
+    return found or [lease.id for lease in recent if matches(lease.id, word)]
+
+
+def listed_name(word: str, listed: Callable[[], Iterable[str]], what: str) -> str:
+    """The name that a person means: the word, unless a list cut it short. Exits with 6 if it is ambiguous."""
+    if not is_cut(word):
+        return word
+    found = sorted({name for name in listed() if begins_as_cut(name, word)})
+    return only(found, word, f"no {what} begins as {word!r} does")
+
+
+def is_cut(word: str) -> bool:
+    """Whether a list had no room for all of it, and ended it so."""
+    return len(word) > 1 and word.endswith(_CUT)
+
+
+def begins_as_cut(name: str | None, word: str) -> bool:
+    return is_cut(word) and name is not None and name.startswith(word.removesuffix(_CUT))
+
+
+def _is_whole_id(word: str) -> bool:
+    return word.startswith("task_") and len(word) == _TASK_ID_LENGTH
 
 
 def only(found: Sequence[str], word: str, if_none: str) -> str:
@@ -136,7 +211,8 @@ def is_part_of_id(word: str) -> bool:
 
 def matches(id: str, word: str) -> bool:
     """Whether the word is long enough, and the beginning or the end of this id."""
-    return is_part_of_id(word) and (id.startswith((word, f"task_{word}")) or id.endswith(word))
+    part = word.removesuffix(_CUT)
+    return is_part_of_id(part) and (id.startswith((part, f"task_{part}")) or id.endswith(word))
 
 
 def change_each(ids: Sequence[str], change: Callable[[str], None]) -> None:
