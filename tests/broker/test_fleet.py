@@ -10,7 +10,7 @@ import pytest
 from gpubroker_server.broker.fleet import DIAGNOSIS_SECONDS, MOST_NEWS, HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.backpressure import Pressure
-from gpubroker_server.core.control.findings.finding import FindingDate
+from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.fleet import FleetRules, FleetSeen
 from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.control.memory_failures import memory_of

@@ -119,10 +119,7 @@ async def a_stage(
                     name, f"localhost:{port}", metadata, certificate, silence_seconds=Seconds(silence_seconds)
                 )
             )
-        now = gateway.clock.now()
-        secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
-        await gateway.store.put_token(row, by="test")
-        await gateway.parts.tokens.load()
+        secret = await _own_token(gateway)
         telemetry = gateway.app.state.telemetry
         plane = Plane(
             callers=Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts),
@@ -149,6 +146,14 @@ async def a_stage(
             await one.close()
         for upstream in upstreams:
             await _close(upstream)
+
+
+async def _own_token(gateway: Gateway) -> str:
+    now = gateway.clock.now()
+    secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
+    await gateway.store.put_token(row, by="test")
+    await gateway.parts.tokens.load()
+    return secret
 
 
 async def _close(upstream: grpc.aio.Server | socket.socket) -> None:

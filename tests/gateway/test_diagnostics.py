@@ -5,7 +5,8 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
-from gpubroker_server.core.control.findings.finding import MOST_OF_A_KIND, FindingDate
+from gpubroker_server.core.control.finding_dates import FindingDate
+from gpubroker_server.core.control.findings.finding import MOST_OF_A_KIND
 from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle

@@ -10,7 +10,7 @@ from itertools import count
 import structlog
 from msgspec.structs import replace
 
-from gpubroker_server.core.control.findings.finding import FindingDate
+from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gpubroker_server.core.control.backpressure import longest_wait_seconds
-from gpubroker_server.core.control.findings.finding import Finding, dates_of, known_dates, remember
+from gpubroker_server.core.control.finding_dates import dates_of, known_dates
+from gpubroker_server.core.control.findings.finding import Finding, remember
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice

@@ -3,15 +3,10 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.control.finding_dates import MOST_DATED, dates_of, known_dates
 from gpubroker_server.core.control.findings.closed import QuotaLock
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
-from gpubroker_server.core.control.findings.finding import (
-    MOST_DATED,
-    Finding,
-    Severity,
-    dates_of,
-    known_dates,
-)
+from gpubroker_server.core.control.findings.finding import Finding, Severity
 from gpubroker_server.core.control.log_growth import LogGrowth, LogWatch
 from gpubroker_server.core.domain.decisions import Decision, QueuePause
 from gpubroker_server.core.domain.lease import quarantine

@@ -13,7 +13,7 @@ from gpubroker_server.core.control.backpressure import Pressure, closed_below, t
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
-from gpubroker_server.core.control.findings.finding import FindingDate
+from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.idle import Idle, IdleRules, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen

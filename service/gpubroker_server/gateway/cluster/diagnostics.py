@@ -8,9 +8,10 @@ from gpubroker.wire.answered import Overview, Time
 from gpubroker.wire.fleet import Finding as ShownFinding
 
 from gpubroker_server.core.admission.feasibility import new_nodes_could_take
+from gpubroker_server.core.control.finding_dates import known_dates
 from gpubroker_server.core.control.findings.closed import QuotaLock
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
-from gpubroker_server.core.control.findings.finding import Finding, first_of_each_kind, known_dates, remember
+from gpubroker_server.core.control.findings.finding import Finding, first_of_each_kind, remember
 from gpubroker_server.core.control.findings.parts import ServerWay
 from gpubroker_server.core.control.findings.work import FREE_SHARE, StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from gpubroker.wire.fleet import Diagnosis
 from msgspec.structs import replace
@@ -15,8 +14,6 @@ from gpubroker_server.core.domain.units import Instant
 MOST_OF_A_KIND = 20
 """The most findings of one kind that are listed: a fault of the whole fleet need not be listed for each
 node."""
-MOST_DATED = 500
-"""A leader publishes the dates of no more findings."""
 
 
 class Severity(StrEnum):
@@ -67,24 +64,6 @@ def remember(
     dated = [replace(one, first_seen=after[one.about]) for one in found]
     dated.sort(key=lambda one: (order.index(one.severity), one.first_seen, one.kind, one.subject))
     return dated, after
-
-
-class FindingDate(NamedTuple):
-    """Since when a finding is known: what leaders hand on."""
-
-    kind: str
-    subject: str
-    since: Instant
-
-
-def dates_of(known: Mapping[tuple[str, str], Instant]) -> tuple[FindingDate, ...]:
-    """Return the oldest of them, MOST_DATED at most."""
-    dates = sorted((FindingDate(*about, since) for about, since in known.items()), key=lambda one: one.since)
-    return tuple(dates[:MOST_DATED])
-
-
-def known_dates(dates: Iterable[FindingDate]) -> dict[tuple[str, str], Instant]:
-    return {(one.kind, one.subject): one.since for one in dates}
 
 
 def first_of_each_kind(found: Iterable[Finding]) -> list[Finding]:
