@@ -94,7 +94,9 @@ class FleetKeeper:
         """The room found by the last look, until a cycle takes it over."""
         self._diagnosis_pace = Interval(DIAGNOSIS_SECONDS)
         self._dates = known_dates(() if before is None else before.dates)
-        """Since when what is wrong now is known."""
+        """Since when what is wrong now is known ..."""
+        self._told_dates = dates_of(self._dates)
+        """... as it is published."""
         self._began_at = self.clock.now()
         self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
@@ -105,7 +107,7 @@ class FleetKeeper:
     @property
     def seen(self) -> FleetSeen:
         counts = {"done": dict(self._throughput.done), "events": dict(self._events)}
-        return replace(self._control.seen, dates=dates_of(self._dates), **counts)
+        return replace(self._control.seen, dates=self._told_dates, **counts)
 
     async def keep(self, between_cycles: asyncio.Event) -> None:
         """Look at the fleet again and again, until cancelled. A look takes milliseconds, so a short cycle
@@ -144,6 +146,7 @@ class FleetKeeper:
         if self._diagnosis_pace.is_due(now):
             self._diagnosis_pace.done(now)
             self._dates = remember(self._dates, list(self.diagnose(self.seen)), now)[1]
+            self._told_dates = dates_of(self._dates)
 
     def take(self) -> Sequence[Decision]:
         """Let the World know what was found since the last cycle; returns what the log is to say of it, until

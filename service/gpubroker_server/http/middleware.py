@@ -88,8 +88,9 @@ class RequestMiddleware:
         request_id = self._ids.exchange()
         current_request.set(request_id)
         scope["state"] = {"parts": self._parts, "request_id": request_id}
-        prefix = self._proxies.prefix_of(_peer_of(scope), scope["headers"])
-        if prefix:
+        prefix = ""
+        if self._proxies.may_be_below_a_path:
+            prefix = self._proxies.prefix_of(_peer_of(scope), scope["headers"])
             current_prefix.set(prefix)
         answering = Answering(send, request_id, prefix)
         if scope["path"] != "/":

@@ -21,6 +21,7 @@ class TrustedProxies:
         which no trusted proxy says another one."""
         self._root_path = root_path
         self._networks = tuple(ip_network(given, strict=False) for given in networks)
+        self.may_be_below_a_path = bool(root_path or self._networks)
         self.trusts = lru_cache(1024)(self._trusts)
 
     def client_of(self, peer: str, forwarded: Iterable[bytes]) -> str:
@@ -41,7 +42,7 @@ class TrustedProxies:
 
     def prefix_of(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
         """Return the prefix of a request, without a slash at its end."""
-        if not self._networks or not self.trusts(peer):
+        if not self.trusts(peer):
             return self._root_path
         said = next((value for name, value in headers if name == FORWARDED_PREFIX), b"")
         text = said.decode("latin-1").strip().rstrip("/")

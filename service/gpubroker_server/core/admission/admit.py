@@ -254,7 +254,12 @@ def _not_allowed(
     refused = (
         permissions.check_run(sender, spec, submission.cloudpickle)
         or permissions.check_env(sender, spec.env)
-        or permissions.check_priority(sender, new.task.priority, submission.tenant)
+        or (
+            # A default is never above the cap.
+            None
+            if submission.priority is None
+            else permissions.check_priority(sender, new.task.priority, submission.tenant)
+        )
     )
     if refused is not None:
         return refused
