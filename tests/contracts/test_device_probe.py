@@ -13,7 +13,7 @@ from gpubroker_server.adapters.nvml.probe import NvmlProbe, find_probes, shares_
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.ports.devices import DeviceLost, DeviceProbe, MeasuredDevice, ProcessGroup
+from gpubroker_server.ports.devices import DeviceLost, DeviceProbe, MeasuredDevice, NoDevices, ProcessGroup
 
 from tests.nvml.machine import ANY_CALL, Gpu, Machine, Process
 
@@ -231,9 +231,11 @@ def test_a_device_that_cannot_be_identified_raises_what_the_driver_says(
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_a_machine_without_nvml_has_no_devices(new_machine: NewMachine, code: int) -> None:
+def test_a_machine_without_nvml_has_no_devices_and_says_why(new_machine: NewMachine, code: int) -> None:
     new_machine(Gpu("GPU-a"), init=code)
-    assert list(find_probes(None)) == []
+    [driver] = find_probes(None)
+    with pytest.raises(NoDevices, match="driver"):
+        driver.read({})
 
 
 def test_configured_devices_replace_real_ones() -> None:

@@ -198,3 +198,73 @@ async def test_a_driver_that_hangs_at_its_start_costs_the_gpus_until_it_has_star
     machine.apply()
     assert (await inventory(leader, lambda seen: uuids(seen) == UUIDS)).complete
     await sampled(leader, *UUIDS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+        pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+    ],
+)
+async def test_a_driver_that_starts_after_the_agent_brings_its_gpus(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(probe, "ASK_AGAIN_SECONDS", 0.2)
+    machine = new_machine(*map(Gpu, UUIDS), init=code)
+    leader = open_leader()
+    await leader.announce()
+    seen = await inventory(leader)
+    assert (seen.devices, seen.complete) == ((), False), "what the leader knows of may be in use"
+    machine.init = 0
+    machine.apply()
+    seen = await inventory(leader, lambda seen: uuids(seen) == UUIDS)
+    assert (seen.faults, seen.gpu_absence, seen.complete) == ((), "", True)
+    await sampled(leader, *UUIDS)
+
+
+async def test_gpus_that_a_driver_shows_later_are_offered(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "ASK_AGAIN_SECONDS", 0.2)
+    machine = new_machine()
+    leader = open_leader()
+    await leader.announce()
+    seen = await inventory(leader)
+    assert (seen.complete, seen.gpu_absence) == (True, "the NVIDIA driver shows no GPU")
+    machine.gpus = list(map(Gpu, UUIDS))
+    machine.apply()
+    assert (await inventory(leader, lambda seen: uuids(seen) == UUIDS)).gpu_absence == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "libnvidia-ml.so.1 is not found"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "the NVIDIA driver is not loaded"),
+    ],
+)
+async def test_a_machine_without_a_driver_says_so_and_has_no_fault(
+    new_machine: NewMachine, open_leader: OpenLeader, code: int, why: str
+) -> None:
+    new_machine(Gpu("GPU-a"), init=code)
+    leader = open_leader()
+    await leader.announce()
+    seen = await inventory(leader)
+    assert (seen.devices, seen.faults) == ((), ())
+    assert why in seen.gpu_absence
+
+
+async def test_a_refused_driver_is_asked_again_without_announcements_between(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "ASK_AGAIN_SECONDS", 0.0)
+    new_machine(init=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    leader = open_leader()
+    await leader.announce()
+    incarnation = leader.incarnation
+    for _ in range(5):
+        leader.received = [report for report in leader.received if report[0] != "sampled"]
+        await leader.receive("sampled")
+    assert leader.incarnation == incarnation

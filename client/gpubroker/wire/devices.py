@@ -65,6 +65,19 @@ class GpuHealth(Struct, frozen=True):
     xid: Annotated[
         int | None, Meta(description="The last critical error that the driver told the agent.")
     ] = None
+    fatal_xid: Annotated[
+        int | None,
+        Meta(
+            description="The last of them that takes a reset; null again once the GPU was lost and is back."
+        ),
+    ] = None
+    remap_pending: Annotated[
+        bool | None, Meta(description="Rows or pages of its memory wait for a reset to be replaced.")
+    ] = None
+    recovery: Annotated[
+        str | None,
+        Meta(description="The action that the driver asks for, such as `reset`; empty: none."),
+    ] = None
 
 
 class Gpu(Answered, frozen=True, kw_only=True):

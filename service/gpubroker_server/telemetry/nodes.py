@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
+from gpubroker_server.core.control.findings.nodes import missing_gpus
 from gpubroker_server.core.domain.device import GpuHealth, NodeSample
 from gpubroker_server.core.domain.units import MIB_BYTES
 from gpubroker_server.core.lifecycle.silent_nodes import heard_nodes
@@ -26,7 +27,10 @@ def _gpu_faults(scrape: Scrape) -> Samples | None:
     if scrape.leader is None:
         return None
     agents = scrape.leader.executor.get("agents", {})
-    return [((node,), len(agent.get("gpu_faults", ()))) for node, agent in agents.items()]
+    return [
+        ((node,), len(agent.get("gpu_faults", ())) + len(missing_gpus(scrape.world, node, agent)))
+        for node, agent in agents.items()
+    ]
 
 
 def _of_node(

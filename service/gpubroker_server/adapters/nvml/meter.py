@@ -16,6 +16,7 @@ from gpubroker_server.ports.devices import (
     DeviceReading,
     DevicesFound,
     MeasuredDevice,
+    NoDevices,
     ProcessGroup,
 )
 
@@ -40,6 +41,8 @@ class Inventory(Struct, frozen=True):
     """(UUID, or what people call it while that is unknown; why it cannot be used)"""
     complete: bool
     """Every GPU has been read or is lost, so what is not in the list is not in use."""
+    absence: str = ""
+    """Why the machine shows no GPU at all; empty if it shows one, or if that is a fault."""
 
 
 class GpuThread:
@@ -49,6 +52,8 @@ class GpuThread:
         self.devices: tuple[ReportedDevice, ...] | None = None
         """None before the first answer; empty while lost."""
         self.is_lost = False
+        self.absence = ""
+        """Why there is no device, if the machine shows none."""
         self.health: dict[str, GpuHealth] = {}
         """UUID -> health as last read, of the GPUs that answer now."""
         self.found: Sequence[DeviceProbe] | None = None
@@ -81,6 +86,10 @@ class GpuThread:
             self.devices, self.is_lost = (), True
             self._note(self._names, str(lost))
             return []
+        except NoDevices as none:
+            self.devices, self.absence = () if none.is_proven else None, str(none)
+            self._note(self._names, self.absence)
+            return []
         except DevicesFound as answer:
             self.found = answer.probes
             return []
@@ -102,6 +111,8 @@ class GpuThread:
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """A device that was measured before may fail once without being reported."""
+        if self.absence:
+            return
         at_once = self.devices is None or self.is_lost
         for name, (why, _) in self._silent.items():
             if at_once or not self._is_awaited(name):
@@ -146,7 +157,8 @@ class DeviceMeter:
         numbered = [replace(part, index=len(self._gpus) + n) for n, part in enumerate(parts)]
         faults = sorted(fault for gpu in self._gpus for fault in gpu.faults())
         complete = all(gpu.devices is not None for gpu in self._gpus)
-        return Inventory((*whole, *numbered), tuple(faults), complete)
+        absence = next((gpu.absence for gpu in self._gpus if gpu.absence), "")
+        return Inventory((*whole, *numbered), tuple(faults), complete, absence)
 
     def health(self) -> dict[str, GpuHealth]:
         """Return the health of the GPUs that were measured the last time, by UUID."""

@@ -1,6 +1,8 @@
 """GPUs through NVIDIA's management library, and how much of them each process group uses."""
 
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.device import GpuHealth
+from gpubroker_server.core.domain.gpu_faults import FATAL_XIDS
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import MIB_BYTES, Mib
 from gpubroker_server.ports.devices import (
@@ -18,6 +21,7 @@ from gpubroker_server.ports.devices import (
     DeviceReading,
     DevicesFound,
     MeasuredDevice,
+    NoDevices,
     ProcessGroup,
 )
 
@@ -27,8 +31,22 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 START_SECONDS = 10.0
 """A node waits no longer for its driver, and goes on without GPUs until it has started."""
+ASK_AGAIN_SECONDS = 60.0
+"""What the driver refused or did not show is asked for again after this time."""
 MOST_ERRORS = 100
 """So many critical errors are taken over in one look."""
+
+_RECOVERY = {
+    0: "",
+    1: "reset",
+    2: "reboot",
+    3: "",  # to end peer-to-peer traffic: other work goes on
+    4: "drain and reset",
+    5: "",  # of the fabric's management
+    6: "bus reset",
+    7: "reboot",
+}
+"""NVML_GPU_RECOVERY_ACTION_*; what is not listed is unknown."""
 
 NODE_GPUS = "GPUBROKER_NODE_GPUS"
 """In the environment of a node that shares its machine with others: JSON, the indexes of its GPUs, or
@@ -37,7 +55,7 @@ NODE_GPUS = "GPUBROKER_NODE_GPUS"
 
 def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = None) -> Sequence[DeviceProbe]:
     """Return a probe of simulated devices if the configuration has a list of them (even an empty one), else
-    of each GPU; none on a machine without an NVIDIA driver. What NODE_GPUS says (`own`) goes before the
+    of each GPU; without a GPU, one that asks the driver again. What NODE_GPUS says (`own`) goes before the
     configuration."""
     indexes: list[int] | None = None
     if own is not None:
@@ -65,17 +83,42 @@ def _start_driver(indexes: list[int] | None) -> Sequence[DeviceProbe]:
     import pynvml  # the only import of it
 
     try:
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return []
-    except pynvml.NVMLError as fault:
-        return [FailedDriver(str(fault))]
-    return [
-        NvmlProbe(pynvml, index, shares_pids=shares_pids())
-        for index in range(count)
-        if indexes is None or index in indexes
-    ]
+        count = _count_gpus(pynvml)
+    except pynvml.NVMLError_LibraryNotFound:
+        fault: Exception = NoDevices(
+            "NVIDIA's library libnvidia-ml.so.1 is not found: there is no driver, or this container was "
+            "started without GPUs",
+            is_proven=False,
+        )
+    except pynvml.NVMLError_DriverNotLoaded:
+        fault = NoDevices("the NVIDIA driver is not loaded (nvidia-smi, dmesg)", is_proven=False)
+    except pynvml.NVMLError as error:
+        fault = RuntimeError(str(error))
+    else:
+        probes = [
+            NvmlProbe(pynvml, index, shares_pids=shares_pids())
+            for index in range(count)
+            if indexes is None or index in indexes
+        ]
+        if probes:
+            return probes
+        fault = NoDevices(_NOT_ONE if indexes is None else _NONE_OF_ITS_OWN, is_proven=True)
+        pynvml.nvmlShutdown()  # a driver that has started counts its GPUs no second time
+    return [RefusingDriver(fault, indexes)]
+
+
+_NOT_ONE = "the NVIDIA driver shows no GPU"
+_NONE_OF_ITS_OWN = f"the NVIDIA driver shows no GPU of those that {NODE_GPUS} names"
+
+
+def _count_gpus(nvml: Any) -> int:
+    """Start the driver and return the number of its GPUs. It is stopped again if it cannot tell."""
+    nvml.nvmlInit()
+    try:
+        return int(nvml.nvmlDeviceGetCount())
+    except nvml.NVMLError:
+        nvml.nvmlShutdown()
+        raise
 
 
 def visible_gpus(wanted: str | None = None) -> list[tuple[int, str]]:
@@ -113,16 +156,22 @@ def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
         return False
 
 
-class FailedDriver:
-    """A DeviceProbe of a machine whose driver is there and does not start: its GPUs may be in use."""
+class RefusingDriver:
+    """A DeviceProbe of a machine whose driver does not start or shows no GPU. It asks the driver again about
+    once a minute: drivers are installed and loaded, and GPUs are added, while a node agent runs."""
 
     name = "the driver"
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: Exception, indexes: list[int] | None) -> None:
+        """`fault` is raised until the driver is asked again."""
         self._fault = fault
+        self._indexes = indexes
+        self._asked_at = time.monotonic()
 
     def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:  # noqa: ARG002  # the port's
-        raise RuntimeError(self._fault)
+        if time.monotonic() - self._asked_at < ASK_AGAIN_SECONDS:
+            raise self._fault.with_traceback(None)
+        raise DevicesFound(_start_driver(self._indexes))
 
 
 class StartingDriver:
@@ -154,16 +203,23 @@ class NvmlProbe:
         self._described: dict[str, ReportedDevice] = {}
         """UUID -> the device as it was first read: what the driver keeps for itself varies a little."""
         self._errors: Any = None
-        """Where the driver puts critical errors (XID); asked for once."""
-        self._asks_errors = True
+        """Where the driver puts critical errors (XID)."""
+        self._tells_errors = False
+        self._asks_errors_at = 0.0
         self._xid: int | None = None
+        self._fatal_xid: int | None = None
 
     def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
         try:
             return self._read(holders)
         except self._nvml.NVMLError_GpuIsLost as fault:
             self._described.clear()
-            self._asks_errors = True  # a GPU that comes back tells nothing where the lost one did
+            self._xid = self._fatal_xid = None  # it comes back from a reset or a reboot only
+            self._asks_errors_at = 0.0
+            self._tells_errors, self._errors = (
+                False,
+                None,
+            )  # a GPU that comes back tells nothing where the lost one did
             raise DeviceLost(str(fault)) from None
 
     def _read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
@@ -276,6 +332,7 @@ class NvmlProbe:
     def _health(self, handle: Any) -> GpuHealth:
         nvml = self._nvml
         milliwatts = self._value("PowerUsage", handle)
+        xid = self._last_xid(handle)
         return GpuHealth(
             power_watts=None if milliwatts is None else milliwatts / 1000,
             temperature_celsius=self._value("Temperature", handle, nvml.NVML_TEMPERATURE_GPU),
@@ -284,13 +341,34 @@ class NvmlProbe:
             ecc_errors=self._value(
                 "TotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
-            xid=self._last_xid(handle),
+            xid=xid,
+            fatal_xid=self._fatal_xid,
+            remap_pending=self._is_remap_pending(handle),
+            recovery=self._recovery(handle),
         )
 
-    def _value(self, what: str, handle: Any, *arguments: int) -> int | None:
-        """None if the device does not have it."""
+    def _is_remap_pending(self, handle: Any) -> bool | None:
+        """True if memory waits for a reset to be replaced: rows, on GPUs before Ampere pages."""
+        rows = self._value("RemappedRows", handle)
+        if rows is None:
+            pages = self._value("RetiredPagesPendingStatus", handle)
+            return None if pages is None else bool(pages)
+        _correctable, _uncorrectable, is_pending, has_failed = rows
+        return bool(is_pending or has_failed)
+
+    def _recovery(self, handle: Any) -> str | None:
+        """Return the action that the driver asks for; empty if none, None if it cannot tell. Drivers before
+        570 cannot."""
+        nvml = self._nvml
+        fields = self._value("FieldValues", handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        if fields is None or fields[0].nvmlReturn != nvml.NVML_SUCCESS:
+            return None
+        return _RECOVERY.get(fields[0].value.uiVal)
+
+    def _value(self, what: str, handle: Any, *arguments: Any) -> Any:
+        """None if the device or its driver does not have it."""
         try:
-            value: int = getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *arguments)
+            value = getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *arguments)
         except self._nvml.NVMLError_GpuIsLost:
             raise
         except self._nvml.NVMLError:
@@ -300,17 +378,23 @@ class NvmlProbe:
     def _last_xid(self, handle: Any) -> int | None:
         nvml = self._nvml
         try:
-            if self._asks_errors:
-                self._asks_errors, self._errors = False, nvml.nvmlEventSetCreate()
+            if not self._tells_errors and time.monotonic() >= self._asks_errors_at:
+                self._asks_errors_at = time.monotonic() + ASK_AGAIN_SECONDS
+                self._errors = self._errors or nvml.nvmlEventSetCreate()
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._errors)
-            for _ in range(MOST_ERRORS if self._errors is not None else 0):
+                self._tells_errors = True
+            for _ in range(MOST_ERRORS if self._tells_errors else 0):
                 self._xid = nvml.nvmlEventSetWait_v2(self._errors, 0).eventData
+                if self._xid in FATAL_XIDS:
+                    self._fatal_xid = self._xid
         except nvml.NVMLError_Timeout:
             pass  # all have been told
         except nvml.NVMLError_GpuIsLost:
             raise
+        except nvml.NVMLError_NotSupported:
+            self._asks_errors_at = math.inf
         except nvml.NVMLError:
-            self._errors = None
+            self._tells_errors, self._errors = False, None
         return self._xid
 
     def _utilization(self, handle: Any) -> float | None:

@@ -95,7 +95,7 @@ def shown_gpus(
             idle_seconds=idle.get(key),
             sampled_at=Time.at_or_none(ledger.sampled_at),
             stale=ledger.is_stale(now, parts.policy.sample_period_seconds),
-            fault=agents.get(device.node, {}).get("gpu_faults", {}).get(device.uuid),
+            fault=_fault(device, agents.get(device.node, {})),
             holders=tuple(
                 _holder(world, ledger.holdings[holding], viewer, awaited)
                 for holding in sorted(ledger.holdings)
@@ -103,6 +103,12 @@ def shown_gpus(
             pledges=_pledges(ledger, viewer),
             history=history(key),
         )
+
+
+def _fault(device: Device, agent: Mapping[str, Any]) -> str | None:
+    """Return why the agent of the device's node cannot measure it; None if it can."""
+    fault: str | None = agent.get("gpu_faults", {}).get(device.uuid) or agent.get("gpu_absence")
+    return fault
 
 
 def _holder(world: World, holding: Holding, viewer: Identity, awaited: Mapping[str, Awaited]) -> Holder:

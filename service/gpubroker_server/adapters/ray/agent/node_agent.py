@@ -305,6 +305,8 @@ class NodeAgent:
         if inventory.faults:
             faults = "; ".join(f"{gpu}: {why}" for gpu, why in inventory.faults)
             log.warning("GPUs of this node cannot be used", node=config.node, fault=faults)
+        if inventory.absence:
+            log.info("this node has no GPU", node=config.node, why=inventory.absence)
         node = {
             "name": config.node,
             "cpu": config.cpu or float(len(os.sched_getaffinity(0))),
@@ -316,6 +318,7 @@ class NodeAgent:
             "release": __version__,
             "faults": dict(inventory.faults),
             "complete": inventory.complete,
+            "gpu_absence": inventory.absence,
             "versions": versions(),
         }
         here = [tuple(key) for key in (*runs.table.runs, *runs.external)]

@@ -11,6 +11,7 @@ from gpubroker_server.core.control.findings.nodes import (
     full_disks,
     spilling_stores,
     unreached_nodes,
+    unusable_gpus,
     versions_apart,
 )
 from gpubroker_server.core.control.findings.parts import (
@@ -73,6 +74,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         full_disks(samples),
         spilling_stores(samples),
         unreached_nodes(world, samples),
+        unusable_gpus(world, agents),
         clocks_apart(agents),
         versions_apart(agents),
     )
