@@ -80,6 +80,21 @@ class GpuHealth(Struct, frozen=True):
     ] = None
 
 
+class ClosedGpu(Answered, frozen=True):
+    """Why nothing new starts on a GPU. What runs there goes on."""
+
+    cause: Annotated[
+        str,
+        Meta(
+            description="`xid`, `ecc`, `remap` or `recovery`: its driver says that it needs a reset; "
+            "`failures`: runs failed there at once, one after the other; `operator`."
+        ),
+    ]
+    reason: str
+    since: Time
+    by: Annotated[str, Meta(description="Name of the operator's token; empty for the service itself.")]
+
+
 class Gpu(Answered, frozen=True, kw_only=True):
     """A device, its holders, and what is free of it."""
 
@@ -113,6 +128,7 @@ class Gpu(Answered, frozen=True, kw_only=True):
     idle_seconds: Annotated[float | None, Meta(description="How long it has been idle; null: it is not.")]
     sampled_at: Time | None
     stale: Annotated[bool, Meta(description="Not measured recently: takes nothing new.")]
+    closed: Annotated[ClosedGpu | None, Meta(description="Nothing new starts on it, and why.")] = None
     fault: Annotated[str | None, Meta(description="Why its node's agent cannot measure it.")]
     holders: tuple[Holder, ...]
     pledges: tuple[Pledge, ...]

@@ -39,6 +39,7 @@ from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle import (
     deadlines,
+    gpu_closures,
     model_adoption,
     model_lifecycle,
     model_turns,
@@ -248,6 +249,7 @@ class Observer:
         more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
         more += ask_to_leave(self.world, self.policy, now)
         more += worker_sets.due(self.world, self._loads, self._autoscaler, now)
+        more += gpu_closures.by_health(self.world, now, self.policy.sample_period_seconds)
         more += self._scattered_now(now)
         more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]

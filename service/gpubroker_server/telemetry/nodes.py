@@ -33,6 +33,11 @@ def _gpu_faults(scrape: Scrape) -> Samples | None:
     ]
 
 
+def _closed_gpus(scrape: Scrape) -> Samples:
+    devices = (ledger.device for ledger in scrape.world.ledgers.values())
+    return [(gpu_labels(device), float(device.is_closed)) for device in devices if not device.simulated]
+
+
 def _of_node(
     name: str, about: str, read: Callable[[NodeSample], float | None], *, is_counter: bool = False
 ) -> MetricRow:
@@ -82,6 +87,12 @@ METRICS: Final = (
         _ready,
     ),
     MetricRow("gpubroker_node_gpu_faults", "GPUs that the node's agent cannot use.", _NODE, _gpu_faults),
+    MetricRow(
+        "gpubroker_gpu_closed",
+        "1 if nothing new starts on the device, because it needs a reset or an operator says so.",
+        GPU,
+        _closed_gpus,
+    ),
     _of_node(
         "gpubroker_node_cpu_utilization_ratio",
         "Share of the machine's CPUs that was busy.",

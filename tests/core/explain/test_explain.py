@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.device import Closure
 from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
@@ -427,3 +428,16 @@ def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
     world.awaited.learn([TaskId("d")], {TaskId("d"): TaskEnd(TaskState.SUCCEEDED)})
     assert "c (pending)" in explain(world, TaskId("new"), POLICY, NOW).message
     assert "more" not in explain(world, TaskId("new"), POLICY, NOW).message
+
+
+def test_a_task_whose_gpus_are_closed_says_which_and_why() -> None:
+    closure = Closure("xid", "48", "XID 48: uncorrectable memory error", NOW)
+    world = a_world(
+        a_device("gpu0", closure=closure), a_device("gpu1", mb=10 * GIB), a_task("new", gpu_mb=18 * GIB)
+    )
+    told = explained(world)
+    assert told.reason is Reason.GPU_CLOSED
+    assert "n1/gpu0: XID 48: uncorrectable memory error" in told.message
+    verdicts = some_verdicts(world)
+    assert verdicts["n1/gpu0"] == (Verdict.GPU_CLOSED, "it is closed: XID 48: uncorrectable memory error")
+    assert verdicts["n1/gpu1"][0] is Verdict.TOO_SMALL

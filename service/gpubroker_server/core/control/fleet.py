@@ -13,6 +13,7 @@ from gpubroker_server.core.control.backpressure import Pressure, closed_below, t
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
+from gpubroker_server.core.control.failing_gpus import FailingGpuRules, FailingGpus
 from gpubroker_server.core.control.idle import Idle, IdleRules, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
@@ -26,6 +27,7 @@ from gpubroker_server.core.control.waiting_calls import WaitingCalls, waiting_ca
 from gpubroker_server.core.domain.decisions import Notice
 from gpubroker_server.core.domain.demand import may_use_device, may_use_node
 from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.gpu_faults import FailingGpu
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.policy import Policy
@@ -59,6 +61,7 @@ class FleetRules(Struct, frozen=True):
     overload_thresholds: Annotated[Mapping[str, Threshold], ELSEWHERE] = field(default_factory=dict)
     """Measure -> threshold of a node."""
     throughput: ThroughputRules = field(default_factory=ThroughputRules)
+    failing_gpus: FailingGpuRules = FailingGpuRules()
 
 
 class TargetSeen(NamedTuple):
@@ -105,6 +108,8 @@ class FleetSeen(Struct, frozen=True):
     """... and how many events of each kind there were."""
     idle_grace_seconds: Seconds = Seconds(300.0)
     """A device that is listed as idle has been idle for longer than this."""
+    failing: tuple[FailingGpu, ...] = ()
+    """Devices on which runs fail at once, one after the other."""
 
 
 def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[NodeName, str], DiskLevel]:
@@ -143,6 +148,7 @@ class FleetControl:
         self._disks = {(one.node, one.path): one for one in before.low_disks}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
+        self.failing_gpus = FailingGpus(rules.failing_gpus)
         self.loads: dict[TaskId, Loaded] = {}
         """The loads that workers of sets last reported."""
         self.nodes = NodeWatch(
@@ -177,6 +183,7 @@ class FleetControl:
             tuple(one for one in self._disks.values() if one.level),
             self.nodes.overloaded,
             idle_grace_seconds=rules.idle.grace_seconds,
+            failing=self.failing_gpus.failing(now),
         )
         return notices
 

@@ -2,7 +2,14 @@
 
 from typing import Final, NamedTuple
 
+from msgspec import Struct
+
 from gpubroker_server.core.domain.device import GpuHealth
+from gpubroker_server.core.domain.units import DeviceKey, Instant
+
+FAILURES: Final = "failures"
+OPERATOR: Final = "operator"
+"""Causes of a closure that no driver tells."""
 
 FATAL_XIDS: Final = {
     46: "the GPU stopped processing",
@@ -61,3 +68,14 @@ def is_mended(cause: str, health: GpuHealth) -> bool:
             return health.remap_pending is False
         case _:
             return False
+
+
+class FailingGpu(Struct, frozen=True):
+    """A device on which runs fail at once, one after the other, and elsewhere do not."""
+
+    device: DeviceKey
+    times: int
+    names: tuple[str, ...]
+    """Names of the tasks, the last one first."""
+    first_at: Instant
+    last_at: Instant

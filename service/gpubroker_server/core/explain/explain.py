@@ -325,6 +325,9 @@ def _why(finding: DeviceFinding, task: Task) -> str:
             return "its node is cordoned"
         case Verdict.DISK_FULL:
             return "a disk of its node is too full"
+        case Verdict.GPU_CLOSED:
+            closure = finding.ledger.device.closure
+            return f"it is closed: {closure.reason if closure else ''}"
         case Verdict.HELD_BACK:
             return "background work may take no more of its node now"
         case Verdict.STALE:

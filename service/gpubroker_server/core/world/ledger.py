@@ -264,6 +264,10 @@ class DeviceLedger:
         new."""
         return self.sample is None or now - self.sample.at > 3 * period_seconds
 
+    def takes_nothing(self, now: Instant, period_seconds: float) -> bool:
+        """Return True if nothing new may be placed here, whatever is free: it is closed, or not measured."""
+        return self.device.is_closed or self.is_stale(now, period_seconds)
+
     def _enter(self, key: str, after: Holding | None) -> None:
         """Replace or remove the holding of this key. The sums are kept up to date: a device may have
         thousands of holdings, and each change asks for them."""

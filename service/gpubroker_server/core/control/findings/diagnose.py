@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from gpubroker_server.core.control.findings.finding import Finding
-from gpubroker_server.core.control.findings.gpus import held_idle
+from gpubroker_server.core.control.findings.gpus import closed_gpus, failing_gpus, held_idle
 from gpubroker_server.core.control.findings.nodes import (
     clocks_apart,
     full_disks,
@@ -65,6 +65,8 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
     )
     of_fleet: Iterable[Iterator[Finding]] = (
         held_idle(world, known.fleet, now),
+        closed_gpus(world),
+        failing_gpus(world, known.fleet.failing),
         waits_for_ever(known.stuck),
         repeated_memory_failures(known.fleet.memory_failures),
         all_on_one_node(world),
