@@ -9,7 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from gpubroker_server.adapters.nvml.meter import DeviceMeter
-from gpubroker_server.adapters.nvml.probe import NvmlProbe, find_probes, shares_pids, visible_gpus
+from gpubroker_server.adapters.nvml.probe import GpuChoice, NvmlProbe, find_probes, gpus_to_share, shares_pids
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
@@ -253,10 +253,51 @@ def test_a_node_that_shares_its_machine_has_the_gpus_that_it_was_given(new_machi
 
 def test_gpus_are_named_by_index_or_uuid_in_the_order_wanted(new_machine: NewMachine) -> None:
     new_machine(*(Gpu(f"GPU-{name}", 80_000) for name in "abc"))
-    assert visible_gpus() == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c")]
-    assert visible_gpus("2, GPU-a") == [(2, "GPU-c"), (0, "GPU-a")]
-    with pytest.raises(ValueError, match="'GPU-x', and this machine has no such GPU"):
-        visible_gpus("GPU-x")
+    assert gpus_to_share() == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c")]
+    assert gpus_to_share("2, GPU-a") == [(2, "GPU-c"), (0, "GPU-a")]
+    assert gpus_to_share("1,GPU-x,0") == [(1, "GPU-b")], "CUDA reads a list up to the first invalid entry"
+    with pytest.raises(ValueError, match="names GPU 1 twice"):
+        gpus_to_share("1,GPU-b")
+
+
+async def test_the_chosen_gpus_alone_are_devices(new_machine: NewMachine) -> None:
+    slices = (Gpu("MIG-1", total_mb=10_000), Gpu("MIG-2", total_mb=10_000))
+    new_machine(Gpu("GPU-a"), Gpu("GPU-bb"), Gpu("GPU-bc", mig=True, instances=slices))
+    for words, uuids in (
+        ("", []),
+        ("1", ["GPU-bb"]),
+        ("GPU-bc, GPU-a", ["GPU-a", "GPU-bc", "MIG-1", "MIG-2"]),
+        ("MIG-2,0", ["GPU-a", "GPU-bc", "MIG-2"]),
+        ("0,-1,1", ["GPU-a"]),
+        ("GPU-b", []),
+        ("NoDevFiles", []),
+    ):
+        meter = DeviceMeter(find_probes(None, None, GpuChoice(words, "CUDA_VISIBLE_DEVICES")))
+        await meter.measure(dict)
+        seen = meter.inventory()
+        assert sorted(device.uuid for device in seen.devices) == uuids, words
+        assert ("CUDA_VISIBLE_DEVICES is" in seen.absence) is (not uuids)
+
+
+async def test_a_choice_that_names_a_gpu_twice_is_a_fault(new_machine: NewMachine) -> None:
+    new_machine(Gpu("GPU-a"), Gpu("GPU-b"))
+    meter = DeviceMeter(find_probes(None, None, GpuChoice("0,GPU-a", "ray.gpus")))
+    await meter.measure(dict)
+    [(name, why)] = meter.inventory().faults
+    assert (name, "ray.gpus: '0,GPU-a' names GPU 0 twice" in why) == ("the driver", True)
+
+
+async def test_a_chosen_gpu_that_was_lost_at_the_start_is_offered_when_it_is_back(
+    new_machine: NewMachine,
+) -> None:
+    machine = new_machine(Gpu("GPU-a"), Gpu("GPU-b"), Gpu("GPU-c"))
+    machine.lose(machine.gpus[1])
+    meter = DeviceMeter(find_probes(None, None, GpuChoice("GPU-b,GPU-c", "ray.gpus")))
+    await meter.measure(dict)
+    assert [device.uuid for device in meter.inventory().devices] == ["GPU-c"]
+    machine.mend(machine.gpus[1])
+    await meter.measure(dict)
+    assert [device.uuid for device in meter.inventory().devices] == ["GPU-b", "GPU-c"]
 
 
 @pytest.mark.parametrize(
@@ -268,10 +309,10 @@ def test_a_machine_whose_gpus_cannot_be_listed(
 ) -> None:
     new_machine(Gpu("GPU-a"), init=code)
     if isinstance(found, list):
-        assert visible_gpus() == found
+        assert gpus_to_share() == found
         return
     with pytest.raises(RuntimeError, match=found):
-        visible_gpus()
+        gpus_to_share()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.submission import withdrawn_entrypoints
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.ports.store import Outgrown, StoreUnavailable
 from gpubroker_server.settings.loading import Settings, default_data_dir
 
@@ -99,7 +100,7 @@ class Process:
         jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway)
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         if self._broker is not None:
-            self._say(*which_ray(self._settings))
+            self._say(*which_ray(self._settings), *which_gpus(self._settings))
             with suppress(StoreUnavailable):
                 self._say(*waiting_in_vain(self._settings, await self._store.pending_entrypoints()))
         await self._stop.wait()
@@ -256,6 +257,25 @@ def which_ray(settings: Settings) -> list[str]:
     if named not in ("", address):
         lines.append(f"  note: RAY_ADDRESS={named} is not used; name a cluster to join with --ray host:6379")
     return lines
+
+
+def which_gpus(settings: Settings) -> list[str]:
+    """The lines that a start prints about the GPUs that it uses, if not all of each machine."""
+    variable, named = os.environ.get(VARIABLE), settings.ray.gpus
+    if settings.engine != "ray" or settings.simulated_devices:
+        return []
+    if named is not None:
+        instead = "" if variable is None else f", and not {VARIABLE}={variable}"
+        return [f"  GPUs: ray.gpus decides which are used: {','.join(named) or 'none'}{instead}"]
+    if variable is None:
+        return []
+    if settings.ray.address:
+        line = (
+            f"  note: {VARIABLE}={variable} of this service is not used: each node of the cluster has one of "
+            "its own, and ray.gpus goes before it"
+        )
+        return [line]
+    return [f"  GPUs: {VARIABLE} decides which are used: {variable or 'none'}; ray.gpus goes before it"]
 
 
 def waiting_in_vain(settings: Settings, pending: Mapping[str, int]) -> list[str]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -15,6 +15,13 @@ from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.gpu_faults import FATAL_XIDS
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import MIB_BYTES, Mib
+from gpubroker_server.core.domain.visible_gpus import (
+    VARIABLE,
+    GpuNames,
+    NamedTwice,
+    VisibleGpu,
+    visible_gpus,
+)
 from gpubroker_server.ports.devices import (
     DeviceLost,
     DeviceProbe,
@@ -53,11 +60,19 @@ NODE_GPUS = "GPUBROKER_NODE_GPUS"
 [UUID, index, MiB] of each simulated one."""
 
 
-def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = None) -> Sequence[DeviceProbe]:
+class GpuChoice(NamedTuple):
+    """The GPUs that may be used, as in CUDA_VISIBLE_DEVICES, and what says so."""
+
+    words: str
+    by: str
+
+
+def find_probes(
+    simulated: Sequence[ReportedDevice] | None, own: str | None = None, choice: GpuChoice | None = None
+) -> Sequence[DeviceProbe]:
     """Return a probe of simulated devices if the configuration has a list of them (even an empty one), else
-    of each GPU; without a GPU, one that asks the driver again. What NODE_GPUS says (`own`) goes before the
-    configuration."""
-    indexes: list[int] | None = None
+    of each GPU that the `choice` leaves; without a GPU, one that asks the driver again. What NODE_GPUS says
+    (`own`) goes before the configuration and the choice."""
     if own is not None:
         given = json.loads(own)
         indexes = [gpu for gpu in given if isinstance(gpu, int)]
@@ -68,10 +83,11 @@ def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = No
         ]
         if own_simulated or not indexes:
             return [SimulatedProbe(own_simulated)]
+        choice = GpuChoice(",".join(map(str, indexes)), NODE_GPUS)
     elif simulated is not None:
         return [SimulatedProbe(simulated)]
     thread = ThreadPoolExecutor(1, thread_name_prefix="driver")
-    starting = thread.submit(_start_driver, indexes)
+    starting = thread.submit(_start_driver, choice)
     thread.shutdown(wait=False)
     try:
         return starting.result(START_SECONDS)
@@ -79,11 +95,12 @@ def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = No
         return [StartingDriver(starting)]
 
 
-def _start_driver(indexes: list[int] | None) -> Sequence[DeviceProbe]:
+def _start_driver(choice: GpuChoice | None) -> Sequence[DeviceProbe]:
     import pynvml  # the only import of it
 
     try:
         count = _count_gpus(pynvml)
+        chosen = _chosen(pynvml, count, choice)
     except pynvml.NVMLError_LibraryNotFound:
         fault: Exception = NoDevices(
             "NVIDIA's library libnvidia-ml.so.1 is not found: there is no driver, or this container was "
@@ -92,23 +109,38 @@ def _start_driver(indexes: list[int] | None) -> Sequence[DeviceProbe]:
         )
     except pynvml.NVMLError_DriverNotLoaded:
         fault = NoDevices("the NVIDIA driver is not loaded (nvidia-smi, dmesg)", is_proven=False)
-    except pynvml.NVMLError as error:
+    except (pynvml.NVMLError, NamedTwice) as error:
         fault = RuntimeError(str(error))
     else:
-        probes = [
-            NvmlProbe(pynvml, index, shares_pids=shares_pids())
-            for index in range(count)
-            if indexes is None or index in indexes
-        ]
-        if probes:
-            return probes
-        fault = NoDevices(_NOT_ONE if indexes is None else _NONE_OF_ITS_OWN, is_proven=True)
+        if chosen:
+            return [NvmlProbe(pynvml, index, shares_pids=shares_pids(), only=only) for index, only in chosen]
+        why = "the NVIDIA driver shows no GPU"
+        if choice is not None and count:
+            why = f"{choice.by} is {choice.words!r}, which names none of the {count} GPUs of this machine"
+        fault = NoDevices(why, is_proven=True)
         pynvml.nvmlShutdown()  # a driver that has started counts its GPUs no second time
-    return [RefusingDriver(fault, indexes)]
+    return [RefusingDriver(fault, choice)]
 
 
-_NOT_ONE = "the NVIDIA driver shows no GPU"
-_NONE_OF_ITS_OWN = f"the NVIDIA driver shows no GPU of those that {NODE_GPUS} names"
+def _chosen(nvml: Any, count: int, choice: GpuChoice | None) -> list[VisibleGpu]:
+    """Return the GPUs of the choice. Raises NamedTwice."""
+    if choice is None:
+        return [VisibleGpu(index) for index in range(count)]
+    try:
+        return sorted(visible_gpus(choice.words, [_names_of(nvml, index) for index in range(count)]))
+    except NamedTwice as fault:
+        nvml.nvmlShutdown()
+        raise NamedTwice(f"{choice.by}: {fault}") from None
+
+
+def _names_of(nvml: Any, index: int) -> GpuNames:
+    """The names are empty if the GPU does not answer."""
+    try:
+        probe = NvmlProbe(nvml, index)
+        whole = nvml.nvmlDeviceGetHandleByIndex(index)
+        return GpuNames(_text(nvml.nvmlDeviceGetUUID(whole)), probe.instances(whole))
+    except nvml.NVMLError:
+        return GpuNames("")
 
 
 def _count_gpus(nvml: Any) -> int:
@@ -121,10 +153,11 @@ def _count_gpus(nvml: Any) -> int:
         raise
 
 
-def visible_gpus(wanted: str | None = None) -> list[tuple[int, str]]:
-    """(index, UUID) of each GPU. `wanted`: indexes or UUIDs as in CUDA_VISIBLE_DEVICES, in this order.
+def gpus_to_share(wanted: str | None = None) -> list[tuple[int, str]]:
+    """(index, UUID) of each whole GPU. `wanted`: as in CUDA_VISIBLE_DEVICES, in this order.
 
-    Empty without an NVIDIA driver. Raises RuntimeError if a GPU does not answer, ValueError for a wrong name.
+    Empty without an NVIDIA driver. Raises RuntimeError if a GPU does not answer, ValueError for an instance
+    or a GPU that is named twice.
     """
     import pynvml
 
@@ -138,12 +171,11 @@ def visible_gpus(wanted: str | None = None) -> list[tuple[int, str]]:
         raise RuntimeError(f"the GPUs of this machine cannot be read: {fault}") from None
     if wanted is None:
         return list(enumerate(uuids))
-    names = {str(index): index for index in range(len(uuids))} | {uuid: i for i, uuid in enumerate(uuids)}
     try:
-        found = [names[word.strip()] for word in wanted.split(",") if word.strip()]
-    except KeyError as unknown:
-        raise ValueError(f"CUDA_VISIBLE_DEVICES names {unknown}, and this machine has no such GPU") from None
-    return [(index, uuids[index]) for index in found]
+        found = visible_gpus(wanted, [GpuNames(uuid) for uuid in uuids])
+    except NamedTwice as fault:
+        raise ValueError(f"{VARIABLE}: {fault}") from None
+    return [(index, uuids[index]) for index, _ in found]
 
 
 def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
@@ -162,16 +194,16 @@ class RefusingDriver:
 
     name = "the driver"
 
-    def __init__(self, fault: Exception, indexes: list[int] | None) -> None:
+    def __init__(self, fault: Exception, choice: GpuChoice | None) -> None:
         """`fault` is raised until the driver is asked again."""
         self._fault = fault
-        self._indexes = indexes
+        self._choice = choice
         self._asked_at = time.monotonic()
 
     def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:  # noqa: ARG002  # the port's
         if time.monotonic() - self._asked_at < ASK_AGAIN_SECONDS:
             raise self._fault.with_traceback(None)
-        raise DevicesFound(_start_driver(self._indexes))
+        raise DevicesFound(_start_driver(self._choice))
 
 
 class StartingDriver:
@@ -195,8 +227,12 @@ class NvmlProbe:
     says it in process ids that are not ours (`shares_pids` is False).
     """
 
-    def __init__(self, nvml: Any, index: int, *, shares_pids: bool = True) -> None:
+    def __init__(
+        self, nvml: Any, index: int, *, shares_pids: bool = True, only: tuple[str, ...] | None = None
+    ) -> None:
+        """`only`: the beginnings of the UUIDs of what may be used of it; None: all."""
         self.name = f"GPU {index}"
+        self._only = only
         self._nvml = nvml
         self._index = index
         self._shares_pids = shares_pids
@@ -227,9 +263,19 @@ class NvmlProbe:
         whole = self._nvml.nvmlDeviceGetHandleByIndex(self._index)
         uuid = _text(self._nvml.nvmlDeviceGetUUID(whole))
         split = self._is_split(whole)
-        parts = self._instances_of(whole) if split else ()
+        parts = [part for part in self._instances_of(whole) if self._is_usable(part)] if split else []
+        if not (parts or self._only is None or self._is_usable(whole)):
+            return []
         of_parts = [self._read_one(part, holders, parent=uuid) for part in parts]
         return [self._read_one(whole, holders, split=split), *of_parts]
+
+    def instances(self, whole: Any) -> list[str]:
+        """Return the UUIDs of the instances of the GPU."""
+        parts = self._instances_of(whole) if self._is_split(whole) else ()
+        return [_text(self._nvml.nvmlDeviceGetUUID(part)) for part in parts]
+
+    def _is_usable(self, handle: Any) -> bool:
+        return self._only is None or _text(self._nvml.nvmlDeviceGetUUID(handle)).startswith(self._only)
 
     def _read_one(
         self, handle: Any, holders: Mapping[str, ProcessGroup], *, parent: str = "", split: bool = False

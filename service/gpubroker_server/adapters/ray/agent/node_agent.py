@@ -20,7 +20,7 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder
 from msgspec.structs import astuple
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
-from gpubroker_server.adapters.nvml.probe import NODE_GPUS, find_probes
+from gpubroker_server.adapters.nvml.probe import NODE_GPUS, GpuChoice, find_probes
 from gpubroker_server.adapters.ray.agent.disk_cleaning import DiskCleaner
 from gpubroker_server.adapters.ray.agent.host_meter import HostMeter
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
@@ -31,6 +31,7 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.processes import boot_id, versions
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, TELLS_LOGS, WireSample, unpack, write_reports
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.telemetry.logs import configure_logs
 
 log = structlog.get_logger("gpubroker.agent")
@@ -49,6 +50,19 @@ LOST_HEAD_GRACE_SECONDS = 30.0
 """The time that runs get, from notice to force, to leave a head that has lost a vital process."""
 
 
+def gpu_choice(config: AgentConfig, own_start: Path = Path("/proc/self/environ")) -> GpuChoice | None:
+    """Return which GPUs of the machine are for this node: as the service says, or else what the node was
+    started with, as in a Slurm job. `own_start`: the environment at the start of this process, before Ray has
+    hidden all GPUs from it."""
+    if config.visible_gpus is not None:
+        return GpuChoice(*config.visible_gpus)
+    for variable in own_start.read_bytes().split(b"\0"):
+        name, is_set, value = variable.partition(b"=")
+        if is_set and name == VARIABLE.encode():
+            return GpuChoice(value.decode(errors="replace"), f"{VARIABLE} of the node")
+    return None
+
+
 class LineageTerm(NamedTuple):
     """Any term of a later lineage is above all terms of an earlier one."""
 
@@ -61,7 +75,14 @@ class NodeAgent:
 
     def __init__(self, config: str, runners: RayRunners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
-        self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS)))
+        choice = gpu_choice(self._config)
+        if choice is not None:
+            log.info(
+                "not all GPUs are for this node",
+                node=self._config.node,
+                why=f"{choice.by} is {choice.words!r}",
+            )
+        self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS), choice))
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
         self._disks = DiskCleaner(Path(self._config.run_dir) / self._config.node, self.report)
