@@ -5,7 +5,9 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pynvml
 import pytest
 from gpubroker_server.adapters.nvml.meter import DeviceMeter
@@ -18,6 +20,7 @@ from gpubroker_server.ports.devices import DeviceLost, DeviceProbe, MeasuredDevi
 from tests.nvml.machine import ANY_CALL, Gpu, Machine, Process
 
 UUIDS = ("GPU-a", "GPU-b")
+GIB_BYTES = 2**30
 OLD_MEMORY = {"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
 NO_GRAPHICS = {"nvmlDeviceGetGraphicsRunningProcesses_v3": pynvml.NVML_ERROR_NOT_SUPPORTED}
 
@@ -150,6 +153,54 @@ def test_memory_that_the_driver_keeps_is_not_offered(
     probes = nvml_probes()
     assert [device.physical_mb for device in inventory(probes)] == [physical_mb]
     assert [device.used_mb for device in sample(probes, {})] == [used_mb]
+
+
+NO_MEMORY = {
+    "nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_NOT_SUPPORTED,
+    "nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_NOT_SUPPORTED,
+}
+UNIFIED = pytest.mark.parametrize("gpu", [Gpu("GPU-a", errors=NO_MEMORY), Gpu("GPU-a", total_mb=0)])
+
+
+class Host(NamedTuple):
+    """The machine's memory as psutil tells it."""
+
+    total: int = 128 * GIB_BYTES
+    available: int = 120 * GIB_BYTES
+
+
+@UNIFIED
+@pytest.mark.parametrize(("given", "size_mb"), [(None, int(128 * 1024 * 0.9)), (Mib(64 * 1024), 64 * 1024)])
+def test_a_gpu_without_memory_of_its_own_offers_the_machines_or_the_given_size(
+    new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, gpu: Gpu, given: Mib | None, size_mb: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", Host)
+    new_machine(gpu)
+    [device] = inventory(list(find_probes(None, shared_mb=given)))
+    assert device.physical_mb == size_mb
+
+
+@UNIFIED
+def test_what_other_programs_take_beyond_their_part_is_in_use_of_such_a_gpu(
+    new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, gpu: Gpu
+) -> None:
+    gpu.compute = [Process(11, 700), Process(99, 300)]
+    new_machine(gpu)
+    probes = list(find_probes(None, shared_mb=Mib(100 * 1024)))
+    for available, used_mb in ((120, 1000), (28, 72 * 1024), (0, 100 * 1024)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda left=available: Host(available=left * GIB_BYTES))
+        [measured] = sample(probes, {"run": a_group([11], GPU_a=700)})
+        assert measured.used_mb == used_mb
+        assert (measured.foreign_mb, measured.by_holder) == (300, {"run": 700})
+
+
+def test_a_driver_that_lists_no_processes_attributes_no_use(measured: Measure) -> None:
+    unlisted = {
+        f"nvmlDeviceGet{purpose}RunningProcesses_v3": pynvml.NVML_ERROR_NOT_SUPPORTED
+        for purpose in ("Compute", "Graphics")
+    }
+    [first] = measured(Gpu("GPU-a", used_mb=700, errors=unlisted), run=a_group([11], GPU_a=700))
+    assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})
 
 
 def test_a_device_keeps_its_size_though_the_driver_keeps_more_for_itself(new_machine: NewMachine) -> None:

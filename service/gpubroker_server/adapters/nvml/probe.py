@@ -3,11 +3,13 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from msgspec.structs import replace
 
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
@@ -40,6 +42,8 @@ START_SECONDS = 10.0
 """A node waits no longer for its driver, and goes on without GPUs until it has started."""
 ASK_AGAIN_SECONDS = 60.0
 """What the driver refused or did not show is asked for again after this time."""
+SHARED_PART = 0.9
+"""The part of the machine's memory that a GPU without memory of its own offers. The rest is the system's."""
 MOST_ERRORS = 100
 """So many critical errors are taken over in one look."""
 
@@ -68,11 +72,15 @@ class GpuChoice(NamedTuple):
 
 
 def find_probes(
-    simulated: Sequence[ReportedDevice] | None, own: str | None = None, choice: GpuChoice | None = None
+    simulated: Sequence[ReportedDevice] | None,
+    own: str | None = None,
+    choice: GpuChoice | None = None,
+    shared_mb: Mib | None = None,
 ) -> Sequence[DeviceProbe]:
     """Return a probe of simulated devices if the configuration has a list of them (even an empty one), else
     of each GPU that the `choice` leaves; without a GPU, one that asks the driver again. What NODE_GPUS says
-    (`own`) goes before the configuration and the choice."""
+    (`own`) goes before the configuration and the choice. `shared_mb`: the size of a GPU that has no memory of
+    its own; None: SHARED_PART of the machine's."""
     if own is not None:
         given = json.loads(own)
         indexes = [gpu for gpu in given if isinstance(gpu, int)]
@@ -87,7 +95,7 @@ def find_probes(
     elif simulated is not None:
         return [SimulatedProbe(simulated)]
     thread = ThreadPoolExecutor(1, thread_name_prefix="driver")
-    starting = thread.submit(_start_driver, choice)
+    starting = thread.submit(_start_driver, choice, shared_mb)
     thread.shutdown(wait=False)
     try:
         return starting.result(START_SECONDS)
@@ -95,7 +103,7 @@ def find_probes(
         return [StartingDriver(starting)]
 
 
-def _start_driver(choice: GpuChoice | None) -> Sequence[DeviceProbe]:
+def _start_driver(choice: GpuChoice | None, shared_mb: Mib | None) -> Sequence[DeviceProbe]:
     import pynvml  # the only import of it
 
     try:
@@ -113,13 +121,16 @@ def _start_driver(choice: GpuChoice | None) -> Sequence[DeviceProbe]:
         fault = RuntimeError(str(error))
     else:
         if chosen:
-            return [NvmlProbe(pynvml, index, shares_pids=shares_pids(), only=only) for index, only in chosen]
+            return [
+                NvmlProbe(pynvml, index, shares_pids=shares_pids(), only=only, shared_mb=shared_mb)
+                for index, only in chosen
+            ]
         why = "the NVIDIA driver shows no GPU"
         if choice is not None and count:
             why = f"{choice.by} is {choice.words!r}, which names none of the {count} GPUs of this machine"
         fault = NoDevices(why, is_proven=True)
         pynvml.nvmlShutdown()  # a driver that has started counts its GPUs no second time
-    return [RefusingDriver(fault, choice)]
+    return [RefusingDriver(fault, partial(_start_driver, choice, shared_mb))]
 
 
 def _chosen(nvml: Any, count: int, choice: GpuChoice | None) -> list[VisibleGpu]:
@@ -194,16 +205,16 @@ class RefusingDriver:
 
     name = "the driver"
 
-    def __init__(self, fault: Exception, choice: GpuChoice | None) -> None:
-        """`fault` is raised until the driver is asked again."""
+    def __init__(self, fault: Exception, start: Callable[[], Sequence[DeviceProbe]]) -> None:
+        """`fault` is raised until the driver is asked again, with `start`."""
         self._fault = fault
-        self._choice = choice
+        self._start = start
         self._asked_at = time.monotonic()
 
     def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:  # noqa: ARG002  # the port's
         if time.monotonic() - self._asked_at < ASK_AGAIN_SECONDS:
             raise self._fault.with_traceback(None)
-        raise DevicesFound(_start_driver(self._choice))
+        raise DevicesFound(self._start())
 
 
 class StartingDriver:
@@ -228,11 +239,19 @@ class NvmlProbe:
     """
 
     def __init__(
-        self, nvml: Any, index: int, *, shares_pids: bool = True, only: tuple[str, ...] | None = None
+        self,
+        nvml: Any,
+        index: int,
+        *,
+        shares_pids: bool = True,
+        only: tuple[str, ...] | None = None,
+        shared_mb: Mib | None = None,
     ) -> None:
-        """`only`: the beginnings of the UUIDs of what may be used of it; None: all."""
+        """`only`: the beginnings of the UUIDs of what may be used of it; None: all. `shared_mb`: as for
+        `find_probes`."""
         self.name = f"GPU {index}"
         self._only = only
+        self._shared_mb = shared_mb
         self._nvml = nvml
         self._index = index
         self._shares_pids = shares_pids
@@ -282,7 +301,7 @@ class NvmlProbe:
     ) -> DeviceReading:
         nvml, uuid = self._nvml, _text(self._nvml.nvmlDeviceGetUUID(handle))
         try:
-            physical_mb, used_mb = self._memory(handle)
+            physical_mb, used_mb = self._memory(handle) or self._shared_memory(handle)
             if uuid not in self._described:
                 kind = _text(nvml.nvmlDeviceGetName(handle))
                 device = ReportedDevice(uuid, kind, self._index, physical_mb, False, parent)
@@ -328,8 +347,9 @@ class NvmlProbe:
                 by_holder[holder] = Mib(by_holder.get(holder, 0) + mb)
         return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, utilization)
 
-    def _memory(self, handle: Any) -> tuple[Mib, Mib]:
-        """(MiB that processes can use, MiB of that in use), without what the driver keeps for itself.
+    def _memory(self, handle: Any) -> tuple[Mib, Mib] | None:
+        """(MiB that processes can use, MiB of that in use), without what the driver keeps for itself. None if
+        the GPU has no memory of its own.
 
         Drivers before 510 do not report that part; it is in both then.
         """
@@ -338,15 +358,30 @@ class NvmlProbe:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
             reserved = memory.reserved
         except nvml.NVMLError:
-            memory, reserved = nvml.nvmlDeviceGetMemoryInfo(handle), 0
+            try:
+                memory, reserved = nvml.nvmlDeviceGetMemoryInfo(handle), 0
+            except nvml.NVMLError_NotSupported:
+                return None
+        if not memory.total:
+            return None
         # Releases disagree on whether `used` includes `reserved`; `free` means the same in all.
         physical = memory.total - reserved
         return Mib(physical // MIB_BYTES), Mib((physical - memory.free) // MIB_BYTES)
 
+    def _shared_memory(self, handle: Any) -> tuple[Mib, Mib]:
+        """The same of a GPU that works in the machine's memory (GB10, Jetson). The rest of that memory is for
+        other use; what that takes beyond it is in use here."""
+        host = psutil.virtual_memory()
+        host_mb = host.total // MIB_BYTES
+        size_mb = min(self._shared_mb or int(host_mb * SHARED_PART), host_mb)
+        beyond_mb = (host.total - host.available) // MIB_BYTES - (host_mb - size_mb)
+        processes_mb = sum((self._processes(handle) or {}).values())
+        return Mib(size_mb), Mib(min(size_mb, max(0, beyond_mb, processes_mb)))
+
     def _processes(self, handle: Any) -> Mapping[int, int] | None:
         """Pid -> MiB; None if the driver cannot say of each. A process may be listed for compute and for
         graphics, with the same MiB."""
-        found: dict[int, int] = {}
+        found: dict[int, int] | None = None
         for purpose in ("Compute", "Graphics"):
             try:
                 listed = self._listed(purpose, handle)
@@ -354,7 +389,7 @@ class NvmlProbe:
                 continue
             if any(process.usedGpuMemory is None for process in listed):
                 return None
-            found |= {process.pid: process.usedGpuMemory // MIB_BYTES for process in listed}
+            found = (found or {}) | {process.pid: process.usedGpuMemory // MIB_BYTES for process in listed}
         return found
 
     def _listed(self, purpose: str, handle: Any) -> Sequence[Any]:

@@ -134,6 +134,8 @@ class AgentConfig(Struct, frozen=True):
     watched_directories: tuple[str, ...] = ()
     visible_gpus: tuple[str, str] | None = None
     """The GPUs to use, as in CUDA_VISIBLE_DEVICES, and what says so; None: as the node was started."""
+    gpu_memory_mb: int | None = None
+    """The size of GPUs that have no memory of their own."""
 
     @property
     def namespace(self) -> str:

@@ -31,6 +31,7 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.processes import boot_id, versions
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, TELLS_LOGS, WireSample, unpack, write_reports
+from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.telemetry.logs import configure_logs
 
@@ -82,7 +83,9 @@ class NodeAgent:
                 node=self._config.node,
                 why=f"{choice.by} is {choice.words!r}",
             )
-        self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS), choice))
+        size_mb = None if self._config.gpu_memory_mb is None else Mib(self._config.gpu_memory_mb)
+        probes = find_probes(self._config.simulated, os.environ.get(NODE_GPUS), choice, size_mb)
+        self._meter = DeviceMeter(probes)
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
         self._disks = DiskCleaner(Path(self._config.run_dir) / self._config.node, self.report)
