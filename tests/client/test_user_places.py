@@ -40,8 +40,8 @@ def test_a_user_without_name_and_home_has_a_number_and_no_directories() -> None:
 def test_the_environment_is_asked_before_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwuid", lambda _uid: pytest.fail("the answer is not needed"))
     assert user_name({"USER": "olga"}) == "olga"
-    assert state_directory({"HOME": "/home/olga"}) == Path("/home/olga/.local/state")
-    assert state_directory({"XDG_STATE_HOME": "/state", "HOME": "/home/olga"}) == Path("/state")
+    assert state_directory({"HOME": "/olga"}) == Path("/olga/.local/state")
+    assert state_directory({"XDG_STATE_HOME": "/state", "HOME": "/olga"}) == Path("/state")
 
 
 @pytest.mark.usefixtures("nobody")
