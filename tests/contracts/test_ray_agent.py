@@ -279,6 +279,23 @@ async def test_a_process_that_never_answers_is_killed_and_another_is_started(
     assert [process.wait(PATIENCE_SECONDS) for process in mute] == [-signal.SIGKILL] * len(mute)
 
 
+async def test_a_process_that_starts_slowly_and_gets_on_is_waited_for(
+    runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_pool, "START_SECONDS", 0.02)
+    runners.gets_on = True
+    runners.on_start = lambda runner: runner.answers.clear()
+    leader = open_leader()
+    await leader.announce()
+    await leader.start("slow")
+    await leader.until(lambda: runners.looks > 5)
+    [slow] = runners.made
+    assert slow.process.poll() is None
+    slow.answers.set()
+    await leader.until(lambda: runners.started == ["slow"])
+    assert runners.made == [slow], "no other one was started"
+
+
 async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to_run(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:

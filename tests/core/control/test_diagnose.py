@@ -191,6 +191,11 @@ def test_processes_that_take_long_to_start_are_counted_by_node() -> None:
     [found] = findings(a_world(*slow, *fine, gang))
     assert (found.kind, found.subject) == ("slow-starts", "n1")
     assert found.evidence == {"runs": 2, "longest_seconds": 90.0}
+    assert "ray.spares" in found.remedy
+    busy = a_world(*slow)
+    node_shows(busy, cpu=0.99)
+    [found] = [one for one in findings(busy) if one.kind == "slow-starts"]
+    assert ("ray.spares" in found.remedy, "ray.max_runs" in found.remedy) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Runner processes started ahead: blank spares for one run each, and warm ones that small runs share."""
 
 import asyncio
+import contextlib
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
+import psutil
 import ray
 import structlog
 from gpubroker.runtime.messages import Report
@@ -17,7 +20,7 @@ from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.adapters.ray.agent.runner import MOST_CALLS, Runner
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, process_id
+from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, name_of, process_id
 
 log = structlog.get_logger("gpubroker.agent")
 
@@ -32,7 +35,11 @@ AGENT_CALLS = 1_000
 OBJECT_CACHE_SHARE = 0.5
 """The share of Ray's object store on a node that keeps objects for later runs."""
 START_SECONDS = 60.0
-"""A process that has not answered by then never will; it is killed and another is started."""
+"""If no process that is starting has made any progress for so long, the start is given up: it is killed and
+another is started. While one does, as on a busy machine, killing it would only add to the load."""
+LONGEST_START_SECONDS = 900.0
+STARTING_NAMES = ("python", "ray::IDLE", "ray::Runner.__i")
+"""How the kernel's names of Ray's workers begin until they answer; it keeps 15 characters."""
 
 
 class RayRunners:
@@ -88,6 +95,16 @@ class RayRunners:
 
     def kill(self, runner: Any) -> None:
         ray.kill(runner)
+
+    def progress(self) -> float:
+        """Return a number that changes while processes of this node are starting: their CPU seconds."""
+        seconds = 0.0
+        for child in psutil.Process(os.getppid()).children():
+            with contextlib.suppress(psutil.Error):
+                if name_of(child.pid).startswith(STARTING_NAMES):
+                    taken = child.cpu_times()
+                    seconds += child.pid + taken.user + taken.system
+        return seconds
 
     def share(self, data: bytearray) -> Any:
         """Put into Ray's object store; kept there while anything has a reference or a view."""
@@ -244,12 +261,27 @@ class RunnerPool:
     async def _started(self, shared: bool) -> RunnerProcess:
         name, actor = await asyncio.to_thread(self._runners.make, shared=shared)
         try:
-            described = await describe(actor, START_SECONDS)
+            described = await self._described(actor)
             process = process_id(described["pid"])
             return self._process(name, actor, process, shared, described["protocol"])
         except Exception:
             await asyncio.to_thread(self._runners.kill, actor)
             raise
+
+    async def _described(self, actor: Any) -> dict[str, Any]:
+        """Wait for the answer of a runner as long as starts make progress. Raises as `describe` does."""
+        asking = asyncio.ensure_future(describe(actor, LONGEST_START_SECONDS))
+        try:
+            before = await asyncio.to_thread(self._runners.progress)
+            while not (await asyncio.wait([asking], timeout=START_SECONDS))[0]:
+                after = await asyncio.to_thread(self._runners.progress)
+                if after == before:
+                    raise TimeoutError(f"no process that is starting got on for {START_SECONDS:g} s")
+                log.warning("processes start slowly; waiting on", seconds=START_SECONDS)
+                before = after
+            return asking.result()
+        finally:
+            asking.cancel()
 
     def _process(
         self, name: str, actor: Any, process: ProcessId, shared: bool, protocol: int
