@@ -296,6 +296,30 @@ async def test_a_process_that_starts_slowly_and_gets_on_is_waited_for(
     assert runners.made == [slow], "no other one was started"
 
 
+async def test_processes_start_one_at_a_time_while_starts_are_slow(
+    runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_pool, "SLOW_SECONDS", -1.0)
+    at_once = runner_pool.STARTING_AT_ONCE
+    beside: list[int] = []
+
+    def wait_for_the_test(runner: Runner) -> None:
+        beside.append(sum(not other.answers.is_set() for other in runners.made))
+        if len(runners.made) >= at_once:
+            runner.answers.clear()
+
+    runners.on_start = wait_for_the_test
+    leader = open_leader()
+    await leader.announce()
+    for task in "abcde":
+        await leader.start(task)
+    for count in range(at_once + 1, 6):
+        await leader.until(lambda count=count: len(runners.made) == count)
+        runners.made[-1].answers.set()
+    await leader.until(lambda: len(runners.started) == 5)
+    assert beside == [0] * 5
+
+
 async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to_run(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:

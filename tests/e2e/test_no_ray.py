@@ -26,7 +26,7 @@ from gpubroker_server.adapters.ray.head.head import (
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
 
 from tests.chaos.forked import ForkedServiceOnRay
-from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options
+from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options, slow_agents
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -146,17 +146,6 @@ async def test_a_head_that_takes_too_long_is_killed_before_another_is_started(
     assert command_lines(slow.temp_dir) == {}
     await eventually(lambda: not os.path.exists(slow.temp_dir))
     assert read_state(tmp_path) is None
-
-
-def slow_agents(folder: Path, seconds: float) -> str:
-    """A PYTHONPATH on which the agents of a Ray node take so long to load, as on a busy machine."""
-    (folder / "slow").mkdir()
-    (folder / "slow" / "sitecustomize.py").write_text(
-        "import sys, time\n"
-        "if any('/agent.py' in word or '/runtime_env/agent/' in word for word in sys.orig_argv):\n"
-        f"    time.sleep({seconds})\n"
-    )
-    return str(folder / "slow")
 
 
 async def test_a_head_whose_agents_load_slowly_says_why_it_ended_and_comes_up_the_next_time(

@@ -27,6 +27,8 @@ log = structlog.get_logger("gpubroker.agent")
 GPU_FILES = tuple(f"/dev/nvidia{number}" for number in range(10))
 """How the names of GPUs' files begin; every user of CUDA opens other files there too."""
 STARTING_AT_ONCE = 2
+SLOW_SECONDS = 20.0
+"""While starts take longer, there is one at a time: the node is busy, and each takes a CPU."""
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
@@ -140,6 +142,7 @@ class RunnerPool:
         self._starting: dict[asyncio.Task[None], bool] = {}
         """Starts under way -> whether of a shared one."""
         self._refill: asyncio.TimerHandle | None = None
+        self._starts_slowly = False
         self._closed = False
 
     @property
@@ -225,7 +228,7 @@ class RunnerPool:
         if self._closed:
             return
         for shared in self._missing():
-            if len(self._starting) >= STARTING_AT_ONCE:
+            if len(self._starting) >= (1 if self._starts_slowly else STARTING_AT_ONCE):
                 return
             start = asyncio.create_task(self._start(shared))
             self._starting[start] = shared
@@ -259,9 +262,14 @@ class RunnerPool:
         self._on_ready()
 
     async def _started(self, shared: bool) -> RunnerProcess:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         name, actor = await asyncio.to_thread(self._runners.make, shared=shared)
         try:
-            described = await self._described(actor)
+            try:
+                described = await self._described(actor)
+            finally:
+                self._starts_slowly = loop.time() - began > SLOW_SECONDS
             process = process_id(described["pid"])
             return self._process(name, actor, process, shared, described["protocol"])
         except Exception:

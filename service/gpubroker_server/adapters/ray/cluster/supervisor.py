@@ -118,7 +118,8 @@ class Supervisor:
         node = self._layout.node(number, self._state.address, None if number else self._state.ray_dir)
         why = ""
         for attempt in range(STARTS):
-            there = set(self._below())
+            # What an earlier attempt has left may not be reaped yet, and is no process of this one.
+            there = set(descendants(os.getpid(), process_table(with_ended=True)))
             try:
                 again = replace(node, chooses_ports=attempt > 0)
                 vital = start_ray(again, self._state, self._signals, {process.pid for process in there})
