@@ -23,6 +23,10 @@ async def test_an_operator_closes_and_reopens_a_gpu(gateway: Gateway, api: Clien
     shown = closed.json()["closed"]
     assert (shown["cause"], shown["reason"], shown["by"]) == ("operator", "a fan is broken", "olga")
     assert shown == (await the_gpu(api))["closed"]
+    assert (await the_gpu(api))["free_mb"] == 0
+    assert (await api.get("/stats")).json()["gpu"]["free_mb"] == 0
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert node["gpu_mb"]["free"] == 0
     task = await api.submit(resources={"gpu_mb": GIB})
     told = (await api.get(f"/tasks/{task}/explain")).json()
     assert (told["reason"], "a fan is broken" in told["message"]) == ("GpuClosed", True)

@@ -174,7 +174,7 @@ class Residencies:
 
     def _free_mb(self, rules: ServerRules) -> int:
         """Return what is free on the emptiest of the server's GPUs."""
-        return max((ledger.free_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)
+        return max((ledger.offered_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)
 
 
 class PlaceChecks:

@@ -250,7 +250,8 @@ class FleetControl:
         """Yield the utilization of all devices that take work, and of the CPUs of all nodes."""
         period = self._policy.sample_period_seconds
         for key, ledger in world.ledgers.items():
-            if ledger.device.offers and ledger.device.node not in gone:
+            device = ledger.device
+            if device.offers and not device.is_closed and device.node not in gone:
                 stale = ledger.is_stale(now, period)
                 use = None if stale or ledger.sample is None else ledger.sample.utilization
                 yield self._reading(key, use, now, is_filled=_is_filled(ledger))

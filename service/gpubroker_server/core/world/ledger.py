@@ -248,6 +248,10 @@ class DeviceLedger:
                 free -= self.pledge_claim_mb(pledge)
         return free
 
+    def offered_mb(self) -> int:
+        """MiB that a task without a pledge could take now: nothing of a closed device."""
+        return 0 if self.device.is_closed else max(0, self.free_mb())
+
     def leaving(self) -> Iterator[Holding]:
         return iter(self._leaving.values())
 

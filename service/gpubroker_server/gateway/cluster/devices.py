@@ -153,7 +153,7 @@ def shown_gpus(
             foreign_mb=ledger.foreign_mb,
             unaccounted_mb=ledger.unexplained_mb,
             pledged_mb=sum(pledge.mb for pledge in ledger.pledges.values()),
-            free_mb=max(0, ledger.free_mb()),
+            free_mb=ledger.offered_mb(),
             stranded_mb=sums.get(key, FreeMemory()).stranded_mb,
             utilization=None if sample is None else sample.utilization,
             health=None if health is None else GpuHealth(*astuple(health)),

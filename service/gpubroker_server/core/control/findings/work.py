@@ -150,7 +150,7 @@ def bottlenecks(world: World, policy: Policy, now: Instant) -> Iterator[Finding]
 
 def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator[Finding]:
     ledgers = [world.ledgers[key] for key in world.by_node.get(node.name, ())]
-    free_mb = sum(max(0, ledger.free_mb()) for ledger in ledgers)
+    free_mb = sum(ledger.offered_mb() for ledger in ledgers)
     whole_mb = sum(ledger.device.allocatable_mb for ledger in ledgers)
     use = world.use[node.name]
     if world.queue.groups and free_mb > FREE_SHARE * whole_mb:
