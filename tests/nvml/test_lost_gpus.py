@@ -268,3 +268,35 @@ async def test_a_refused_driver_is_asked_again_without_announcements_between(
         leader.received = [report for report in leader.received if report[0] != "sampled"]
         await leader.receive("sampled")
     assert leader.incarnation == incarnation
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN])
+async def test_a_driver_without_a_gpu_that_answers_is_started_anew(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As when a GPU is back for new processes only."""
+    monkeypatch.setattr(meter, "RESTART_SECONDS", 0.2)
+    machine = new_machine(Gpu("GPU-a"))
+    leader = open_leader()
+    await leader.announce()
+    assert uuids(await inventory(leader)) == ["GPU-a"]
+    machine.lose(machine.gpus[0], code)
+    machine.gpus.append(Gpu("GPU-new"))
+    machine.apply()
+    seen = await inventory(leader, lambda seen: "GPU-new" in uuids(seen))
+    assert uuids(seen) == ["GPU-new"]
+    machine.mend(machine.gpus[0])
+    await inventory(leader, lambda seen: uuids(seen) == ["GPU-a", "GPU-new"])
+
+
+async def test_a_driver_with_one_gpu_that_answers_is_not_started_anew(
+    machine: Machine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(node_agent, "restart_driver", lambda *_: pytest.fail("three GPUs answer"))
+    leader = open_leader()
+    await leader.announce()
+    machine.lose(machine.gpus[1])
+    await inventory(leader, lambda seen: uuids(seen) == OTHERS)
+    for _ in range(3):
+        await sampled(leader, *OTHERS)

@@ -1,5 +1,6 @@
 """GPUs through NVIDIA's management library, and how much of them each process group uses."""
 
+import contextlib
 import json
 import math
 import time
@@ -101,6 +102,15 @@ def find_probes(
         return starting.result(START_SECONDS)
     except TimeoutError:
         return [StartingDriver(starting)]
+
+
+def restart_driver(choice: GpuChoice | None, shared_mb: Mib | None) -> Sequence[DeviceProbe]:
+    """Start the library anew and return what there is then. Only while nothing uses it."""
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlShutdown()
+    return _start_driver(choice, shared_mb)
 
 
 def _start_driver(choice: GpuChoice | None, shared_mb: Mib | None) -> Sequence[DeviceProbe]:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -20,7 +21,7 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder
 from msgspec.structs import astuple
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
-from gpubroker_server.adapters.nvml.probe import NODE_GPUS, GpuChoice, find_probes
+from gpubroker_server.adapters.nvml.probe import NODE_GPUS, GpuChoice, find_probes, restart_driver
 from gpubroker_server.adapters.ray.agent.disk_cleaning import DiskCleaner
 from gpubroker_server.adapters.ray.agent.host_meter import HostMeter
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
@@ -85,7 +86,8 @@ class NodeAgent:
             )
         size_mb = None if self._config.gpu_memory_mb is None else Mib(self._config.gpu_memory_mb)
         probes = find_probes(self._config.simulated, os.environ.get(NODE_GPUS), choice, size_mb)
-        self._meter = DeviceMeter(probes)
+        is_real = self._config.simulated is None and NODE_GPUS not in os.environ
+        self._meter = DeviceMeter(probes, partial(restart_driver, choice, size_mb) if is_real else None)
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
         self._disks = DiskCleaner(Path(self._config.run_dir) / self._config.node, self.report)
