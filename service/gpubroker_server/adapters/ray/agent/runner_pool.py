@@ -37,7 +37,7 @@ AGENT_CALLS = 1_000
 OBJECT_CACHE_SHARE = 0.5
 """The share of Ray's object store on a node that keeps objects for later runs."""
 START_SECONDS = 60.0
-"""If no process that is starting has made any progress for so long, the start is given up: it is killed and
+"""After so long, a start is given up if no process that is starting makes any progress: it is killed and
 another is started. While one does, as on a busy machine, killing it would only add to the load."""
 LONGEST_START_SECONDS = 900.0
 STARTING_NAMES = ("python", "ray::IDLE", "ray::Runner.__i")
@@ -280,13 +280,13 @@ class RunnerPool:
         """Wait for the answer of a runner as long as starts make progress. Raises as `describe` does."""
         asking = asyncio.ensure_future(describe(actor, LONGEST_START_SECONDS))
         try:
-            before = await asyncio.to_thread(self._runners.progress)
-            while not (await asyncio.wait([asking], timeout=START_SECONDS))[0]:
-                after = await asyncio.to_thread(self._runners.progress)
-                if after == before:
-                    raise TimeoutError(f"no process that is starting got on for {START_SECONDS:g} s")
-                log.warning("processes start slowly; waiting on", seconds=START_SECONDS)
-                before = after
+            await asyncio.wait([asking], timeout=START_SECONDS)
+            while not asking.done():
+                before = await asyncio.to_thread(self._runners.progress)
+                await asyncio.wait([asking], timeout=START_SECONDS / 4)
+                if not asking.done() and await asyncio.to_thread(self._runners.progress) == before:
+                    raise TimeoutError(f"no process that is starting got on after {START_SECONDS:g} s")
+                log.warning("processes start slowly; waiting on")
             return asking.result()
         finally:
             asking.cancel()
