@@ -64,7 +64,8 @@ WELL = 300_500, 54, 1980, 2619, 0
 
 
 def closed_by(world: World) -> list[Finding]:
-    commit(world, gpu_closures.by_health(world, NOW, Policy().sample_period_seconds))
+    [sample] = world.node_samples.values()
+    commit(world, gpu_closures.by_health(world, sample, NOW))
     known = FleetKnown({"state": "connected", "agents": {}}, has_leader=True)
     return list(diagnose_fleet(world, Policy(), known, NOW))
 

@@ -147,6 +147,8 @@ class Observer:
         about_runs: list[Report] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
+        measured: dict[NodeName, NodeSample] = {}
+        answered: set[NodeName] = set()
         lost = [report for report in reports if isinstance(report, NodeLost)]
         given_up = self._given_up(self.heartbeats.report_dead(lost, self.world, self.ticks(), now))
         for report in reports:
@@ -160,6 +162,7 @@ class Observer:
                     self.world.measure(report.samples)
                 case NodeSample():
                     self.world.measure((), [report])
+                    measured[report.node] = report
                 case Gone():
                     after_gone |= {sample.device: sample for sample in report.samples}
                     about_runs.append(report)
@@ -181,8 +184,12 @@ class Observer:
                     self._log_answer(report)
                     self._name_strangers(report)
                     decisions += reconcile(self.world, report, now, self.policy, self.inventory)
+                    answered.add(report.node.name)
                 case _:
                     about_runs.append(report)
+        for node, sample in measured.items():
+            if node not in answered:  # whose rows may change just now; the next sample comes soon
+                decisions += gpu_closures.by_health(self.world, sample, now)
         # Taken after the processes were gone, so their memory does not count as foreign. The last sample of a
         # device holds for all that have left it.
         self.world.measure(after_gone.values())
@@ -249,7 +256,6 @@ class Observer:
         more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
         more += ask_to_leave(self.world, self.policy, now)
         more += worker_sets.due(self.world, self._loads, self._autoscaler, now)
-        more += gpu_closures.by_health(self.world, now, self.policy.sample_period_seconds)
         more += self._scattered_now(now)
         more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]

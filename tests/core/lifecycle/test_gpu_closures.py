@@ -22,7 +22,7 @@ CANNOT_TELL = GpuHealth(300.5, 54, 1980, 2619)
 def shows(world: World, health: GpuHealth, uuid: str = "gpu0", at: float = NOW) -> None:
     sample = NodeSample(NodeName("n1"), Instant(at), 0.1, Mib(100), Mib(50), gpus={uuid: health})
     world.measure((), [sample])
-    commit(world, gpu_closures.by_health(world, Instant(at), 2.0))
+    commit(world, gpu_closures.by_health(world, sample, Instant(at)))
 
 
 def the(world: World, uuid: str = "gpu0") -> Device:
@@ -89,11 +89,11 @@ def test_instances_are_closed_with_their_gpu() -> None:
     assert (the(world).is_closed, the(world, "MIG-1").is_closed) == (True, True)
 
 
-def test_a_gpu_without_a_recent_sample_is_left_as_it_is() -> None:
+def test_a_gpu_that_a_sample_leaves_out_is_left_as_it_is() -> None:
     world = a_world(a_device("gpu0"))
-    sample = NodeSample(NodeName("n1"), NOW, 0.1, Mib(100), Mib(50), gpus={"gpu0": GpuHealth(fatal_xid=48)})
-    world.measure((), [sample])
-    assert list(gpu_closures.by_health(world, Instant(NOW + 100.0), 2.0)) == []
+    shows(world, GpuHealth(fatal_xid=48))
+    shows(world, WELL, uuid="another", at=NOW + 1)
+    assert the(world).is_closed
 
 
 def test_an_operator_reopens_a_gpu_whose_fault_is_still_there_and_another_closes_it() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request
-from gpubroker_server.core.domain.device import Closure, Device, GpuHealth
+from gpubroker_server.core.domain.device import Closure, Device, GpuHealth, NodeSample
 from gpubroker_server.core.domain.gpu_faults import FAILURES, OPERATOR, FailingGpu, fault_of, is_mended
 from gpubroker_server.core.domain.orders import NodeReport
 from gpubroker_server.core.domain.units import DeviceKey, Instant
@@ -18,17 +18,14 @@ from gpubroker_server.core.world.world import World
 REQUESTS = frozenset({"close_gpu", "reopen_gpu"})
 
 
-def by_health(world: World, now: Instant, period_seconds: float) -> Iterator[Decision]:
-    """Close each GPU whose driver says that it needs a reset, with its instances, and reopen those of which
-    it says that they no longer do."""
-    for sample in world.node_samples.values():
-        if not sample.gpus or sample.is_stale(now, period_seconds):
-            continue
-        for key in world.by_node.get(sample.node, ()):
-            device = world.ledgers[key].device
-            health = sample.gpus.get(device.parent or device.uuid)
-            if health is not None and device.present:
-                yield from _follow(world, device, health, now)
+def by_health(world: World, sample: NodeSample, now: Instant) -> Iterator[Decision]:
+    """Close each GPU of a node whose driver says that it needs a reset, with its instances, and reopen those
+    of which it says that they no longer do."""
+    for key in world.by_node.get(sample.node, ()) if sample.gpus else ():
+        device = world.ledgers[key].device
+        health = sample.gpus.get(device.parent or device.uuid)
+        if health is not None and device.present:
+            yield from _follow(world, device, health, now)
 
 
 def _follow(world: World, device: Device, health: GpuHealth, now: Instant) -> Iterator[Decision]:

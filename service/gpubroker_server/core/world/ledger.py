@@ -270,7 +270,11 @@ class DeviceLedger:
 
     def takes_nothing(self, now: Instant, period_seconds: float) -> bool:
         """Return True if nothing new may be placed here, whatever is free: it is closed, or not measured."""
-        return self.device.is_closed or self.is_stale(now, period_seconds)
+        # As `is_closed` and `is_stale` say; each plan asks for each device.
+        closure, sample = self.device.closure, self.sample
+        if closure is not None and not closure.is_waived:
+            return True
+        return sample is None or now - sample.at > 3 * period_seconds
 
     def _enter(self, key: str, after: Holding | None) -> None:
         """Replace or remove the holding of this key. The sums are kept up to date: a device may have

@@ -98,7 +98,7 @@ class NodeRevisions:
         turned: list[str] = []
         for key in world.by_node.get(node, ()):
             ledger = world.ledgers[key]
-            if ledger.device.is_closed:
+            if ledger.device.closure is not None and ledger.device.is_closed:
                 continue  # no sample opens it
             if ledger.sample is None or ledger.is_stale(self._now, period):  # a sample may come at any time
                 turned.append(key)
