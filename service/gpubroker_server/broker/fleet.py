@@ -138,11 +138,10 @@ class FleetKeeper:
         if self._room is not None:
             self.world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
             self._room = None
-        failing = self.seen.failing if self._closes_failing_gpus else ()
-        return [
-            *(Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]),
-            *by_failures(self.world, failing, self.clock.now()),
-        ]
+        found = [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
+        if self._closes_failing_gpus and (failing := self._control.seen.failing):
+            found += by_failures(self.world, failing, self.clock.now())
+        return found
 
     def told(self, decisions: Sequence[Decision]) -> None:
         """These are committed, or refused for good."""
