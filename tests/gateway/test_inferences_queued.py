@@ -98,6 +98,23 @@ async def test_an_inference_is_accepted_as_a_task_and_stored_as_the_model_gets_i
         assert [item["id"] for item in listed] == [id]
 
 
+async def test_an_inference_has_the_priority_of_a_direct_request() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        assert gateway.task(await ask(gateway, 1)).priority == 79
+        low = await gateway.client("low", max_priority=60)
+        accepted = await low.post("/inferences", json=a_body(1))
+        assert accepted.json()["priority"] == 60
+        gateway.change(defaults=Defaults(model_types={"vision": NamedDefaults(priority=30)}))
+        assert gateway.task(await ask(gateway, 1, model_type="vision")).priority == 30
+
+
+async def test_an_inference_has_the_priority_that_the_operator_gave_its_model() -> None:
+    async with a_gateway() as gateway:
+        rules = replace(RULES, models={"llm": ModelRules(Mib(50 * GIB), priority=66)})
+        gateway.change(served=[(rules, SimulatedHost("main", (SimulatedModel("llm"),)))])
+        assert gateway.task(await ask(gateway, 1)).priority == 66
+
+
 async def test_the_model_s_answer_is_the_result_as_json() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         id = await ask(gateway, 1)

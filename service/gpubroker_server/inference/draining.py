@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState, model_of
 from gpubroker_server.core.domain.units import Instant, Seconds, mark_of
 from gpubroker_server.core.lifecycle import model_turns
@@ -32,14 +34,15 @@ class Requests(Protocol):
         """Return True if a request to the model that was sent by `at` (clock: `now`) is not answered yet."""
         ...
 
-    def in_use(self) -> frozenset[str]:
-        """Models that have a request here, under way or waiting."""
+    def in_use(self) -> ModelsInUse:
+        """Models that have a request here, under way or waiting, or had one lately."""
         ...
 
 
 class Draining:
-    def __init__(self, world: World, requests: Requests) -> None:
+    def __init__(self, world: World, requests: Requests, policy: Policy) -> None:
         self._world = world
+        self._policy = policy
         self._requests = requests
         self._leaving_since: dict[str, float] = {}
         """Claim -> when it became known here that it is to leave: later requests go elsewhere."""
@@ -65,7 +68,8 @@ class Draining:
 
     async def report(self, store: PresenceStore, name: str, at: Instant) -> Presence:
         """Write what this gateway has drained and what it uses. Raises StoreUnavailable."""
-        presence = Presence(name, at, self.drained(), self._requests.in_use())
+        in_use = self._requests.in_use()
+        presence = Presence(name, at, self.drained(), in_use.names, in_use.recent)
         await store.present(presence)
         return presence
 
@@ -74,9 +78,10 @@ class Draining:
         time."""
         last = Presence(name, Instant(0.0))
         while True:
-            is_contended, at = model_turns.is_contended(self._world), clock.now()
+            at = clock.now()
+            is_contended = model_turns.is_contended(self._world, at, self._policy)
             is_news = self.drained() != last.let_go or (
-                is_contended and self._requests.in_use() != last.in_use
+                is_contended and self._requests.in_use() != ModelsInUse(last.in_use, last.recent)
             )
             if is_news or at >= last.at + _REPORT_SECONDS:
                 with suppress(StoreUnavailable):

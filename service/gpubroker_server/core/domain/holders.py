@@ -6,6 +6,7 @@
 from enum import StrEnum
 from typing import assert_never
 
+from gpubroker.wire.bounds import MOST_PRIORITY
 from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import Demand
@@ -128,7 +129,10 @@ class Model(Struct, frozen=True):
     """Queued inferences want it at that priority: the leader knows when they no longer do."""
     pinned: bool = False
     yields: bool = False
-    """An equal that waits may have its memory: no request is under way or queued, or its turn is over."""
+    """Others that wait may have its memory: no request is under way or queued, or its turn is over."""
+    yields_to: int = MOST_PRIORITY
+    """While it yields, the lowest priority of those that may have its memory: below its own only while it is
+    idle."""
     left_at: Instant | None = None
     """The instant at which the model last left for another holder: its place in the queue is behind those
     that waited then."""

@@ -118,6 +118,7 @@ async def get_policy(caller: Caller, parts: Parts) -> Response:
                 shield_seconds=policy.shield_seconds,
                 min_run_seconds=policy.min_run_seconds,
                 min_residency_seconds=policy.min_residency_seconds,
+                yields_to_tasks_seconds=policy.yields_to_tasks_seconds,
             ),
             overuse=policy.overuse,
             overuse_tolerance=policy.overuse_tolerance,

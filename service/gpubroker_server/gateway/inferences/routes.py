@@ -231,7 +231,10 @@ async def submit_inference(
     async def new_inference() -> AdmittedTask:
         if not submissions.permissions.policy.serving.is_anywhere:
             raise Problem("not-found", "no model server is configured; set triton.servers")
-        new = await submissions.admitted(identity, submission_of_inference(body, identity.tenant), named={})
+        submission = submission_of_inference(body, identity.tenant)
+        if submission.priority is None:
+            submission = replace(submission, priority=_usual_priority(call, parts, body))
+        new = await submissions.admitted(identity, submission, named={})
         submissions.check_queue((new.task,))
         named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
         async with parts.reads.slot() if named else nullcontext():
@@ -245,6 +248,18 @@ async def submit_inference(
     record, is_new, headers = await submissions.once(identity, sent, "inference", new_inference)
     shown = task_view(record, JUST_ACCEPTED) if is_new else await submissions.records.view(record)
     return answer(shown, 202, {**headers, "Location": f"/tasks/{record.task.id}"})
+
+
+def _usual_priority(call: BinaryCall, parts: Parts, body: SubmitInference) -> int | None:
+    """Return the priority that a request sent directly to the model would have, up to that of the token. None
+    if its model type names one."""
+    submissions, identity = parts.submissions, call.identity
+    if submissions.defaults.named(body.model_type, "").priority is not None:
+        return None
+    usual = submissions.permissions.policy.serving.priority
+    if parts.residencies is not None:
+        usual = parts.residencies.priority_of(body.model)
+    return min(usual, submissions.permissions.highest_priority(identity))
 
 
 async def _with_values(
