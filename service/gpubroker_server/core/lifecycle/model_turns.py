@@ -7,6 +7,7 @@ while something waits that could have the memory.
 """
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -58,7 +59,7 @@ def turns(world: World, in_use: ModelsInUse, now: Instant, policy: Policy) -> li
         name = terms.model
         room_for: list[int] = []
         if name in in_use.names or name in wanted_later or world.models.asking(name):
-            if rivals.equal and now - task.started_at >= turn_seconds(terms.load_seconds):
+            if rivals.equal and now >= turn_ends_at(task, terms.asked_priority, policy, is_model=True):
                 room_for.append(terms.asked_priority)
         else:
             if rivals.equal:
@@ -117,14 +118,12 @@ def _contests(world: World) -> Iterator[tuple[Task, _Rivals]]:
 
 
 def _rivals_of(task: Task, waiting: list[EquivalenceClass], models: list[Task], world: World) -> _Rivals:
-    node = None if task.node is None else world.nodes.get(task.node)
-    if node is None:
+    if (place := _place_of(task, world)) is None:
         return _Rivals()
-    devices = [world.ledgers[lease.device].device for lease in world.leases_of(task)]
     asked_priority = model_of(task).asked_priority
-    near = [one for one in waiting if _could_have(one.demand, node, devices)]
+    near = [one for one in waiting if _could_have(one.demand, *place)]
     priorities = {priority for one in near for groups in one.bands.values() for priority in groups}
-    lower_models = (model.priority for model in models if _could_have(model.demand, node, devices))
+    lower_models = (model.priority for model in models if _could_have(model.demand, *place))
     return _Rivals(
         equal=asked_priority in priorities,
         lower_model=min((at for at in lower_models if at < asked_priority), default=None),
@@ -132,10 +131,39 @@ def _rivals_of(task: Task, waiting: list[EquivalenceClass], models: list[Task], 
     )
 
 
-def _takes_turns(task: Task) -> bool:
-    """True of a loaded model, unless it never leaves: pinned models and a server's base cost do not."""
+def never_leaves(task: Task) -> bool:
+    """True of a pinned model and of a server's base cost."""
     terms = model_of(task)
-    return task.state is TaskState.RUNNING and bool(terms.model) and not terms.pinned
+    return terms.pinned or not terms.model
+
+
+def turn_ends_at(task: Task, priority: int, policy: Policy, *, is_model: bool) -> float:
+    """Return when a loaded model makes room at the latest for one of its own priority, and at the earliest
+    for a model of a lower one. Infinite for others that wait."""
+    terms = model_of(task)
+    if task.started_at is None or never_leaves(task) or priority > terms.asked_priority:
+        return inf
+    if priority == terms.asked_priority:
+        return task.started_at + turn_seconds(terms.load_seconds)
+    return _yields_to_models_at(task, policy) if is_model else inf
+
+
+def pinned_in_the_way(world: World, demand: Demand) -> list[Task]:
+    """Return the pinned models whose memory such a task could have if they left."""
+    loaded = (task for task in world.models.live() if task.state is TaskState.RUNNING)
+    pinned = (task for task in loaded if model_of(task).pinned)
+    return [task for task in pinned if (place := _place_of(task, world)) and _could_have(demand, *place)]
+
+
+def _takes_turns(task: Task) -> bool:
+    return task.state is TaskState.RUNNING and not never_leaves(task)
+
+
+def _place_of(task: Task, world: World) -> tuple[Node, list[Device]] | None:
+    node = None if task.node is None else world.nodes.get(task.node)
+    if node is None:
+        return None
+    return node, [world.ledgers[lease.device].device for lease in world.leases_of(task)]
 
 
 def _is_asked_for(task: Task, world: World) -> bool:
