@@ -13,7 +13,7 @@ from gpubroker_server.core.control.backpressure import longest_wait_seconds
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice
-from gpubroker_server.core.domain.holders import Inference
+from gpubroker_server.core.domain.holders import Inference, Model
 from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task
@@ -171,6 +171,8 @@ class FleetKeeper:
                 continue
             task = event.task or self.world.tasks.get(TaskId(event.key))
             match task:
+                case Task(holder=Model()):
+                    pass  # it is no task, though its row moves like one
                 case Task(holder=Inference()):
                     self._throughput.moved(what, is_inference=True)
                 case _:

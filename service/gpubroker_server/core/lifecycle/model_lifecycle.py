@@ -29,6 +29,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, S
 from gpubroker_server.core.lifecycle.model_adoption import adopt, base_released
 from gpubroker_server.core.lifecycle.stopping import requeued_fields
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
+from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.world import World
 
 TOP_PRIORITY = 100
@@ -46,11 +47,6 @@ WANTED_SHARE = 0.5
 
 def is_wanted(task: Task, now: Instant) -> bool:
     return task.expires_at is None or now < task.expires_at
-
-
-def is_unasked(task: Task) -> bool:
-    """True if it made room for an equal, and no request has needed it since."""
-    return task.state is TaskState.PENDING and model_of(task).yields
 
 
 def is_asked_since_it_left(task: Task) -> bool:

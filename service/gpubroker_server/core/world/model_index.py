@@ -19,6 +19,11 @@ _MOST_NAMES: Final = 1024
 """The names of models come from clients."""
 
 
+def is_unasked(task: Task) -> bool:
+    """True of a model that made room for others, and that no request has needed since."""
+    return task.state is TaskState.PENDING and model_of(task).yields
+
+
 class InferenceCounts:
     def __init__(self) -> None:
         self.ended: Counter[TaskState] = Counter()

@@ -302,7 +302,8 @@ class World:
             for lease in self.leases_of(after):
                 self._enter(lease)
         if after.is_terminal:
-            self.finished[after.tenant, after.state] += 1
+            if not isinstance(after.holder, Model):
+                self.finished[after.tenant, after.state] += 1
             self._drop_if_done(after.id)
 
     def _apply_lease(self, event: Event) -> None:

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.model_orders import IndexedModel
 from gpubroker_server.core.domain.model_orders import ModelState as ServerState
 from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.lifecycle.model_lifecycle import is_unasked
+from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.server_places import place_fault
 from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.http.problems import Problem

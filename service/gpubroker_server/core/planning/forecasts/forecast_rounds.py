@@ -13,10 +13,10 @@ from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
-from gpubroker_server.core.lifecycle.model_lifecycle import is_unasked
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.world import World
 
 EVERY_SECONDS = Seconds(1.0)
