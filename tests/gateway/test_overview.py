@@ -189,7 +189,7 @@ async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Cl
         'gpubroker_tasks_finished_total{state="succeeded"} 1.0',
         f"gpubroker_gpu_memory_capacity_bytes{{{gpu}}} {80 * GIB * 2**20:.12g}",
         f"gpubroker_gpu_utilization_ratio{{{gpu}}} 0.25",
-        f'gpubroker_gpu_info{{{gpu},modelName="H100"}} 1.0',
+        f'gpubroker_gpu_info{{{gpu},kind="H100"}} 1.0',
         'gpubroker_node_ready{hostname="n1"} 1.0',
         f"gpubroker_event_log_position {float(gateway.world.position)}",
         "gpubroker_leader_known 1.0",

@@ -326,6 +326,17 @@ async def test_a_server_is_checked_with_its_credentials_and_says_what_it_has() -
         assert not server(stage, "main").is_up
 
 
+@pytest.mark.parametrize("value", ["maybe", "yes"])
+async def test_a_request_that_is_idempotent_or_not_says_so_with_true_or_false(value: str) -> None:
+    async with a_stage(heard := Heard()) as stage:
+        status, _, body = await stage.ask("POST", INFER, b"{}", x_idempotent=value)
+        told = json.loads(body)
+        assert (status, told["code"]) == (400, "header-invalid")
+        assert f'the header x-idempotent is "{value}"; write true or false' in told["error"]
+        assert heard.bodies == []
+        assert (await stage.ask("POST", INFER, b"{}", x_idempotent="FALSE"))[0] == 200
+
+
 async def test_a_server_whose_connections_are_all_in_use_is_not_down() -> None:
     """Long answers and streams keep them for minutes."""
     ended, asked = asyncio.Event(), []

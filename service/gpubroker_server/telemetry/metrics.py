@@ -173,7 +173,7 @@ _DEVICES: Final = (
     MetricRow(
         "gpubroker_gpu_info",
         "Always 1; what each device is.",
-        (*GPU, "modelName"),
+        (*GPU, "kind"),
         lambda scrape: [((*labels, ledger.device.kind), 1) for labels, ledger in scrape.ledgers],
     ),
     _per_gpu(

@@ -121,6 +121,14 @@ class GrpcCall(ProxiedRequest):
     ) -> None:
         await self._fail(problem, context)
 
+    async def unknown(self, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        """Answer that there is no such method, whoever asks: clients try whether a server has a service, such
+        as reflection, before they have a token."""
+        status = grpc.StatusCode.UNIMPLEMENTED
+        self._count(status)
+        detail = f"there is no method {self._method[:200]}; those of inference.GRPCInferenceService are known"
+        await context.abort(status, detail, self._signed(()))
+
     def _look_into(self, message: bytes) -> None:
         """Where what it needs depends on what is in it. Raises Problem."""
         operation = self._operation

@@ -17,7 +17,7 @@ from gpubroker_server.core.serving.request_states import RequestMove as Move
 from gpubroker_server.core.serving.request_states import RequestState as State
 from gpubroker_server.http.problems import Problem
 from gpubroker_server.inference.operation import FanOut
-from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.plane import Plane, idempotent_in
 from gpubroker_server.inference.protocols.triton.errors import (
     no_files,
     rendered,
@@ -159,7 +159,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._check_chunks()
         if self.identity is not None and (operation.needs_model or operation.unloads):
             self.wish = plane.lanes.wish_in(self.identity, *head.queue)
-        self.is_idempotent = head.is_idempotent
+        if head.idempotent is not None:
+            self.is_idempotent = idempotent_in(head.idempotent.decode("latin-1"))
 
     def on_request_body(self, data: bytes) -> None:
         self._seen_bytes += len(data)
