@@ -20,6 +20,7 @@ from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
+    check_disk_roots,
     check_installed,
     check_ray_access,
     check_reach,
@@ -82,6 +83,7 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
     if leads:
         check_task_surroundings(settings)
         check_ray_access(settings)
+        check_disk_roots(settings)
     prepare_data_dir(settings.data_dir)
     with (
         listening_socket(settings.host, settings.port) if speaks else nullcontext() as listener,

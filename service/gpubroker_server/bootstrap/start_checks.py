@@ -89,6 +89,17 @@ def check_shared(settings: Settings) -> None:
         )
 
 
+def check_disk_roots(settings: Settings) -> None:
+    """Check that no root of the disk guard is a symbolic link on this machine: the guard follows none, so it
+    would never delete anything there. Raises StartRefused."""
+    for root in settings.fleet.disk.roots:
+        if os.path.islink(root.path):
+            raise StartRefused(
+                f"fleet.disk.roots: {root.path} is a symbolic link, which the disk guard does not follow; "
+                f"write its real path, {os.path.realpath(root.path)}"
+            )
+
+
 def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
     """Check that the token and the certificates for a joined Ray are there and fit. Raises StartRefused. They
     are named by settings or, as for Ray itself, in the environment. Without this check Ray would try for

@@ -186,7 +186,7 @@ class FleetKeeper:
                 self._control.fill.note(task, is_new=True)
 
     def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:
-        pending = self.world.pending
+        pending = self.world.pending - self.world.pending_held
         return {
             "queue_length": float(pending.total()),
             "admission_seconds": longest_wait_seconds(self.world, now) if self._watches_admission else None,

@@ -28,7 +28,7 @@ class ServiceLimits(Struct, frozen=True):
     tenant_object_bytes: Count = 4 * 1024**3
     tenant_objects: Count = 10_000
     """Both limits are for all objects of a tenant."""
-    tenant_pending_tasks: Count = 500_000
+    tenant_pending_tasks: Count = 250_000
     """The most tasks of a tenant that wait."""
     tenant_pending_bytes: Count = 4 * 1024**3
     """The most that they keep for their runs."""

@@ -102,6 +102,8 @@ class World:
         """`task` or `model` -> how often one made room since this World was first read."""
         self.pending: Counter[str] = Counter()
         """Tenant -> how many of its tasks are pending, whatever they wait for."""
+        self.pending_held: Counter[str] = Counter()
+        """Tenant -> how many of these are held: they wait for a person."""
         self.pending_bytes: Counter[str] = Counter()
         """Tenant -> what they keep for their runs."""
         self.models = ModelIndex()
@@ -375,6 +377,8 @@ class World:
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] += 1
             self.pending_bytes[task.tenant] += task.queued_bytes
+            if task.held:
+                self.pending_held[task.tenant] += 1
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
@@ -388,6 +392,8 @@ class World:
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] -= 1
             self.pending_bytes[task.tenant] -= task.queued_bytes
+            if task.held:
+                self.pending_held[task.tenant] -= 1
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more
