@@ -26,7 +26,7 @@ from gpubroker_server.ports.backends import Trouble, UpstreamRequest
 MOST_RETURNS: Final = 3
 """How often a request waits for a model that has left; then the client gets the server's answer."""
 
-_NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY})
+_NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY, Trouble.UNAUTHORIZED})
 _IF_IDEMPOTENT: Final = _NOTHING_SENT | {Trouble.BROKEN}
 """Without SILENT: a silent server may still carry the request out."""
 _IF_READING: Final = _IF_IDEMPOTENT | {Trouble.SILENT}
@@ -319,7 +319,10 @@ class ProxiedRequest(ABC):
             self._body.clear()
         server = self.server
         if server is not None:
-            server.endpoint(self.over_grpc).answered()
+            endpoint = server.endpoint(self.over_grpc)
+            endpoint.answered()
+            if endpoint.refusal and is_success and self.target.model:
+                endpoint.refusal = ""
             if is_success and self.target.operation.loads:
                 server.note_load(self.target.model)
 

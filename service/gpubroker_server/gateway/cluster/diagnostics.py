@@ -63,6 +63,7 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         leader is not None,
         FleetSeen() if leader is None or leader.fleet is None else leader.fleet,
         [*_servers_down(parts)],
+        [*_servers_refusing(parts)],
         stuck,
         parts.freshness.last_moment()["age_seconds"],
         parts.freshness.is_stale,
@@ -80,6 +81,13 @@ def _servers_down(parts: Parts) -> Iterator[ServerWay]:
         for way in server.endpoints:
             if way.breaker.is_open:
                 yield ServerWay(server.name, way.protocol, way.breaker.fault, not server.is_up)
+
+
+def _servers_refusing(parts: Parts) -> Iterator[ServerWay]:
+    for server in parts.servers:
+        for way in server.endpoints:
+            if way.refusal:
+                yield ServerWay(server.name, way.protocol, way.refusal, is_only_way=True)
 
 
 def stuck_task(task: Task, world: World, policy: Policy) -> StuckTask | None:

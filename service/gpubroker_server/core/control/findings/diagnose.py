@@ -17,6 +17,7 @@ from gpubroker_server.core.control.findings.parts import (
     ServerWay,
     full_service_disk,
     no_leader,
+    unauthorized_servers,
     unreachable_database,
     unreachable_ray,
     unreachable_servers,
@@ -44,6 +45,8 @@ class FleetKnown(NamedTuple):
     fleet: FleetSeen = FleetSeen()
     """The fleet as the leader published it."""
     servers_down: Sequence[ServerWay] = ()
+    servers_refusing: Sequence[ServerWay] = ()
+    """Servers that do not accept the service's credentials."""
     stuck: Sequence[StuckTask] = ()
     age_seconds: float = 0.0
     is_stale: bool = False
@@ -61,6 +64,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         full_service_disk(known.disk_full),
         unreachable_ray(known.executor),
         unreachable_servers(known.servers_down),
+        unauthorized_servers(known.servers_refusing),
     )
     of_fleet: Iterable[Iterator[Finding]] = (
         held_idle(world, known.fleet, now),

@@ -59,6 +59,19 @@ _OF_THE_CLIENT: Final = frozenset({1, 4})
 """CANCELLED and DEADLINE_EXCEEDED say nothing of the server."""
 
 
+_STRANGER: Final = frozenset({7, 16})
+"""PERMISSION_DENIED and UNAUTHENTICATED: the server does not accept the service's credentials."""
+
+
+def unauthorized(server: Server, failed: CallFailed) -> Problem | None:
+    """Return what to answer if the server refused the service itself, and note that; else None."""
+    if failed.trouble is not None or failed.code not in _STRANGER:
+        return None
+    why = f"it answered {_STATUSES[failed.code].name}: {failed.detail[:200]}"
+    server.grpc.refused(why)
+    return problem_of(Trouble.UNAUTHORIZED, server.name, why)
+
+
 def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
     """Tell the endpoint of a failed call, over gRPC, where an error may be the server's answer."""
     if failed.trouble is not None:
@@ -198,6 +211,11 @@ class GrpcCall(ProxiedRequest):
     def on_failed(self, failed: CallFailed) -> None:
         assert self.server is not None
         note_failure(self.server.grpc, failed)
+        if (refused := unauthorized(self.server, failed)) is not None:
+            if not self._retry(Trouble.UNAUTHORIZED):
+                self._upstream = None
+                self.refuse(refused)
+            return
         if self._was_there and says_dead(failed.detail):
             self._report_dead()
         is_own_word = failed.trouble is None
@@ -226,6 +244,8 @@ class GrpcCall(ProxiedRequest):
             reply = await self.ask(server.calls, message, seconds)
         except CallFailed as failed:
             note_failure(server.grpc, failed)
+            if (refused := unauthorized(server, failed)) is not None:
+                raise refused from None
             raise
         finally:
             server.in_flight -= 1

@@ -32,6 +32,7 @@ from gpubroker_server.inference.proxied_request import ProxiedRequest
 from gpubroker_server.inference.refusals import our_mistake, problem_of
 from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import (
+    UNAUTHORIZED_STATUSES,
     Fetched,
     Header,
     NotFetched,
@@ -105,6 +106,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     _held_head: tuple[int, Sequence[Header], int | None] | None = None
     """The head of an answer that may say that the model has left: it is held back until its body is there."""
     _held_body = b""
+    _unauthorized = 0
+    """The status with which the server refuses the service itself, whose answer is not passed on."""
     _refusal: Problem | None = None
     _giving_up: asyncio.TimerHandle | None = None
     _inflation: Inflation | None = None
@@ -242,6 +245,9 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     # What the server answers.
 
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
+        if status in UNAUTHORIZED_STATUSES:
+            self._unauthorized = status
+            return
         is_short = (body_bytes or 0) <= _LONGEST_MESSAGE_BYTES
         if status in _UNKNOWN_MODEL and is_short and self._may_ask_again():
             self._held_head = status, headers, body_bytes
@@ -259,6 +265,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self.pause_answer()  # it has not even taken what was answered before
 
     def on_body(self, data: bytes) -> None:
+        if self._unauthorized:
+            return
         if self._held_head is not None:
             self._held_body += data
             if len(self._held_body) > _LONGEST_MESSAGE_BYTES:
@@ -278,6 +286,9 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._out = []
 
     def on_end(self) -> None:
+        if self._unauthorized:
+            self._on_unauthorized()
+            return
         if self._held_head is not None:
             if says_unknown_model(_error_in(self._held_body)) and self._ask_again():
                 self._held_head, self._held_body = None, b""
@@ -287,6 +298,17 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         if self._sends_chunks and self._method != b"HEAD":
             self._out.append(b"0\r\n\r\n")
         self._end(Move.FINISH)
+
+    def _on_unauthorized(self) -> None:
+        """The server has answered as if the service were a stranger. For the client that is no word about its
+        own token."""
+        server, why = self.server, f"it answered {self._unauthorized}"
+        self._unauthorized = 0
+        assert server is not None
+        server.http.answered()
+        server.http.refused(why)
+        if not self._retry(Trouble.UNAUTHORIZED):
+            self.refuse(problem_of(Trouble.UNAUTHORIZED, server.name, why))
 
     def _let_through(self) -> None:
         """An answer that was held back."""
@@ -299,7 +321,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         server = self.server
-        self._held_head, self._held_body = None, b""
+        self._held_head, self._held_body, self._unauthorized = None, b"", 0
         assert server is not None
         server.http.failed(trouble, detail)
         if self._retry(trouble):
@@ -331,6 +353,10 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
                 server.http.failed(failed.trouble, str(failed))
             raise problem_of(failed.trouble, server.name, str(failed)) from None
         server.http.answered()
+        if found.status in UNAUTHORIZED_STATUSES:
+            why = f"it answered {found.status}"
+            server.http.refused(why)
+            raise problem_of(Trouble.UNAUTHORIZED, server.name, why)
         if self.target.operation.unloads and found.status == _OK:
             server.note_unload(self.target.model)
         return found
