@@ -20,10 +20,10 @@ from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, pa
 from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.inference.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.inference.protocols.triton.checks import TRITON
-from gpubroker_server.inference.servers import Contents, Server
+from gpubroker_server.inference.servers import Contents, Endpoint, Server
 from msgspec.structs import replace
 
-from tests.builders import GIB
+from tests.builders import GIB, a_sample
 from tests.gateway.harness import Gateway, fault, problem
 from tests.simulated_host import SimulatedHost, SimulatedModel
 from tests.tensor_values import values_of
@@ -113,6 +113,64 @@ async def test_an_inference_has_the_priority_that_the_operator_gave_its_model() 
         rules = replace(RULES, models={"llm": ModelRules(Mib(50 * GIB), priority=66)})
         gateway.change(served=[(rules, SimulatedHost("main", (SimulatedModel("llm"),)))])
         assert gateway.task(await ask(gateway, 1)).priority == 66
+
+
+class Listing:
+    """A server that says what it has."""
+
+    def __init__(self, *models: IndexedModel) -> None:
+        self.models = {model.model: model for model in models}
+
+    async def check(self, server: Server, endpoint: Endpoint, within_seconds: Seconds) -> None:
+        return
+
+    async def index(self, server: Server, within_seconds: Seconds) -> dict[str, IndexedModel]:
+        return self.models
+
+    async def change(self, server: Server, model: str, *, loads: bool, within_seconds: Seconds) -> str:
+        return "it lists only"
+
+
+async def test_an_inference_whose_model_fails_to_load_says_why() -> None:
+    async with a_gateway() as gateway:
+        id = await ask(gateway, 1)
+        assert "last load failed" not in (await gateway.admin.get(f"/tasks/{id}/explain")).json()["message"]
+        for _ in range(3):
+            gateway.clock.advance(60.0)
+            gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+            holder = gateway.world.models.of(ModelKey("main", "llm"))
+            assert holder is not None
+            await gateway.plan(holder.id)
+            holder = gateway.task(holder.id)
+            failure = Failure("load_failed", "no such layer")
+            report = Ended(holder.id, holder.fence, gateway.clock.now(), Ending.FAILED, failure=failure)
+            await gateway.hear(report)
+            await gateway.hear(ServerIndex("main", gateway.clock.now(), {}))
+            gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+        told = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
+        assert told["message"].endswith("its last load failed: no such layer")
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ((), 'no model server has model "llm" (asked: lab)'),
+        (
+            (IndexedModel("llm", ModelState.ABSENT, (), "bad config"),),
+            "and not in memory (bad config); load it",
+        ),
+    ],
+)
+async def test_an_inference_whose_model_is_nowhere_says_so(
+    models: tuple[IndexedModel, ...], says: str
+) -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        nowhere = HttpBackend(TritonServer("lab", "localhost", 1, b"localhost:1"))
+        server = Server("lab", nowhere, Listing(IndexedModel("llm", ModelState.READY)))
+        gateway.change(servers=[server])
+        id = await ask(gateway, 1, not_before="1970-01-20T00:00:00Z")
+        gateway.change(servers=[Server("lab", nowhere, Listing(*models))])
+        assert says in (await gateway.admin.get(f"/tasks/{id}/explain")).json()["message"]
 
 
 async def test_the_model_s_answer_is_the_result_as_json() -> None:

@@ -20,6 +20,7 @@ from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
+    batches_without_effect,
     check_disk_roots,
     check_installed,
     check_ray_access,
@@ -84,6 +85,8 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
         check_task_surroundings(settings)
         check_ray_access(settings)
         check_disk_roots(settings)
+        if fault := batches_without_effect(settings):
+            log.warning(fault)
     prepare_data_dir(settings.data_dir)
     with (
         listening_socket(settings.host, settings.port) if speaks else nullcontext() as listener,

@@ -100,6 +100,22 @@ def check_disk_roots(settings: Settings) -> None:
             )
 
 
+def batches_without_effect(settings: Settings) -> str:
+    """Return the sentence that says which part of `triton.batch` does nothing; empty if all of it counts."""
+    triton = settings.triton
+    named = ", ".join(sorted(triton.batch))
+    if not triton.batch:
+        return ""
+    if not triton.servers:
+        return f"triton.batch ({named}) has no effect: triton.servers names no server"
+    if not triton.managed:
+        return (
+            f"triton.batch ({named}) joins queued inferences only: the service loads no models, as no server has "
+            "a node, so direct requests are batched as the models' own dynamic_batching says"
+        )
+    return ""
+
+
 def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
     """Check that the token and the certificates for a joined Ray are there and fit. Raises StartRefused. They
     are named by settings or, as for Ray itself, in the environment. Without this check Ray would try for
