@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.broker.inference_dispatch import object_parts
 from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey, ModelRules
@@ -21,6 +22,7 @@ from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.inference.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.inference.protocols.triton.checks import TRITON
 from gpubroker_server.inference.servers import Contents, Endpoint, Server
+from gpubroker_server.ports.inferences import InferenceFailed
 from msgspec.structs import replace
 
 from tests.builders import GIB, a_sample
@@ -113,6 +115,38 @@ async def test_an_inference_has_the_priority_that_the_operator_gave_its_model() 
         rules = replace(RULES, models={"llm": ModelRules(Mib(50 * GIB), priority=66)})
         gateway.change(served=[(rules, SimulatedHost("main", (SimulatedModel("llm"),)))])
         assert gateway.task(await ask(gateway, 1)).priority == 66
+
+
+async def test_a_large_object_is_named_by_the_task_and_not_copied() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        data = bytes(100_000)
+        id = (await gateway.admin.post("/objects", content=data)).json()["id"]
+        named = {"name": "x", "datatype": "FP32", "object": id}
+        task = await ask(gateway, inputs=[{**named, "shape": [25_000]}])
+        spec = (await gateway.store.specs([TaskId(task)]))[TaskId(task)]
+        [tensor] = request_in(spec.arguments).inputs
+        assert (tensor.stored, tensor.size_bytes, tensor.data) == (id, len(data), b"")
+        assert spec.objects == (id,)
+        read = b"".join([part async for part in object_parts(gateway.blobs, id, len(data))])
+        assert read == data
+        wrong = a_body(inputs=[{**named, "shape": [24_999]}])
+        refused = await gateway.admin.post("/inferences", json=wrong)
+        assert "came with 100000 bytes" in fault(refused, "/inputs/0/object")
+        await gateway.admin.delete(f"/objects/{id}")
+        await gateway.blobs.delete(id)
+        with pytest.raises(InferenceFailed, match="gone or damaged; upload them and submit it again"):
+            [part async for part in object_parts(gateway.blobs, id, len(data))]
+
+
+async def test_the_objects_of_an_inference_have_the_limit_of_a_direct_request() -> None:
+    serving = replace(OPEN, body_bytes=150_000)
+    async with a_gateway(serving=serving) as gateway:
+        id = (await gateway.admin.post("/objects", content=bytes(100_000))).json()["id"]
+        named = {"datatype": "FP32", "shape": [25_000], "object": id}
+        assert (await ask(gateway, inputs=[{"name": "x", **named}])) != ""
+        both = a_body(inputs=[{"name": "x", **named}, {"name": "y", **named}])
+        refused = await gateway.admin.post("/inferences", json=both)
+        assert "may have 150000 bytes" in fault(refused, "/inputs")
 
 
 class Listing:

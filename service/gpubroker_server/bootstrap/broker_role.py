@@ -257,7 +257,9 @@ class BrokerRole:
                 partial(watch_left_servers, world, is_gone),
             ),
         )
-        inferences = InferenceDispatcher(self._clients, clock, rules=self._settings.triton.batch)
+        inferences = InferenceDispatcher(
+            self._clients, clock, rules=self._settings.triton.batch, blobs=self._blobs
+        )
         return Dispatcher(
             self._store,
             self._blobs,

@@ -110,8 +110,8 @@ def batches_without_effect(settings: Settings) -> str:
         return f"triton.batch ({named}) has no effect: triton.servers names no server"
     if not triton.managed:
         return (
-            f"triton.batch ({named}) joins queued inferences only: no server has a node, so the service loads no "
-            "models, and direct requests are batched as the models' own dynamic_batching says"
+            f"triton.batch ({named}) joins queued inferences only: no server has a node, so the service "
+            "loads no models, and direct requests are batched as the models' own dynamic_batching says"
         )
     return ""
 

@@ -142,4 +142,5 @@ class TritonSettings(Struct, frozen=True, kw_only=True):
             others=tuple(server.name for server in self.servers if not server.node),
             at_once=self.queued_at_once,
             priority=self.priority,
+            body_bytes=self.body_bytes,
         )

@@ -50,6 +50,8 @@ class InferenceServers(Struct, frozen=True):
     """The most inferences of one model that are sent and unanswered at a time."""
     priority: int = DIRECT_PRIORITY
     """The priority of an inference that states none, as of a request that is sent directly."""
+    body_bytes: int = 2**31 - 1
+    """The most bytes of a request, as of one that is sent directly."""
 
     @property
     def is_anywhere(self) -> bool:

@@ -73,7 +73,7 @@ async def _of_task(parts: Parts, viewer: Identity, record: TaskRecord) -> ShownE
         found = _explanation(parts, viewer, record)
     if found.state is not ShownState.PENDING or not isinstance(record.task.holder, Inference):
         return found
-    fault = await model_fault(parts, record.task)
+    fault = await model_fault(parts.store, parts.residencies, parts.outside, record.task)
     return replace(found, message=f"{found.message}; {fault}") if fault else found
 
 
