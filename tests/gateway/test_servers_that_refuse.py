@@ -25,6 +25,7 @@ async def findings(gateway: Gateway) -> list[tuple[str, str, str]]:
     return [(one["kind"], one["subject"], one["severity"]) for one in found]
 
 
+@pytest.mark.provokes("model-server-unauthorized")
 @pytest.mark.parametrize("status", [401, 403, 407])
 async def test_a_refusal_of_the_service_is_no_word_about_the_client(status: int) -> None:
     async with a_stage(heard := Heard(an_answer(status))) as stage:
