@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ModelState
 from gpubroker_server.core.domain.models import ModelUsage, turn_seconds
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
 from gpubroker_server.core.lifecycle.model_turns import is_contended, turns
@@ -153,6 +153,20 @@ def test_a_task_lower_than_the_model_that_waits_does_not_take_the_memory() -> No
     submit(world, a_model("other", priority=30, terms={"asked_priority": 30}), a_low_task(20))
     tell(world, IDLE, 20.0)
     assert the(world).priority == 29
+
+
+def test_a_model_goes_on_making_room_for_the_same_ones() -> None:
+    world = loaded()
+    submit(world, a_model("other", priority=10, terms={"asked_priority": 10}))
+    assert len(tell(world, IDLE, 6.0)) == 1
+    assert tell(world, IDLE, 6.1) == []
+
+
+def test_a_model_whose_node_is_unknown_has_no_rivals() -> None:
+    world = loaded()
+    submit(world, a_model("other"))
+    del world.nodes[NodeName("n1")]
+    assert not contended(world, 90.0)
 
 
 def test_a_model_that_waits_for_another_device_is_no_rival() -> None:

@@ -119,3 +119,21 @@ def test_explain_offers_to_unpin_the_model_in_the_way() -> None:
     [remedy] = [remedy for remedy in told.remedies if remedy.after is not None]
     says = "when the pinned model llm is unpinned (`gpubroker pin llm --off`), it starts on n1/gpu0"
     assert remedy.message == says
+
+
+def test_nothing_is_offered_where_unpinning_does_not_help() -> None:
+    world = loaded()
+    ask(world, "pin", 2.0, pinned=True)
+    submit(world, a_task("large", gpu_mb=60 * GIB, custom=(("tape", 1.0),)))
+    world.measure([a_sample(device, at(20.0)) for device in world.ledgers])
+    told = advise(diagnose(survey_nodes(Draft(world), the(world, "large"), POLICY, at(20.0))))
+    assert [remedy for remedy in told.remedies if remedy.after is not None] == []
+
+
+def test_a_model_that_is_loading_is_expected_to_stay_as_long_as_it_is_wanted() -> None:
+    world = a_world()
+    submit(world, a_model(), a_run())
+    plan(world)
+    found = forecast(world, 2.0)
+    assert found is not None
+    assert found.start_at == at(WANTED)
