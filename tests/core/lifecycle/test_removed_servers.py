@@ -15,7 +15,7 @@ from gpubroker_server.core.world.world import World
 from msgspec.structs import replace
 
 from tests.builders import GIB, a_sample, a_task, a_world, check_ledger, commit, holding, submit
-from tests.core.served import POLICY, a_model, ask, at, index, leases, loaded, plan, the
+from tests.core.served import LLM, POLICY, a_model, ask, at, index, leases, loaded, plan, the
 
 OTHER = {"other": "other:8001"}
 
