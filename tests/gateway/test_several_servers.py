@@ -324,6 +324,7 @@ async def test_a_server_is_checked_with_its_credentials_and_says_what_it_has() -
             await watch.check_all()
         assert server(stage, "main").http.breaker.fault == "GET /v2/health/live was answered 401"
         assert not server(stage, "main").is_up
+        assert server(stage, "main").http.refusal == "it answered GET /v2/health/live with 401"
 
 
 @pytest.mark.parametrize("value", ["maybe", "yes"])

@@ -35,7 +35,7 @@ class TritonChecks:
         found = await server.backend.fetch(_LIVE, within_seconds=within_seconds, is_check=True)
         if found.status in UNAUTHORIZED_STATUSES:
             server.http.refused(f"it answered GET /v2/health/live with {found.status}")
-        elif found.status != 200:
+        if found.status != 200:
             raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
 
     async def index(self, server: Server, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
