@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState, model_of
 from gpubroker_server.core.domain.units import Instant, Seconds, mark_of
 from gpubroker_server.core.lifecycle import model_turns
@@ -34,14 +36,15 @@ class Requests(Protocol):
         of the clock `now`."""
         ...
 
-    def in_use(self) -> frozenset[str]:
-        """Return the models that have a request here, under way or waiting."""
+    def in_use(self) -> ModelsInUse:
+        """Return the models that have a request here, under way or waiting, or had one lately."""
         ...
 
 
 class Draining:
-    def __init__(self, world: World, requests: Requests) -> None:
+    def __init__(self, world: World, requests: Requests, policy: Policy) -> None:
         self._world = world
+        self._policy = policy
         self._requests = requests
         self._leaving_since: dict[str, float] = {}
         """Claim of a model -> the time at which this gateway learned that the model is to leave. Later
@@ -68,7 +71,8 @@ class Draining:
 
     async def report(self, store: PresenceStore, name: str, at: Instant) -> Presence:
         """Write what this gateway has drained and what it uses. Raises StoreUnavailable."""
-        presence = Presence(name, at, self.drained(), self._requests.in_use())
+        in_use = self._requests.in_use()
+        presence = Presence(name, at, self.drained(), in_use.names, in_use.recent)
         await store.present(presence)
         return presence
 
@@ -77,9 +81,10 @@ class Draining:
         next look."""
         last = Presence(name, Instant(0.0))
         while True:
-            is_contended, at = model_turns.is_contended(self._world), clock.now()
+            at = clock.now()
+            is_contended = model_turns.is_contended(self._world, at, self._policy)
             is_news = self.drained() != last.let_go or (
-                is_contended and self._requests.in_use() != last.in_use
+                is_contended and self._requests.in_use() != ModelsInUse(last.in_use, last.recent)
             )
             if is_news or at >= last.at + _REPORT_SECONDS:
                 with suppress(StoreUnavailable):

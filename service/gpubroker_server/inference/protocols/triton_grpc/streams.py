@@ -12,7 +12,7 @@ from gpubroker_server.core.serving.request_states import RequestMove as Move
 from gpubroker_server.core.serving.request_states import RequestState as State
 from gpubroker_server.inference.plane import Plane
 from gpubroker_server.inference.protocols.triton.operations import TritonOperation
-from gpubroker_server.inference.protocols.triton_grpc.calls import GrpcCall, note_failure
+from gpubroker_server.inference.protocols.triton_grpc.calls import GrpcCall, note_failure, unauthorized
 from gpubroker_server.inference.protocols.triton_grpc.messages import target_of
 from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import CallFailed, CallStream, Metadata
@@ -143,6 +143,8 @@ class GrpcStream(GrpcCall):
             self._last = await call.last()
         except CallFailed as failed:
             note_failure(turn.server.grpc, failed)
+            if (refused := unauthorized(turn.server, failed)) is not None:
+                raise refused from None
             raise
         self._end_turn()
         if not turn.is_ending:
