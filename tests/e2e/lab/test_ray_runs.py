@@ -216,7 +216,7 @@ async def test_without_memory_mb_each_process_of_a_run_has_its_limit(lab: Lab, t
     await eventually(taken.exists)
     over = [
         await lab.start("take", one),
-        await lab.start("take", one, **SHARED),
+        await lab.start("take", one, shareable=True),
         await lab.start("take_in_children", [one], str(tmp_path / "child")),
     ]
     for run in over:
