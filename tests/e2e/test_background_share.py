@@ -1,4 +1,4 @@
-"""The controller of background work on real Ray: the GPUs are as busy as the target says, whoever keeps them so."""
+"""The controller of background work on real Ray: the GPUs are as busy as the target says."""
 
 import time
 from collections.abc import Iterator
