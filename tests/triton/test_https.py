@@ -91,7 +91,7 @@ def shown(certificate: tuple[Path, Path]) -> dict[str, str]:
 
 
 def test_certificate_and_token_open_a_server_over_https_and_grpc(guarded: Guarded, tmp_path: Path) -> None:
-    """Loads, requests and calls pass. Without one of the two the server does not answer, which is said."""
+    """Loads, requests and calls pass. Without one of the two nothing does, and the doctor says so."""
     own, strangers = guarded.authority.signed("service"), Authority(tmp_path / "other").signed("service")
     (token := tmp_path / "token").write_text(TOKEN)
     (wrong := tmp_path / "wrong").write_text("wrong")
@@ -114,18 +114,22 @@ def test_certificate_and_token_open_a_server_over_https_and_grpc(guarded: Guarde
         assert call(service, port, MODEL) == [1, 2, 3]
         assert through(service).ask("GET", f"/v2/models/{MODEL}/stats").status == 200
 
-        def refused() -> dict[str, list[str]]:
-            """What the service says of the servers that do not answer it."""
-            told = service.broker.stats().model_servers
-            states = {one.name: [one.http, *([] if one.grpc is None else [one.grpc])] for one in told}
-            return {name: [it.fault for it in both if not it.up] for name, both in states.items()}
+        refused = {
+            "without-certificate": 400,
+            "with-a-strangers": 400,
+            "without-token": 401,
+            "with-a-wrong-token": 401,
+        }
 
-        until(lambda: all(len(faults) == 2 for faults in list(refused().values())[1:]), "each was asked")
-        assert refused()["main"] == []
-        for name, status in zip(
-            [str(server["name"]) for server in servers[1:]], (400, 400, 401, 401), strict=True
-        ):
-            assert all(str(status) in fault for fault in refused()[name]), refused()
+        def found() -> dict[tuple[str, str], str]:
+            """Server and protocol -> the cause of what the doctor says of it."""
+            findings = [one for one in service.broker.diagnostics() if one.kind.startswith("model-server-")]
+            return {(name, way): one.cause for one in findings for name, way in [one.subject.split()]}
+
+        until(lambda: len(found()) == 2 * len(refused), "each was asked over both protocols")
+        for (name, _), cause in found().items():
+            assert str(refused[name]) in cause
+        assert {model.server for model in service.broker.models().items} == {"main"}
         service.broker.unload_model(MODEL)
         until(lambda: state_of(service.broker, MODEL) == "cold", "it has left")
         assert ready(guarded.triton) == []
