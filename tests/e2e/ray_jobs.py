@@ -118,8 +118,9 @@ TAKES = "import sys; taken = b'x' * ({} * 2**20); print(len(taken), flush=True);
 
 def take_in_children(sizes_mb: list[int], witness: str) -> None:
     """A child takes so much host memory for each size; the file is there once all have it."""
-    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    children = [subprocess.Popen([sys.executable, "-c", TAKES.format(mb)], **pipes) for mb in sizes_mb]
+    commands = [[sys.executable, "-c", TAKES.format(mb)] for mb in sizes_mb]
+    pipe = subprocess.PIPE
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for command in commands]
     assert all(child.stdout is not None and child.stdout.readline() for child in children)
     Path(witness).touch()
     current_task().wait_for_stop()
