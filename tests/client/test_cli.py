@@ -243,6 +243,7 @@ def test_last_without_a_submit_shows_the_newest_task_but_never_changes_it(
 def test_a_task_is_found_by_its_name_if_the_name_is_unique(service: RecordedService, run: Run) -> None:
     two = page(FULL_ID, FULL_ID[:-1] + "q")
     service.reply_with(page(FULL_ID), Reply(200, a_task(FULL_ID)), two)
+    service.always = a_problem(404, "not-found", "they are no workers of one array")
     assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
     assert ("name", "fit") in service.requests[0].params
     ended = run("show", "fit")
@@ -268,6 +269,7 @@ def test_each_error_of_a_refusal_is_printed_once(service: RecordedService, run: 
 def test_an_ambiguous_or_unknown_word_changes_nothing(service: RecordedService, run: Run) -> None:
     several = page(FULL_ID, FULL_ID[:-1] + "q")
     service.reply_with(page(FULL_ID), page(), page(), several, page(), page())
+    service.always = a_problem(403, "forbidden", "a list of other tenants' tasks")
     ended = run("cancel", "fit", FULL_ID[:14])
     assert ended.code == 6
     assert "is ambiguous" in ended.err
@@ -288,11 +290,12 @@ def test_a_name_goes_before_a_part_of_an_id(service: RecordedService, run: Run) 
 
 
 def test_fewer_than_eight_characters_are_only_a_name(service: RecordedService, run: Run) -> None:
-    service.reply_with(page(), page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    others = a_problem(403, "forbidden", "a list of other tenants' tasks")
+    service.reply_with(page(), page(), others, page(FULL_ID), Reply(200, a_task(FULL_ID)))
     ended = run("cancel", FULL_ID[-7:])
     assert (ended.code, "needs at least 8 characters" in ended.err) == (6, True)
     assert run("cancel", FULL_ID[-7:]).code == 0
-    assert [request.method for request in service.requests] == ["GET", "GET", "GET", "POST"]
+    assert [request.method for request in service.requests] == ["GET", "GET", "GET", "GET", "POST"]
 
 
 def test_a_refusal_shows_the_tasks_changed_before_it_and_names_the_rest(
@@ -345,6 +348,58 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
     assert (service.requests[2].path, dict(service.requests[2].params)["last"]) == (
         f"/tasks/{FULL_ID}/events", "2"
     )  # fmt: skip
+
+
+def test_checkpoints_that_follow_each_other_share_a_line(service: RecordedService, run: Run) -> None:
+    at, other = "2026-11-21T10:02:11.412Z", FULL_ID[:-4] + "zzzz"
+    saves = {"kind": "task.changed", "fields": {"checkpoint_at": at}}
+    said = [
+        *({"key": FULL_ID, **saves}, {"key": other, **saves}) * 3,
+        {"key": FULL_ID, "kind": "task.succeeded", "fields": {}},
+    ]
+    lines = [{"position": number, "at": at, **event} for number, event in enumerate(said, start=1)]
+    more = Reply(200, {"items": lines, "next_after": 7}), Reply(200, {"items": [], "next_after": 7})
+    service.reply_with(*more, *more)
+    shown = run("events -n 7").out.splitlines()
+    assert [line.split()[0] for line in shown] == ["1", "2", "5", "7", "6"]
+    assert [line.endswith("(the last of 2 more checkpoints; -o json has all)") for line in shown] == [
+        False, False, True, False, True,
+    ]  # fmt: skip
+    assert len(run("events -n 7 -o json").json) == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sumbit a:b", "did you mean: gpubroker submit"),
+        ("pss", "did you mean: gpubroker ps"),
+        ("squeu", "did you mean: gpubroker ps"),
+        ("mgirate", "did you mean: gpubroker migrate, or: gpubroker migrate-data"),
+        ("ps --json", "no option --json; write --output json"),
+        ("workers list --json", "no option --json; write --output json"),
+        ("stats --jsn", "no option --jsn; write --output json"),
+        ("--json ps", "no option --json; write --output json after the command"),
+        ("submit --gres gpu:1 a:b", "no option --gres; write --gpus"),
+        ("version --gres gpu:1", "No such option: --gres"),
+        ("submit a:b --gpu-memory 18 GiB", "a size or a duration is one word; write 18GiB"),
+        ("submit --gpu-memory 18 GiB -- python", "a size or a duration is one word; write 18GiB"),
+        ("submit --timeout=90 s a:b", "a size or a duration is one word; write 90s"),
+        ("lease ask --gpu-memory 18 GiB", "a size or a duration is one word; write 18GiB"),
+    ],
+)
+def test_a_mistyped_line_says_what_was_meant(
+    service: RecordedService, run: Run, line: str, said: str
+) -> None:
+    ended = run(line)
+    assert (ended.code, service.requests) == (2, [])
+    assert said in " ".join(ended.err.replace("│", " ").split())
+
+
+def test_a_running_task_is_explained_with_how_to_follow_it(service: RecordedService, run: Run) -> None:
+    explained = Reply(200, {"id": FULL_ID, "state": "running", "message": "running on n1"})
+    running = a_task(FULL_ID, "running", run={"kind": "command", "command": ["ls"]})
+    service.reply_with(explained, Reply(200, running))
+    assert f"\nto follow it: gpubroker logs -f {FULL_ID[-8:]}\n" in run("explain", FULL_ID).out
 
 
 def test_token_create_only_prints_the_secret_to_standard_output(service: RecordedService, run: Run) -> None:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.request import getproxies
@@ -12,6 +13,7 @@ import httpx
 from gpubroker.errors import BrokerError, Unreachable
 from gpubroker.transport.connection import Connection, find_service
 from gpubroker.transport.exchange import Answer, Call, Pause, Steps, error_of
+from gpubroker.transport.faults import check_scheme, trusted_certificates, unreachable
 from gpubroker.transport.operations import AsyncCaller, Listed, Reading, SyncCaller
 
 T = TypeVar("T")
@@ -40,6 +42,9 @@ class SyncHttp(SyncCaller):
         self._retry_seconds = retry_seconds
         self.is_direct = transport is None
         self._http = httpx.Client(transport=transport, **_client_settings(self.connection))
+
+    def __repr__(self) -> str:
+        return _named(self)
 
     def __enter__(self) -> Self:
         return self
@@ -72,22 +77,30 @@ class SyncHttp(SyncCaller):
             return None
         _check_open(self._http)
         try:
-            return _answer_of(self._http.request(**_request_of(step, self._timeout_seconds)))
+            response = self._http.request(**_request_of(step, self._timeout_seconds))
         except httpx.TransportError as error:
-            raise _unreachable(self.connection, error) from error
+            raise unreachable(self.connection, error) from error
+        check_scheme(self.connection, response)
+        return _answer_of(response)
 
     def _items(self, of: Listed[T]) -> Iterator[T]:
         if isinstance(of, Reading):
             while (call := self._carry_out(of.next_call())) is not None:
                 yield from self._read_on(of, call)
             return
-        cursor: str | None = None
-        while True:
-            page = self._carry_out(of.fetch(cursor))
-            yield from page.items
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        try:
+            cursor: str | None = None
+            while True:
+                page = self._carry_out(of.fetch(cursor))
+                yield from page.items
+                cursor = page.next_cursor
+                if cursor is None:
+                    return
+        except BaseException as fault:
+            if of.leave is not None and not isinstance(fault, Unreachable):
+                with suppress(BrokerError):  # what ended the iteration says more
+                    self._carry_out(of.leave())
+            raise
 
     def _read_on(self, reading: Reading[T], call: Call) -> Iterator[T]:
         _check_open(self._http)
@@ -100,7 +113,7 @@ class SyncHttp(SyncCaller):
                 for data in response.iter_bytes():
                     yield from reading.take(data)
         except httpx.TransportError as error:
-            fault = _unreachable(self.connection, error)
+            fault = unreachable(self.connection, error)
         yield from reading.end(fault)
 
 
@@ -120,6 +133,9 @@ class AsyncHttp(AsyncCaller):
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(transport=transport, **_client_settings(self.connection))
+
+    def __repr__(self) -> str:
+        return _named(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,9 +173,11 @@ class AsyncHttp(AsyncCaller):
             request = _request_of(step, self._timeout_seconds)
             if isinstance(request["content"], Iterator):
                 request["content"] = _in_a_thread(request["content"])
-            return _answer_of(await self._http.request(**request))
+            response = await self._http.request(**request)
         except httpx.TransportError as error:
-            raise _unreachable(self.connection, error) from error
+            raise await _looked_at(self.connection, error) from error
+        check_scheme(self.connection, response)
+        return _answer_of(response)
 
     async def _items(self, of: Listed[T]) -> AsyncIterator[T]:
         if isinstance(of, Reading):
@@ -167,14 +185,20 @@ class AsyncHttp(AsyncCaller):
                 async for each in self._read_on(of, call):
                     yield each
             return
-        cursor: str | None = None
-        while True:
-            page = await self._carry_out(of.fetch(cursor))
-            for item in page.items:
-                yield item
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        try:
+            cursor: str | None = None
+            while True:
+                page = await self._carry_out(of.fetch(cursor))
+                for item in page.items:
+                    yield item
+                cursor = page.next_cursor
+                if cursor is None:
+                    return
+        except BaseException as fault:
+            if of.leave is not None and not isinstance(fault, Unreachable):
+                with suppress(BrokerError):
+                    await self._carry_out(of.leave())
+            raise
 
     async def _read_on(self, reading: Reading[T], call: Call) -> AsyncIterator[T]:
         _check_open(self._http)
@@ -188,9 +212,15 @@ class AsyncHttp(AsyncCaller):
                     for each in reading.take(data):
                         yield each
         except httpx.TransportError as error:
-            fault = _unreachable(self.connection, error)
+            fault = await _looked_at(self.connection, error)
         for each in reading.end(fault):
             yield each
+
+
+def _named(broker: SyncHttp | AsyncHttp) -> str:
+    """Its class and its address, without a password that the address may have."""
+    url = httpx.URL(broker.connection.url).copy_with(username=None, password=None)
+    return f"<{type(broker).__name__} {url}>"
 
 
 def _client_settings(connection: Connection) -> dict[str, Any]:
@@ -204,7 +234,7 @@ def _client_settings(connection: Connection) -> dict[str, Any]:
         # A proxy named in the environment cannot reach a service on this machine's own loopback address.
         "trust_env": url.host not in _LOOPBACK,
         # Loading the certificate authorities takes 25 ms, and only https needs them.
-        "verify": url.scheme == "https",
+        "verify": trusted_certificates() if url.scheme == "https" else False,
     }
 
 
@@ -222,6 +252,13 @@ def _request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
         "headers": headers,
         "timeout": httpx.Timeout(timeout_seconds + call.patience_seconds, connect=_CONNECT_SECONDS),
     }
+
+
+async def _looked_at(connection: Connection, error: httpx.TransportError) -> Unreachable:
+    """Looking at the address once more may take a second."""
+    from asyncio import to_thread
+
+    return await to_thread(unreachable, connection, error)
 
 
 async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
@@ -251,17 +288,9 @@ def check_listening(http: SyncHttp) -> None:
             port = url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection((url.host, port), timeout=_LOOK_SECONDS).close()
         except ConnectionRefusedError as error:
-            raise _unreachable(connection, error) from error
+            raise unreachable(connection, error) from error
         except OSError:
             pass  # a request says more
-
-
-def _unreachable(connection: Connection, error: httpx.TransportError | OSError) -> Unreachable:
-    return Unreachable(
-        f"no answer from {connection.url} ({connection.source}): {str(error) or type(error).__name__}; is "
-        "the service running? `gpubroker serve` starts one here",
-        code="unreachable",
-    )
 
 
 def _check_open(http: httpx.Client | httpx.AsyncClient) -> None:

@@ -31,9 +31,11 @@ S = TypeVar("S", bound=Struct)
 
 @dataclass(frozen=True, slots=True)
 class Pages(Generic[T]):
-    """A list of the service; `fetch` gets the page at a cursor, None for the first."""
+    """A list of the service; `fetch` gets the page at a cursor, None for the first. `leave` is carried out if
+    the iteration ends before the last item was taken."""
 
     fetch: Callable[[str | None], Steps[Page[T]]]
+    leave: Callable[[], Steps[None]] | None = None
 
 
 class Reading(ABC, Generic[T]):
@@ -119,6 +121,16 @@ class Operations:
             return page_of(model, raw, **(told or {}))
 
         return Pages(fetch)
+
+    def _whole(self, model: type[S], path: str, **params: Any) -> Steps[Page[S]]:
+        """An overview of the service that may come in pages, as one."""
+        raw = first = yield from self._ask("GET", path, **params)
+        items = list(raw["items"])
+        while cursor := raw.get("next_cursor"):
+            raw = yield from self._ask("GET", path, **params, cursor=cursor)
+            items += raw["items"]
+        whole = {"next_cursor": None, "has_more": False} if "next_cursor" in first else {}
+        return page_of(model, {**first, "items": items, **whole})
 
     def _ask_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Steps[Answer]:
         """Send a call that must not be carried out twice."""

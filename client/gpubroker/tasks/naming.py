@@ -1,0 +1,132 @@
+"""Find the task that a person means by a name or a part of an id. The SDK and the command line both do."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from gpubroker.errors import Refused
+
+if TYPE_CHECKING:
+    from gpubroker.transport.exchange import Steps
+
+SHOWN_ID_LENGTH = 8
+"""Tables show this many characters from the end of an id; as many must be typed."""
+TASKS_SEARCHED = 2000
+UNFINISHED = ("pending", "admitted", "running", "stopping")
+
+_PREFIX = "task_"
+_WHOLE_LENGTH = len(_PREFIX) + 26
+_PAGE = 500
+_MOST_NAMED = 6
+_CUT = "…"
+
+Ask = Callable[..., "Steps[Any]"]
+"""Sends a request with these parameters and returns the JSON of its answer."""
+
+
+def is_whole_id(word: str) -> bool:
+    return word.startswith(_PREFIX) and len(word) == _WHOLE_LENGTH
+
+
+def is_part_of_id(word: str) -> bool:
+    """Fewer characters than lists show could match the task of another person."""
+    return len(word.removeprefix(_PREFIX)) >= SHOWN_ID_LENGTH
+
+
+def matches(id: str, word: str) -> bool:
+    """Whether the word is long enough, and the beginning or the end of this id."""
+    part = word.removesuffix(_CUT)
+    return is_part_of_id(part) and (id.startswith((part, f"{_PREFIX}{part}")) or id.endswith(word))
+
+
+def is_cut(word: str) -> bool:
+    """Whether a list had no room for the whole name, and cut it short with an ellipsis."""
+    return len(word) > 1 and word.endswith(_CUT)
+
+
+def begins_as_cut(name: str | None, word: str) -> bool:
+    """Whether `word` is this name, cut short by a list."""
+    return is_cut(word) and name is not None and name.startswith(word.removesuffix(_CUT))
+
+
+def no_such_id(word: str) -> str:
+    if is_part_of_id(word):
+        return f"no id among the newest {TASKS_SEARCHED} begins or ends with it"
+    return f"an id needs at least {SHOWN_ID_LENGTH} characters, as lists show them"
+
+
+def only(found: Sequence[str], word: str, if_none: str) -> str:
+    """Return the only id that was found. Raises Refused if there is none, or more than one."""
+    if not found:
+        raise Refused(if_none, code="not-found")
+    if len(found) > 1:
+        ids = ", ".join(found[:5]) + (" ..." if found[5:] else "")
+        raise Refused(f"{word!r} is ambiguous: {ids}; use one of these ids", code="ambiguous-name")
+    return found[0]
+
+
+def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
+    """Return the id of the task that is meant. Raises Refused.
+
+    A name means the one unfinished task that has it, and ended ones only if there is none. It goes before a
+    part of an id; for a change, a word may not be both. Each load of a model is a task with the model's name:
+    the newest of its ended ones is meant. All workers of an array or a worker set have its name, which means
+    the whole. Where the tenant of the token has no such task, an admin means one of another tenant.
+    """
+    if is_whole_id(word):
+        return word
+    found = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
+    return only(found, word, f"no task is named {word!r}, and {no_such_id(word)}")
+
+
+def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
+    """Return what is found in the token's own tenant, else in all tenants if the token may see them. `find`
+    takes the tenant's name, or `*` for all, as `tenant`."""
+    if found := (yield from find()):
+        return found
+    try:
+        return (yield from find(tenant="*"))
+    except Refused as refused:
+        if refused.status == HTTPStatus.FORBIDDEN:
+            return []
+        raise
+
+
+def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list[str]]":
+    named = yield from _named(ask, name=word, **whose)
+    found = [task["id"] for task in named]
+    if len(found) > 1 and (whole := _whole_of(named)) is not None:
+        found = [whole]
+    if (is_part_of_id(word) or is_cut(word)) and (to_change or not found):
+        cursor, pages = None, TASKS_SEARCHED // _PAGE
+        for _ in range(pages):
+            page = yield from ask("GET", "/tasks", limit=_PAGE, cursor=cursor, **whose)
+            ids = [
+                task["id"]
+                for task in page["items"]
+                if matches(task["id"], word) or begins_as_cut(task.get("name"), word)
+            ]
+            found += [id for id in ids if id not in found]
+            if (cursor := page.get("next_cursor")) is None:
+                break
+    return found
+
+
+def _named(ask: Ask, **selection: str) -> "Steps[list[Any]]":
+    unfinished = yield from ask("GET", "/tasks", state=UNFINISHED, limit=_MOST_NAMED, **selection)
+    if unfinished["items"]:
+        return list(unfinished["items"])[:_MOST_NAMED]
+    ended = (yield from ask("GET", "/tasks", limit=_MOST_NAMED, **selection))["items"]
+    is_model = all(task.get("run", {}).get("kind") == "model" for task in ended)
+    return list(ended)[: 1 if is_model else _MOST_NAMED]
+
+
+def _whole_of(tasks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the id of the array or the worker set that all these are workers of. Each worker has the name of
+    the whole, and its id as a label."""
+    for label in ("array", "worker_set"):
+        wholes = {task.get("labels", {}).get(label) for task in tasks}
+        if len(wholes) == 1 and None not in wholes:
+            return str(wholes.pop())
+    return None
