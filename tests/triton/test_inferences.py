@@ -116,6 +116,23 @@ def test_input_that_the_model_refuses_is_its_error_in_tritons_words(service: Ser
         assert failed.value.kind == "inference_refused"
 
 
+def test_the_model_type_of_an_inference_fills_what_it_leaves_out(service: ServiceProcess) -> None:
+    """Priority, retries and the time limit, which the server's answer of 1.5 seconds is too late for."""
+    broker, slow = service.broker, column(1500)
+    late, told, stated = (
+        broker.infer_later("doubles", slow, model_type="nightly"),
+        broker.infer_later("doubles", column(2), model_type="nightly", timeout_seconds=60),
+        broker.infer_later("doubles", slow, model_type="nightly", priority=35, timeout_seconds=60),
+    )
+    with pytest.raises(TaskFailed) as failed:
+        broker.result(late, timeout_seconds=PATIENCE_SECONDS)
+    assert failed.value.kind == "timeout"
+    assert (answered(broker, told)["OUTPUT0"], answered(broker, stated)["OUTPUT0"]) == ([4], [3000])
+    views = [broker.get(task) for task in (late, told, stated)]
+    assert {(view.model_type, view.max_retries) for view in views} == {("nightly", 2)}
+    assert [(view.priority, view.timeout_seconds) for view in views] == [(30, 0.5), (30, 60), (35, 60)]
+
+
 def test_missing_version_of_a_model_is_no_reason_to_wait_for_the_model(
     service: ServiceProcess,
 ) -> None:
