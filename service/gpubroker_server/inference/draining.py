@@ -77,6 +77,8 @@ class Draining:
         next look."""
         last = Presence(name, Instant(0.0))
         while True:
+            # Cleared before the look: an event that comes during a report is reason for another look.
+            self._woken.clear()
             is_contended, at = model_turns.is_contended(self._world), clock.now()
             is_news = self.drained() != last.let_go or (
                 is_contended and self._requests.in_use() != last.in_use
@@ -84,7 +86,6 @@ class Draining:
             if is_news or at >= last.at + _REPORT_SECONDS:
                 with suppress(StoreUnavailable):
                     last = await self.report(store, name, at)
-            self._woken.clear()
             is_waiting = is_contended or len(self._leaving_since) > len(last.let_go)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_SECONDS if is_waiting else _REPORT_SECONDS):
