@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.group import Unit, answer_known, write_group
 from gpubroker_server.adapters.sql.rows import event_of_row
-from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Found, Session
+from gpubroker_server.adapters.sql.session import (
+    CLOSED,
+    Collided,
+    CommitUnknown,
+    ConnectionLost,
+    Found,
+    Session,
+)
 from gpubroker_server.adapters.sql.system_tables import check_schema
 from gpubroker_server.core.domain.units import Lineage, Position, Seconds
 from gpubroker_server.core.world.events import Event
@@ -108,6 +115,7 @@ class Writer:
         self._deliver = deliver
         self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
         self._closing = threading.Event()
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpubroker-writer", daemon=True)
 
     def start(self) -> None:
@@ -116,8 +124,11 @@ class Writer:
     def put(self, works: Sequence[Work]) -> None:
         """Give works to the writer. Raises StoreUnavailable after `close`."""
         if self._closing.is_set():
-            raise StoreUnavailable("the store is closed")
+            raise StoreUnavailable(CLOSED)
         self._inbox.put(works)
+        if self._has_ended.is_set():
+            # `close` came between the check and the queue, and the thread takes nothing any more.
+            self._refuse_waiting(CLOSED)
 
     def close(self) -> None:
         """Write what is waiting, then end. Blocks until done."""
@@ -128,6 +139,9 @@ class Writer:
     def _run(self) -> None:
         while (first := self._next()) is not None:
             self.carry_out(self._with_waiting(first))
+        # In this order: works that `put` queues after the last look find that the thread has ended.
+        self._has_ended.set()
+        self._refuse_waiting(CLOSED)
         self._session.close()
 
     def carry_out(self, works: Sequence[Work]) -> None:
