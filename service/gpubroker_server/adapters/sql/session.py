@@ -175,6 +175,8 @@ class CommitUnknown(Exception):
 
     events: Sequence[Event] = ()
     """The events that are in the log if the commit succeeded."""
+    notes: Sequence[Row] = ()
+    """The rows that are in the audit log if the commit succeeded."""
 
 
 class Session(Protocol):

@@ -10,6 +10,7 @@ from sqlalchemy import (
     Integer,
     Table,
     Text,
+    and_,
     case,
     delete,
     func,
@@ -174,6 +175,14 @@ INSERT_EVENTS = insert_into(tables.event, EVENT_IN, known=OnConflict.FAIL)
 INSERT_AUDIT = insert_into(
     system_tables.audit, ("at", "tenant", "actor", "action", "subject", "reason"), known=OnConflict.FAIL
 )
+
+
+@over(*INSERT_AUDIT.columns)
+def noted(_insert: Any, r: FromClause) -> Any:
+    """Find the notes of the audit log that are the same as a given one."""
+    audit = system_tables.audit
+    same = (column == r.c[column.name] for column in INSERT_AUDIT.columns)
+    return select(audit.c.id).select_from(r.join(audit, and_(*same)))
 
 
 @over(tables.device.c.key, Column("mb", Integer), exact=True)

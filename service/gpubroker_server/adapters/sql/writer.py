@@ -21,6 +21,7 @@ from gpubroker_server.adapters.sql.session import (
     CommitUnknown,
     ConnectionLost,
     Found,
+    Row,
     Session,
 )
 from gpubroker_server.adapters.sql.system_tables import check_schema
@@ -334,17 +335,32 @@ class Writer:
         return write_group(self._session, units, self._usage_half_life_seconds, self._heard)
 
     def _read_back(self, unknown: CommitUnknown) -> list[Event] | None:
-        # A commit writes all its events or none, so its first event stands for all.
-        if not unknown.events or self._was_committed(unknown.events[0]):
-            return list(unknown.events)
-        return None
+        # A commit writes all or nothing, so its first event stands for all, or its first note if it has none.
+        if unknown.events:
+            is_done = self._was_committed(partial(self._session.has_event, unknown.events[0]))
+        elif unknown.notes:
+            is_done = self._was_committed(partial(self._has_note, unknown.notes[0]))
+        else:
+            # Nothing shows what became of it, and a repetition writes nothing twice: rows have keys.
+            self._session.reconnect()
+            is_done = False
+        return list(unknown.events) if is_done else None
 
-    def _was_committed(self, first: Event) -> bool:
-        """Return True if the log has the first event of an unknown commit. Asks until the database answers,
-        because a caller gets no answer before the outcome is known. Raises StoreUnavailable when closed."""
+    def _has_note(self, note: Row) -> bool:
+        """Return True if the audit log has this note. Waits for a commit that is under way."""
+        self._session.begin()
+        self._session.take_positions(0)
+        found = self._session.fetch(sql.noted, [note])
+        self._session.rollback()
+        return bool(found)
+
+    def _was_committed(self, has_first: Callable[[], bool]) -> bool:
+        """Return True if the database has what an unknown commit wrote first. Asks until the database
+        answers, because a caller gets no answer before the outcome is known. Raises StoreUnavailable when
+        closed."""
         with suppress(StoreUnavailable):
             self._session.reconnect()
-        known = self._insist(lambda: self._session.has_event(first))
+        known = self._insist(has_first)
         if known is None:
             raise StoreUnavailable("the store was closed before an unknown commit could be read back")
         return known
