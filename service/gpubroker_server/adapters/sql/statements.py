@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import (
     Column,
+    ColumnElement,
     FromClause,
     Integer,
     Table,
@@ -115,6 +116,18 @@ def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> S
         return delete(table).where(tuple_(*columns).in_(chosen))
 
     return SetStatement(f"delete {table.name}", columns, build, exact)
+
+
+def begins_from(first: ColumnElement[int], at: Any, *whose: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return the condition that a range is the last one that begins at `at` or before, or a later one.
+    `first`: the column with the beginning of a range. `whose`: the conditions that choose the ranges of one
+    owner. No two of them overlap, so no earlier range reaches `at`.
+
+    A condition on the ends of the ranges chooses the same rows, but no index leads to it: each page would
+    read all ranges before it.
+    """
+    last = select(func.max(first)).where(*whose, first <= at).correlate(None).scalar_subquery()
+    return first >= func.coalesce(last, literal_column("0"))
 
 
 EVENT = columns_of(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields", "reader"))
