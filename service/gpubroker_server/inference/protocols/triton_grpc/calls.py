@@ -53,7 +53,7 @@ _STATUS_OF: Final = {
 }
 """HTTP status -> gRPC status. All other HTTP statuses become INTERNAL."""
 
-_UNAVAILABLE: Final = 14
+UNAVAILABLE: Final = 14
 """The code of UNAVAILABLE: the server itself says so, or its connection was lost."""
 _OF_THE_CLIENT: Final = frozenset({1, 4})
 """The codes of CANCELLED and DEADLINE_EXCEEDED, which say nothing about the server."""
@@ -63,7 +63,7 @@ def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
     """Tell the endpoint of a failed call. Over gRPC an error may be an answer of a healthy server."""
     if failed.trouble is not None:
         endpoint.failed(failed.trouble, failed.detail)
-    elif failed.code == _UNAVAILABLE:
+    elif failed.code == UNAVAILABLE:
         endpoint.check_wanted.set()
     elif failed.code not in _OF_THE_CLIENT:
         endpoint.answered()
@@ -197,7 +197,7 @@ class GrpcCall(ProxiedRequest):
         is_unknown = is_servers_answer and says_unknown_model(failed.detail)
         if is_unknown and self._may_ask_again() and self._ask_again():
             return
-        broke_off = Trouble.BROKEN if failed.code == _UNAVAILABLE else None
+        broke_off = Trouble.BROKEN if failed.code == UNAVAILABLE else None
         trouble = failed.trouble or broke_off
         if trouble is None or not self._retry(trouble):
             self._upstream = None
