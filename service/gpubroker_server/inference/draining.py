@@ -51,15 +51,24 @@ class Draining:
     def drained(self) -> frozenset[str]:
         """Return the claims of models that are to leave and have no request of this gateway left."""
         leaving = {
-            mark_of(task.id, task.fence, 0): model_of(task).model
+            mark_of(task.id, task.fence, 0): (model_of(task).model, *model_of(task).steps)
             for task in self._world.models.live()
             if task.state is TaskState.STOPPING
         }
         since = {claim: self._leaving_since.get(claim, self._requests.now()) for claim in leaving}
         self._leaving_since = since
         return frozenset(
-            claim for claim, model in leaving.items() if not self._requests.has_older(model, since[claim])
+            claim
+            for claim, models in leaving.items()
+            if not any(self._requests.has_older(model, since[claim]) for model in models)
         )
+
+    def in_use(self) -> frozenset[str]:
+        """Return the models that have a request here, and the ensembles whose steps have one: these hold the
+        memory of their steps."""
+        used = self._requests.in_use()
+        ensembles = (model for task in self._world.models.live() if (model := model_of(task)).steps)
+        return used.union(model.model for model in ensembles if not used.isdisjoint(model.steps))
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Report at once if the leader may wait for it. The World must have applied the events before."""
@@ -68,7 +77,7 @@ class Draining:
 
     async def report(self, store: PresenceStore, name: str, at: Instant) -> Presence:
         """Write what this gateway has drained and what it uses. Raises StoreUnavailable."""
-        presence = Presence(name, at, self.drained(), self._requests.in_use())
+        presence = Presence(name, at, self.drained(), self.in_use())
         await store.present(presence)
         return presence
 
@@ -80,9 +89,7 @@ class Draining:
             # Cleared before the look: an event that comes during a report is reason for another look.
             self._woken.clear()
             is_contended, at = model_turns.is_contended(self._world), clock.now()
-            is_news = self.drained() != last.let_go or (
-                is_contended and self._requests.in_use() != last.in_use
-            )
+            is_news = self.drained() != last.let_go or (is_contended and self.in_use() != last.in_use)
             if is_news or at >= last.at + _REPORT_SECONDS:
                 with suppress(StoreUnavailable):
                     last = await self.report(store, name, at)
