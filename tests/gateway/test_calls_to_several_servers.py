@@ -257,8 +257,7 @@ async def test_broken_off_stream_goes_to_another_server_if_it_may_be_repeated() 
             await call.read()
         assert (refused.value.code(), refused.value.details()) == (Status.UNAVAILABLE, "for a reason")
         assert b.messages == []
-        stage.own = (*stage.own, ("x-idempotent", "true"))
-        call = stage.open()
+        call = stage.open(metadata=(("x-idempotent", "true"),))
         await call.write(ANY)
         assert await call.read() == ANY
         assert (first.in_flight, first.passed_on) == (0, 1)
