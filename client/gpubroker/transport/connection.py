@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpubroker.errors import Unreachable
+from gpubroker.transport.starting import starting_for_seconds
 
 TASK_VARIABLE = "GPUBROKER_TASK"
 """Every run has it."""
@@ -46,6 +47,11 @@ def find_service(
             f"this code runs in {environ[TASK_VARIABLE]}, which has no access to the service: have the "
             "operator set submit_from_tasks: true, or give url and token",
             code="no-service",
+        )
+    if not url and (seconds := starting_for_seconds(path.parent)) is not None:
+        raise Unreachable(
+            f"a service is starting in {path.parent}, for {seconds:.0f} s now; try again when it listens",
+            code="starting",
         )
     if not url:
         raise Unreachable(

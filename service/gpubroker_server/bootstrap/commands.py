@@ -28,6 +28,7 @@ from gpubroker_server.bootstrap.start_checks import (
     listening_socket,
     prepare_data_dir,
 )
+from gpubroker_server.bootstrap.starting import StartingFile
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.logs import configure_logs
@@ -86,13 +87,20 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
     with (
         listening_socket(settings.host, settings.port) if speaks else nullcontext() as listener,
         nullcontext() if speaks else BrokerFile(settings.data_dir) as broker_file,
+        StartingFile(settings.data_dir) as starting,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        work = _run(settings, listener, leads=leads)
+        work = _run(settings, listener, leads=leads, on_start=starting.started)
         return runner.run(work if broker_file is None else broker_file.renewed_during(work))
 
 
-async def _run(settings: Settings, listener: socket.socket | None, *, leads: bool) -> int:
+async def _run(
+    settings: Settings,
+    listener: socket.socket | None,
+    *,
+    leads: bool,
+    on_start: Callable[[], None] = lambda: None,
+) -> int:
     try:
         store = await open_store(
             settings.database,
@@ -109,7 +117,10 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
     deadline = ExitDeadline(settings.drain_seconds)
     try:
         blobs = await open_blobs(settings, store)
-        process = Process(settings, store, blobs, listener=listener, leads=leads, on_stop=deadline.begin)
+        process = Process(
+            settings, store, blobs,
+            listener=listener, leads=leads, on_start=on_start, on_stop=deadline.begin,
+        )  # fmt: skip
         return await process.run()
     except StoreUnavailable as fault:
         raise StartRefused(

@@ -14,6 +14,7 @@ from gpubroker.wire.bounds import MOST_PRIORITY
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
+from gpubroker_server.adapters.python_modules import PythonModules
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.driver.worker_calls import CallingDriver
 from gpubroker_server.adapters.sql.store import SqlStore
@@ -102,7 +103,7 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
         self._waiters = Waiters(settings.limits.tenant_waits)
-        rules = rules_of(settings, self._host)
+        rules = rules_of(settings, self._host, modules_of(settings, leads=broker is not None))
         self._servers = servers_of(settings)
         self._served = served_of(settings, hosts_of(settings))
         self._residencies = self._residencies_of(rules, ids := Ids(), lead)
@@ -314,17 +315,31 @@ class GatewayRole:
         return secret if await self._store.put_token(row, by=self._name) else None
 
 
-def rules_of(settings: Settings, host: str) -> OperatorRules:
-    """`host`: the address of the gateway's own port."""
+def rules_of(settings: Settings, host: str, modules: PythonModules | None = None) -> OperatorRules:
+    """`host`: the address of the gateway's own port. `modules`: what runs import, if all of them run here."""
     return OperatorRules(
         permissions=Permissions(
-            policy_of(settings), settings.entrypoints, PYTHON, CLOUDPICKLE, settings.env_allowed
+            policy_of(settings),
+            settings.entrypoints,
+            PYTHON,
+            CLOUDPICKLE,
+            settings.env_allowed,
+            modules,
         ),
         defaults=defaults_of(settings),
         limits=limits_of(settings),
         kinds=kinds_of(settings),
         allowed_hosts=(*settings.allowed_hosts, host),
     )
+
+
+def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:
+    """Return the modules of the runs if all of them are on this machine: those of other nodes have files of
+    their own. `leads`: this process may lead; on SQLite no other one does."""
+    is_alone = leads and settings.database.startswith("sqlite")
+    if not is_alone or settings.engine != "ray" or settings.ray.address:
+        return None
+    return PythonModules(tuple(map(str, settings.task_path)) or (os.getcwd(),))
 
 
 class QuietServer(uvicorn.Server):
