@@ -128,7 +128,7 @@ async def test_an_ensemble_is_in_use_while_one_of_its_steps_is() -> None:
         assert draining.drained() == {f"{task.id}:{task.fence}"}
 
 
-async def test_waiting_ensemble_is_entered_anew_when_the_size_of_a_step_was_corrected() -> None:
+async def test_waiting_ensemble_is_entered_anew_for_a_new_size_of_a_step() -> None:
     steps = {"large": ModelRules(Mib(9_000)), "small": ModelRules(Mib(500))}
     async with with_ensemble(loaded=False, **steps) as there:
         [residency] = there.residencies

@@ -90,7 +90,7 @@ def test_ensemble_of_two_models_has_the_size_of_both_and_shows_them(
         assert shown(service.broker) == dict.fromkeys(WHOLE, "cold")
 
 
-def test_step_of_a_resident_ensemble_answers_and_takes_no_memory_of_its_own(
+def test_step_of_a_resident_ensemble_answers_without_memory_of_its_own(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     with ForkedService(tmp_path / "data", **chosen(own_triton)) as service:
