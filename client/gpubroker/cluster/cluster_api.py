@@ -23,14 +23,14 @@ class ClusterApi(Operations):
 
         `history`: how much of the past to show, such as `1h`, which is the most; the default is `5m`.
         """
-        return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle, history=history)))
+        return (yield from self._whole(Gpu, "/gpus", idle=idle, history=history))
 
     @operation
     def nodes(self, *, history: str | None = None, sort: str | None = None) -> Steps[Page[Node]]:
         """List all machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
         `sort`: name (the default), cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; with
         a `-` before it, the most first."""
-        return page_of(Node, (yield from self._ask("GET", "/nodes", history=history, sort=sort)))
+        return (yield from self._whole(Node, "/nodes", history=history, sort=sort))
 
     @operation
     def node(self, name: str, *, history: str | None = None) -> Steps[NodeDetail]:

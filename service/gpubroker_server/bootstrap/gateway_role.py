@@ -48,6 +48,7 @@ from gpubroker_server.http.identity import (
     new_token,
 )
 from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.proxies import TrustedProxies
 from gpubroker_server.http.waiters import Waiters
 from gpubroker_server.inference.draining import Draining
 from gpubroker_server.inference.health_checks import HealthChecks
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 
 NODES_AT_ONCE = 20
+DATABASE_LOG_SECONDS = 10.0
 """So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
 """How long a start waits for model servers to list their models."""
@@ -160,6 +162,7 @@ class GatewayRole:
         jobs.append(("idle templates", keep_filling(self._parts)))
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
         jobs.append(("history of samples", self._keep_history()))
+        jobs.append(("log of the database", self._keep_database_log()))
         if self._residencies is not None:
             jobs.append(("use of models", self._residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._residencies).keep()))
@@ -226,6 +229,13 @@ class GatewayRole:
                     await asyncio.sleep(0)
             await asyncio.sleep(self._parts.rules.policy.sample_period_seconds)
 
+    async def _keep_database_log(self) -> None:
+        while True:
+            with contextlib.suppress(StoreUnavailable):  # what it was stays known
+                size_bytes = await self._store.log_bytes()
+                self._parts.database_log.look(size_bytes, self._follower.clock.now())
+            await asyncio.sleep(DATABASE_LOG_SECONDS)
+
     @property
     def url(self) -> str:
         return url_of(self._listener)
@@ -267,6 +277,7 @@ class GatewayRole:
             residencies=self._residencies,
             audit=self._store.audit,
             access_log=self._settings.access_log,
+            proxies=TrustedProxies(self._settings.trusted_proxies),
         )
 
     def _residencies_of(self, rules: OperatorRules, ids: Ids, lead: LeaderStatus) -> Residencies | None:
@@ -330,6 +341,8 @@ def rules_of(settings: Settings, host: str, modules: PythonModules | None = None
         limits=limits_of(settings),
         kinds=kinds_of(settings),
         allowed_hosts=(*settings.allowed_hosts, host),
+        trusted_proxies=settings.trusted_proxies,
+        root_path=settings.root_path,
     )
 
 

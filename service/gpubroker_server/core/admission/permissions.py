@@ -80,6 +80,10 @@ class Permissions(Struct, frozen=True):
         token and the tenant may have a cap."""
         return min(sender.max_priority, self.policy.tenant(tenant or sender.tenant).max_priority)
 
+    def default_priority(self, sender: Sender | None, usual: int, tenant: str | None = None) -> int:
+        """Return the priority of what names none: the usual one, or the highest that the token may give."""
+        return usual if sender is None else min(usual, self.highest_priority(sender, tenant))
+
     def check_priority(
         self,
         sender: Sender,
