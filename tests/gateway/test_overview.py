@@ -107,6 +107,16 @@ async def test_a_gpu_that_cannot_be_used_is_shown_with_the_reason(gateway: Gatew
     assert node["agent"]["gpu_faults"]["GPU 3"] == "GPU is lost"
 
 
+async def test_a_gpu_of_a_node_that_shows_none_has_the_reason(gateway: Gateway, api: Client) -> None:
+    agent = {"release": "0.1.0", "protocol": 7, "outdated": False, "message": None, "gpu_faults": {}}
+    agent["gpu_absence"] = "the NVIDIA driver is not loaded"
+    gateway.executor = {**gateway.executor, "agents": {"n1": agent}}
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert gpu["fault"] == "the NVIDIA driver is not loaded"
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert node["agent"]["gpu_absence"] == "the NVIDIA driver is not loaded"
+
+
 async def test_a_node_shows_since_when_its_agent_is_silent(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/nodes")).json()["items"][0]["silent_since"] is None
     gateway.silent = {NodeName("n1"): Instant(0.0), NodeName("elsewhere"): Instant(1.0)}

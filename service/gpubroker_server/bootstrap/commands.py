@@ -21,6 +21,7 @@ from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.run_access import url_of
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
+    check_gpus,
     check_installed,
     check_ray_access,
     check_reach,
@@ -85,6 +86,7 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
     if leads:
         check_task_surroundings(settings)
         check_ray_access(settings)
+        check_gpus(settings)
     prepare_data_dir(settings.data_dir)
     if settings.objects.exists():
         keep_private(settings.objects)

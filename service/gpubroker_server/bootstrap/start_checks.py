@@ -18,6 +18,7 @@ import psutil
 import structlog
 from msgspec import structs
 
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.settings.loading import LOOPBACK, Settings
 from gpubroker_server.settings.ray import client_server_refused
@@ -162,6 +163,20 @@ def _check_readable(name: str, path: Path) -> None:
         ) from None
     if empty:
         raise StartRefused(f"{name}: {path} is empty")
+
+
+def check_gpus(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    """Check that no GPU to use is named twice: CUDA shows none then. Raises StartRefused."""
+    named, by = settings.ray.gpus, "ray.gpus"
+    if named is None and not settings.ray.address and VARIABLE in environment:
+        named, by = tuple(environment[VARIABLE].split(",")), VARIABLE
+    words = [word.strip() for word in named or ()]
+    twice = sorted({word for word in words if word and words.count(word) > 1})
+    if settings.engine == "ray" and not settings.simulated_devices and twice:
+        raise StartRefused(
+            f"{by} names {', '.join(twice)} twice, and CUDA shows no GPU to a process with such a list; name "
+            "each GPU once"
+        )
 
 
 def check_task_surroundings(settings: Settings) -> None:

@@ -200,7 +200,7 @@ _DEVICES: Final = (
     _per_gpu(
         "gpubroker_gpu_memory_free_bytes",
         "Memory that a task without a pledge could take now.",
-        lambda ledger: max(0, ledger.free_mb()) * MIB_BYTES,
+        lambda ledger: ledger.offered_mb() * MIB_BYTES,
     ),
     MetricRow(
         "gpubroker_gpu_memory_stranded_bytes",

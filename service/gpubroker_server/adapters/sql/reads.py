@@ -345,7 +345,8 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
     # A finished task and a device that is gone count until all their leases are released.
     leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
     leases = read_rows(connection, select(*_LEASE).where(~_lease.c.released), {})
-    devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
+    is_kept = device.c.present | (device.c.leased_mb > 0) | device.c.closure.is_not(None)
+    devices = read_rows(connection, select(*_DEVICE).where(is_kept), {})
     requests = read_rows(connection, select(tables.request), {})
     worker_sets = connection.execute(select(worker_set.c.fields)).scalars()
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
@@ -360,7 +361,7 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
         ],
         leases=[value_of_row(Lease, row) for row in leases],
         pledges=[value_of_row(Pledge, row) for row in read_rows(connection, select(*_PLEDGE), {})],
-        devices=[Device(*row) for row in devices],
+        devices=[value_of_row(Device, row) for row in devices],
         nodes=[value_of_row(Node, row) for row in read_rows(connection, select(tables.node), {})],
         requests=[value_of_row(Request, row) for row in requests],
         worker_sets=[json.decode(text, type=WorkerSet) for text in worker_sets],

@@ -4,6 +4,8 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
@@ -34,7 +36,7 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
-from gpubroker_server.core.world.events import Event, consecutive
+from gpubroker_server.core.world.events import ClosureChange, Event, consecutive
 from gpubroker_server.core.world.ledger import DeviceLedger, UnconfirmedHolders
 from gpubroker_server.core.world.model_index import ModelIndex
 from gpubroker_server.core.world.past_runs import RunHistory
@@ -245,7 +247,14 @@ class World:
             case "pledge":
                 self._apply_pledge(event, what)
             case "device":
-                self.add_device(read(event.payload, Device))
+                device = self.ledgers.get(DeviceKey(event.key))
+                # Its closure, which has events of its own, stays as it is.
+                seen = changed(device.device, event.payload) if device else read(event.payload, Device)
+                self.add_device(seen)
+            case "gpu":
+                if (device := self.ledgers.get(DeviceKey(event.key))) is not None:
+                    closure = read(event.payload, ClosureChange).closure
+                    self.add_device(replace(device.device, closure=closure))
             case "node":
                 known = self.nodes.get(NodeName(event.key))
                 # Its cordon, which has events of its own, stays as it is.
@@ -403,9 +412,10 @@ class World:
         count_custom(self.custom_use, task, sign)
 
     def _drop_if_gone(self, ledger: DeviceLedger) -> None:
-        """A removed device is forgotten once nothing on it is held or pledged."""
+        """A removed device is forgotten once nothing on it is held or pledged, unless it is closed: an
+        operator's closure outlasts its absence."""
         device = ledger.device
-        if not (device.present or ledger.holdings or ledger.pledges):
+        if not (device.present or device.closure or ledger.holdings or ledger.pledges):
             self.inventory_version += 1
             del self.ledgers[device.key]
             self.by_node[device.node].remove(device.key)

@@ -89,7 +89,7 @@ def _gpu_totals(world: World) -> GpuTotals:
         total_mb=sum(ledger.device.physical_mb for ledger in ledgers if ledger.device.offers),
         leased_mb=sum(ledger.leased_mb() for ledger in ledgers),
         used_mb=sum(sample.used_mb for sample in samples),
-        free_mb=sum(max(0, ledger.free_mb()) for ledger in ledgers),
+        free_mb=sum(ledger.offered_mb() for ledger in ledgers),
         utilization=sum(measured) / len(measured) if measured else None,
     )
 

@@ -16,12 +16,13 @@ from gpubroker_server.core.control.findings.closed import (
     silent_nodes,
 )
 from gpubroker_server.core.control.findings.finding import Finding
-from gpubroker_server.core.control.findings.gpus import held_idle
+from gpubroker_server.core.control.findings.gpus import closed_gpus, failing_gpus, held_idle
 from gpubroker_server.core.control.findings.nodes import (
     clocks_apart,
     full_disks,
     spilling_stores,
     unreached_nodes,
+    unusable_gpus,
     versions_apart,
 )
 from gpubroker_server.core.control.findings.parts import (
@@ -94,6 +95,8 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         quarantined_memory(world),
         quota_locks(known.quota_locks, policy),
         held_idle(world, known.fleet, now),
+        closed_gpus(world),
+        failing_gpus(world, known.fleet.failing),
         waits_for_ever(known.stuck),
         repeated_memory_failures(known.fleet.memory_failures),
         all_on_one_node(world),
@@ -103,6 +106,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         full_disks(samples),
         spilling_stores(samples),
         unreached_nodes(world, samples),
+        unusable_gpus(world, agents),
         clocks_apart(agents),
         versions_apart(agents),
     )

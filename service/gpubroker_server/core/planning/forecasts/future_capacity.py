@@ -172,7 +172,7 @@ class _CapacityReleases:
         return [
             ledger.device.key
             for ledger in self.draft.ledgers_on(node)
-            if not ledger.is_stale(self._heard_until, period)
+            if not ledger.takes_nothing(self._heard_until, period)
         ]
 
     def leaves_at(self, run: Task, waiter: _WaitingTask) -> float:
@@ -209,7 +209,7 @@ class _CapacityReleases:
         return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
 
     def _is_unheard_of(self, ledger: DeviceLedger) -> bool:
-        return ledger.is_stale(self._heard_until, self._expected_ends.policy.sample_period_seconds)
+        return ledger.takes_nothing(self._heard_until, self._expected_ends.policy.sample_period_seconds)
 
     def _out_of_the_way_at(self, run: Task, expected_end: ExpectedEnd, waiter: _WaitingTask) -> float:
         now, policy = self._expected_ends.now, self._expected_ends.policy
