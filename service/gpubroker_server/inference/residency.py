@@ -185,8 +185,13 @@ class Residency:
         tasks, name = self._parts.world.models.live(), self.rules.name
         return [task for task in tasks if (model := model_of(task)).model and model.server == name]
 
+    def memory_of(self, model: str) -> Task | None:
+        """Return the task that holds the model's memory, or waits for it: its own, or that of a loaded
+        ensemble of which the model is a step."""
+        return self.of(model) or self.ensemble_of(model)
+
     def is_there(self, model: str) -> bool:
-        task = self.of(model)
+        task = self.memory_of(model)
         return task is not None and task.state is TaskState.RUNNING
 
     async def repository(self) -> Mapping[str, IndexedModel] | None:
@@ -215,7 +220,7 @@ class Residency:
         and otherwise with the next report."""
         now = self._parts.clock.now()
         self._uses.add(model, Uses(1, priority, now))
-        task = self.of(model)
+        task = self.memory_of(model)
         if task is None or task.state is not TaskState.RUNNING or model in self._reported_now:
             return
         if needs_want_request(task, priority, now):
@@ -232,7 +237,7 @@ class Residency:
         """Tell the leader when this model was used. Raises StoreUnavailable and keeps the uses for the next
         report."""
         # Taken before the call, so that uses during the call are counted for the next report.
-        uses, task = self._uses.take(model), self.of(model)
+        uses, task = self._uses.take(model), self.memory_of(model)
         if uses is None or task is None:
             return
         times, priority, last_at = uses
@@ -262,7 +267,7 @@ class Residency:
             self._do(self._report_dead(model))
 
     async def _report_dead(self, model: str) -> None:
-        task = self.of(model)
+        task = self.memory_of(model)
         if task is not None:
             with suppress(StoreUnavailable):  # A later request to the model reports it again.
                 priority = model_of(task).asked_priority
@@ -322,15 +327,15 @@ class Residency:
         Raises Problem."""
         now = self._parts.clock.now
         until = now() + self.rules.cold_seconds
-        denied = self.of(model)
-        while denied is not None and _is_unchanged(denied, self.of(model)):
+        denied = self.memory_of(model)
+        while denied is not None and _is_unchanged(denied, self.memory_of(model)):
             if unless():
                 return
             found = (await self.repository() or {}).get(model)
             if found is not None and found.stage is ModelState.READY:
                 return
             with self._parts.waiters.expect(moves_of(denied.id)) as moved:
-                if not _is_unchanged(denied, self.of(model)):
+                if not _is_unchanged(denied, self.memory_of(model)):
                     return
                 if now() >= until or self._parts.waiters.is_closed:
                     raise self._not_ready(denied, now())
@@ -399,13 +404,13 @@ class Residency:
     # Making holders.
 
     async def want(self, model: str, priority: int, *, queued: bool = False, measured: bool = False) -> Task:
-        """Return the model's holder, and make one if there is none. `queued`: it is for queued inferences,
-        for which the leader keeps the model wanted. `measured`: the model is loaded to be measured. Raises
-        Problem, UnknownModel, StoreUnavailable."""
+        """Return the task that holds the model's memory, and make one if there is none. `queued`: it is for
+        queued inferences, for which the leader keeps the model wanted. `measured`: the model is loaded to be
+        measured. Raises Problem, UnknownModel, StoreUnavailable."""
         # Under the lock this gateway makes one holder per model. The store refuses a second one of another
         # gateway.
         async with self._locks.setdefault(model, asyncio.Lock()):
-            task = self.of(model)
+            task = self.memory_of(model)
             if task is None:
                 return await self._enter(model, priority, queued=queued, measured=measured)
             if not queued:
@@ -443,7 +448,9 @@ class Residency:
         for task in self.holders():
             if task.state is TaskState.PENDING and not task.held:
                 asked, _, _ = await self.demand_of(task.name)
-                is_given = self.rules_of(task.name).gpu_mb is not None
+                # An ensemble's size may be that of its steps.
+                sizes = (self.rules_of(name).gpu_mb for name in (task.name, *model_of(task).steps))
+                is_given = any(size_mb is not None for size_mb in sizes)
                 if not _asks_for(task, asked, same_size=is_given):
                     await self.ask_leader(task, "cancel", by="settings")
         base, rules = self.of(""), self.rules

@@ -234,7 +234,7 @@ def write_group(
     """Write all units in one transaction, or none, and return their events in order. `heard`: the position up
     to which this process has read the log.
 
-    Raises what the session raises. A CommitUnknown carries the events.
+    Raises what the session raises. A CommitUnknown carries the events and the notes of the audit log.
     """
     for unit in units:
         unit.prepare()
@@ -266,6 +266,7 @@ def write_group(
         session.commit()
     except CommitUnknown as unknown:
         unknown.events = _events(units, first, at)
+        unknown.notes = list(rows.get(sql.INSERT_AUDIT, ()))
         raise
     return _events(units, first, at)
 

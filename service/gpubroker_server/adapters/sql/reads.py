@@ -27,7 +27,7 @@ from sqlalchemy import (
 from gpubroker_server.adapters.sql import rows, system_tables, tables
 from gpubroker_server.adapters.sql.columns import value_of_row
 from gpubroker_server.adapters.sql.session import SqlPart, read_rows
-from gpubroker_server.adapters.sql.statements import EVENT
+from gpubroker_server.adapters.sql.statements import EVENT, begins_from
 from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
 from gpubroker_server.core.domain.decisions import ItemPage, QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, Node
@@ -427,11 +427,19 @@ def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
     return [(first, behind) for first, behind in found]
 
 
-def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
-    order = _page.page if wanted.by_commit else _page.first
-    chosen = select(tables.item_page).where(_page.array == wanted.array).order_by(order).limit(wanted.limit)
-    # Only `array` bounds the search in the index: pages up to `after` are read there and passed over.
-    chosen = chosen.where(_page.page > wanted.after if wanted.by_commit else _behind > wanted.after + 1)
+def pages_of(wanted: PageFilter) -> Select[Any]:
+    """Return the query of the pages, in order. An index leads to the first of them."""
+    whose = _page.array == wanted.array
+    query = select(tables.item_page).where(whose).limit(wanted.limit)
+    if wanted.by_commit:
+        query = query.where(_page.page > wanted.after).order_by(_page.page)
+    else:
+        begins = begins_from(_page.first, wanted.after + 1, whose)
+        query = query.where(begins, _behind > wanted.after + 1).order_by(_page.first)
     if wanted.failed is not None:
-        chosen = chosen.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)
-    return [ItemPage(**row) for row in connection.execute(chosen).mappings()]
+        query = query.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)
+    return query
+
+
+def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
+    return [ItemPage(**row) for row in connection.execute(pages_of(wanted)).mappings()]
