@@ -35,10 +35,10 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
     if not demand.gpus:
         return _over_nodes(demand, open_nodes)
     names = {node.name for node in open_nodes}
-    there = [device for device in devices if device.node in names]
-    usable = [device for device in there if may_use_device(demand, device)]
-    if there and not usable:
-        return _no_such_device(demand, there)
+    named_devices = [device for device in devices if device.node in names]
+    usable = [device for device in named_devices if may_use_device(demand, device)]
+    if named_devices and not usable:
+        return _no_such_device(demand, named_devices)
     return _over_devices(demand, usable, open_nodes)
 
 
@@ -195,8 +195,12 @@ def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Nod
 
 def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
     if not devices:
-        which = f"no node that matches {constraints_text(demand)}" if demand.where.nodes else "no node"
-        message = f"the task asks for a GPU, and {which} has one; add a node with GPUs, or ask for none"
+        matching_node = (
+            f"no node that matches {constraints_text(demand)}" if demand.where.nodes else "no node"
+        )
+        message = (
+            f"the task asks for a GPU, and {matching_node} has one; add a node with GPUs, or ask for none"
+        )
         return Refusal("exceeds-capacity", message, "gpus")
     largest = max(devices, key=lambda device: (device.allocatable_mb - device.context_mb, device.key))
     beside = f" beside {in_gib(largest.context_mb)} for each process" if largest.context_mb else ""
@@ -216,25 +220,25 @@ def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
 
 def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
     """`nodes` have enough GPUs; one of them must also have the CPU and the host memory."""
-    which = f" with {demand.gpus} such GPUs" if demand.gpus else ""
+    with_gpus = f" with {demand.gpus} such GPUs" if demand.gpus else ""
     by_cpu = max(nodes, key=lambda node: node.cpu)
     if demand.cpu > by_cpu.cpu:
         message = (
-            f"{demand.cpu:g} CPUs exceed the largest node{which}, {by_cpu.name} with {by_cpu.cpu:g}; "
+            f"{demand.cpu:g} CPUs exceed the largest node{with_gpus}, {by_cpu.name} with {by_cpu.cpu:g}; "
             "ask for less"
         )
         return Refusal("exceeds-capacity", message, "cpu")
     by_memory = max(nodes, key=lambda node: node.memory_mb)
     if demand.memory_mb > by_memory.memory_mb:
         message = (
-            f"{in_gib(demand.memory_mb)} of host memory exceed the largest node{which}, "
+            f"{in_gib(demand.memory_mb)} of host memory exceed the largest node{with_gpus}, "
             f"{by_memory.name} with {in_gib(by_memory.memory_mb)}; ask for less"
         )
         return Refusal("exceeds-capacity", message, "memory_mb")
     if not any(node.cpu >= demand.cpu and node.memory_mb >= demand.memory_mb for node in nodes):
         message = (
-            f"no node{which} has {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory together; "
-            "ask for less of one"
+            f"no node{with_gpus} has {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory "
+            "together; ask for less of one"
         )
         return Refusal("exceeds-capacity", message, "memory_mb")
     return None

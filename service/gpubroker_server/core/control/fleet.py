@@ -126,22 +126,25 @@ class FleetControl:
         self._rules = rules
         self._policy = policy
         known = [
-            (target, one) for target in rules.targets for one in before.targets if one[:4] == _about(target)
+            (target, seen)
+            for target in rules.targets
+            for seen in before.targets
+            if seen[:4] == _about(target)
         ]
-        self._standings = {target: Standing(one.value, one.is_in, one.since) for target, one in known}
+        self._standings = {target: Standing(seen.value, seen.is_in, seen.since) for target, seen in known}
         self._constrained = {
-            target: Alarm(True, one.constrained_since)
-            for target, one in known
-            if one.constrained_since is not None
+            target: Alarm(True, seen.constrained_since)
+            for target, seen in known
+            if seen.constrained_since is not None
         }
         self._controls: dict[FleetTarget, Control] = {}
-        self._quiet = {one.name: one for one in before.idle}
+        self._quiet = {resource.name: resource for resource in before.idle}
         self._idle = list(before.idle)
         self._idle_pace = Interval(rules.idle_check_seconds)
         self._filled: dict[str, Instant] = {}
         """Device or node -> the time at which it was last seen with only idle work."""
-        self._alarms = {one.name: Alarm(True, one.since) for one in before.pressures}
-        self._disks = {(one.node, one.path): one for one in before.low_disks}
+        self._alarms = {pressure.name: Alarm(True, pressure.since) for pressure in before.pressures}
+        self._disks = {(disk.node, disk.path): disk for disk in before.low_disks}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
         self.loads: dict[TaskId, Loaded] = {}
@@ -175,7 +178,7 @@ class FleetControl:
             tuple(waiting_calls(world, self.loads)),
             steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
             self._full_disks(),
-            tuple(one for one in self._disks.values() if one.level),
+            tuple(disk for disk in self._disks.values() if disk.level),
             self.nodes.overloaded,
             idle_grace_seconds=rules.idle.grace_seconds,
         )
@@ -225,20 +228,20 @@ class FleetControl:
     def _follow_idle(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         rules = self._rules.idle
         self._quiet = follow_idle(self._quiet, self._readings(world, now, gone), now, rules)
-        known = {one.name for one in self._idle}
+        known = {resource.name for resource in self._idle}
         if self._idle_pace.is_due(now):
             self._idle_pace.done(now)
             self._idle = idle(self._quiet, now, rules)
-            self.fill.find(world, [one.name for one in self._idle])
+            self.fill.find(world, [resource.name for resource in self._idle])
         self.fill.look(world, self._quiet.keys(), now)
-        for one in self._idle:
-            if one.name not in known:
+        for resource in self._idle:
+            if resource.name not in known:
                 about: dict[str, Any] = {
-                    "utilization": one.utilization,
-                    "idle_seconds": now - one.since,
+                    "utilization": resource.utilization,
+                    "idle_seconds": now - resource.since,
                     "threshold": rules.below,
                 }
-                yield Notice("fleet.IDLE_RESOURCE_DETECTED", one.name, about)
+                yield Notice("fleet.IDLE_RESOURCE_DETECTED", resource.name, about)
 
     def _readings(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Reading]:
         """Yield the utilization of all devices that take work, and of the CPUs of all nodes."""
@@ -268,9 +271,9 @@ class FleetControl:
             if alarm.is_on is not before.get(name, Alarm()).is_on:
                 threshold = thresholds[threshold_name(name, thresholds)]
                 limit = threshold.high if alarm.is_on else threshold.low
-                what = "ACTIVATED" if alarm.is_on else "RELEASED"
+                change = "ACTIVATED" if alarm.is_on else "RELEASED"
                 about = {"value": values[name], "threshold": limit}
-                yield Notice(f"fleet.BACKPRESSURE_{what}", name, about, tenant_of(name))
+                yield Notice(f"fleet.BACKPRESSURE_{change}", name, about, tenant_of(name))
 
     def _follow_disks(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         """A disk that is not measured now keeps its level: one that is full may be slow to answer.
@@ -284,25 +287,25 @@ class FleetControl:
         ]
         heard = {node.name for node, _ in fresh}
         self._disks = {
-            (node, path): one
-            for (node, path), one in before.items()
-            if node in known_nodes and (node not in heard or now - one.at <= GONE_SECONDS)
+            (node, path): disk
+            for (node, path), disk in before.items()
+            if node in known_nodes and (node not in heard or now - disk.at <= GONE_SECONDS)
         }
-        for one in follow_disks(before, self._rules.disk, fresh):
-            self._disks[one.node, one.path] = one
-            was = before.get((one.node, one.path))
-            if one.level > (DiskLevel.ROOMY if was is None else was.level):
-                about = {"value": one.used_share, "threshold": one.threshold}
-                place = {"path": one.path, "level": one.level.name.lower()}
-                yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
+        for disk in follow_disks(before, self._rules.disk, fresh):
+            self._disks[disk.node, disk.path] = disk
+            was = before.get((disk.node, disk.path))
+            if disk.level > (DiskLevel.ROOMY if was is None else was.level):
+                about = {"value": disk.used_share, "threshold": disk.threshold}
+                place = {"path": disk.path, "level": disk.level.name.lower()}
+                yield Notice("fleet.DISK_SPACE_LOW", disk.node, about | place)
 
     def _full_disks(self) -> dict[NodeName, str]:
         if not self._rules.disk.roots:
             return {}
-        full = [one for one in self._disks.values() if one.level is DiskLevel.BLOCK]
+        full = [disk for disk in self._disks.values() if disk.level is DiskLevel.BLOCK]
         return {
-            one.node: f"{one.path} ({one.used_share:.0%} used, {one.threshold:.0%} allowed)"
-            for one in sorted(full, key=lambda one: one.used_share)
+            disk.node: f"{disk.path} ({disk.used_share:.0%} used, {disk.threshold:.0%} allowed)"
+            for disk in sorted(full, key=lambda disk: disk.used_share)
         }
 
     def _pressures_seen(self, values: Mapping[str, float | None], now: Instant) -> Iterator[Pressure]:
@@ -315,7 +318,9 @@ class FleetControl:
                 yield Pressure(name, alarm.since, values.get(name), high, below, again)
 
     def _pressure_values(self, values: Mapping[str, float | None]) -> dict[str, float]:
-        shown = (name for name, it in self._alarms.items() if it.is_on or name in self._rules.thresholds)
+        shown = (
+            name for name, alarm in self._alarms.items() if alarm.is_on or name in self._rules.thresholds
+        )
         return {name: value for name in shown if (value := values[name]) is not None}
 
 
@@ -333,8 +338,8 @@ def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) ->
 
 
 def _scope(name: str) -> FleetScope:
-    kind, _, which = name.partition(":")
-    return FleetScope(kind, which)
+    kind, _, subject = name.partition(":")
+    return FleetScope(kind, subject)
 
 
 def _devices(world: World, scope: FleetScope, policy: Policy) -> Iterator[tuple[NodeName, DeviceKey]]:

@@ -55,10 +55,10 @@ class Throughput:
             return
         for component in COMPONENTS:
             rate = (self._counted[component] - before[component]) / (now - since)
-            told = self._told.get(component, 0.0)
-            step = max(self._rules.change * told, self._rules.least_per_second)
-            if abs(rate - told) >= step:
+            published = self._told.get(component, 0.0)
+            step = max(self._rules.change * published, self._rules.least_per_second)
+            if abs(rate - published) >= step:
                 self._told[component] = rate
-                threshold = told + step if rate > told else told - step
-                about = {"items_per_second": rate, "before": told, "threshold": threshold}
+                threshold = published + step if rate > published else published - step
+                about = {"items_per_second": rate, "before": published, "threshold": threshold}
                 yield Notice("fleet.THROUGHPUT", component, about)

@@ -76,8 +76,8 @@ def rank_tasks_on(task: Task, node: NodeName) -> Iterator[Task]:
     if not isinstance(task.holder, Gang):
         yield task
         return
-    for rank, there in ranks_of(task):
-        if there == node:
+    for rank, rank_node in ranks_of(task):
+        if rank_node == node:
             yield rank_task(task, rank)
 
 

@@ -145,8 +145,8 @@ def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
     if full and not any(node.node.cordoned for node in nodes):
         message = f"the nodes that are large enough have a disk that is too full ({_some(full)})"
         return Blocker(Reason.DISK_FULL, message)
-    which = "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
-    return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {which} ({names})")
+    state = "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
+    return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {state} ({names})")
 
 
 def _no_headroom(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
@@ -218,7 +218,7 @@ def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
 def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
     """Return how near the best node comes to a demand of several devices: one large block does not help."""
     best = max(nodes, key=lambda node: (node.count(Verdict.FITS), node.node.name))
-    fitting = [one.ledger.device.label for one in best.devices if one.verdict is Verdict.FITS]
+    fitting = [device.ledger.device.label for device in best.devices if device.verdict is Verdict.FITS]
     where = f" ({_some(fitting)})" if fitting else ""
     free = "empty" if task.demand.takes_whole_devices else "with that much free"
     return f"no node has {f'more than {len(fitting)}' if fitting else 'one'} {free}{where}"
@@ -240,8 +240,8 @@ def _needs(survey: Survey, smallest_mb: int) -> str:
     gpus = survey.task.demand.gpus
     if survey.task.demand.takes_whole_devices:
         return "needs a whole GPU" if gpus == 1 else f"needs {gpus} whole GPUs of one node"
-    each = "one GPU" if gpus == 1 else f"each of {gpus} GPUs of one node"
-    return f"needs {in_gib(smallest_mb)} on {each}"
+    devices = "one GPU" if gpus == 1 else f"each of {gpus} GPUs of one node"
+    return f"needs {in_gib(smallest_mb)} on {devices}"
 
 
 def _coming(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
@@ -354,6 +354,6 @@ def expected_send_at(
         return None
     if sum(map(len, waiting(world)[model])) > policy.serving.at_once:
         return None
-    timed = [one for one in holders(world, policy, model) if model_of(one).load_seconds]
-    starts = (expected_ready_at(world, one, forecasts, now) for one in timed)
+    timed = [holder for holder in holders(world, policy, model) if model_of(holder).load_seconds]
+    starts = (expected_ready_at(world, holder, forecasts, now) for holder in timed)
     return min((start for start in starts if start is not None), default=None)

@@ -110,8 +110,8 @@ class _Gang:
     def _why(self, part: Survey) -> Blocker:
         """Return the blocker for which a rank has no place beside those that have one."""
         found = room_blockers(part, of_rank=True)
-        how = STRATEGY_TEXT[self._task.demand.strategy]
-        return found[0] if found else Blocker(Reason.FRAGMENTED, f"no place beside the others {how}")
+        strategy = STRATEGY_TEXT[self._task.demand.strategy]
+        return found[0] if found else Blocker(Reason.FRAGMENTED, f"no place beside the others {strategy}")
 
     def _verdicts(
         self, places: Gang, draft: Draft | None = None, first: Blocker | None = None
@@ -148,7 +148,7 @@ def _most_places(survey: Survey, gang_nodes: list[GangNode]) -> Gang:
     found: Gang = ()
     too_many = survey.task.demand.least_ranks
     while too_many - len(found) > 1:
-        some = (len(found) + too_many) // 2
-        more = place_ranks(survey.task, some, gang_nodes)
-        found, too_many = (found, some) if more is None else (more, too_many)
+        middle = (len(found) + too_many) // 2
+        more = place_ranks(survey.task, middle, gang_nodes)
+        found, too_many = (found, middle) if more is None else (more, too_many)
     return found

@@ -64,7 +64,7 @@ class DeviceVerdict(NamedTuple):
     def holders(self) -> list[Holding]:
         """The largest first."""
         held = self.finding.ledger.holdings.values()
-        return sorted(held, key=lambda one: (-one.occupied_mb, one.lease.holder))
+        return sorted(held, key=lambda holding: (-holding.occupied_mb, holding.lease.holder))
 
 
 class Explanation(Struct, frozen=True):
@@ -181,9 +181,9 @@ def _held(world: World, task: Task) -> str:
 
 def _paused(pause: QueuePause, now: Instant) -> str:
     kind, _, name = pause.queue.partition(":")
-    what = f"{'work stream' if kind == 'stream' else kind} {name}"
+    queue = f"{'work stream' if kind == 'stream' else kind} {name}"
     why = f" ({pause.reason})" if pause.reason else ""
-    return f"{what} was paused {in_time(max(0.0, now - pause.at))} ago{why}; it starts nothing until resumed"
+    return f"{queue} was paused {in_time(max(0.0, now - pause.at))} ago{why}; it starts nothing until resumed"
 
 
 def _not_yet(task: Task, seconds: float) -> Blocker:
@@ -201,7 +201,9 @@ def _not_yet(task: Task, seconds: float) -> Blocker:
 def _awaited(world: World, task: Task) -> str:
     """Dependencies belong to the same tenant, so they may be named."""
     awaited = (
-        {it.task for it in task.after} if task.id not in world.tasks else world.awaited.remaining.get(task.id)
+        {dependency.task for dependency in task.after}
+        if task.id not in world.tasks
+        else world.awaited.remaining.get(task.id)
     )
     left = sorted(awaited or ())
     names = [f"{name} ({_state_of(world, name)})" for name in left[:MAX_NAMED]]

@@ -76,20 +76,20 @@ def _runs(survey: Survey, *, anywhere: bool) -> Iterator[Task]:
     if anywhere:
         yield from map(draft.task, draft.world.active)
         return
-    for one in survey.nodes:
-        if one.is_usable and may_use_node(survey.task.demand, one.node):
-            yield from _large_enough_runs(survey, one)
+    for finding in survey.nodes:
+        if finding.is_usable and may_use_node(survey.task.demand, finding.node):
+            yield from _large_enough_runs(survey, finding)
 
 
-def _large_enough_runs(survey: Survey, one: NodeFinding) -> Iterator[Task]:
+def _large_enough_runs(survey: Survey, finding: NodeFinding) -> Iterator[Task]:
     """Runs on a node, each of which holds enough to give the task its missing devices."""
-    draft, node = survey.draft, one.node.name
-    gpus = survey.task.demand.gpus - one.count(Verdict.FITS)
+    draft, node = survey.draft, finding.node.name
+    gpus = survey.task.demand.gpus - finding.count(Verdict.FITS)
     if gpus <= 0:
         yield from draft.runs_on(node)
         return
     given: dict[str, int] = {}
-    for device in one.devices:
+    for device in finding.devices:
         missing_mb = (device.need_mb or 0) - device.free_mb
         is_full = device.verdict is Verdict.NO_ROOM or device.verdict is Verdict.KEPT_FOR_OTHERS
         if is_full and device.ledger.held_mb() >= missing_mb:
@@ -134,7 +134,7 @@ class _TasksAhead:
                 for equivalence in world.queue.classes.values()
                 if not equivalence.demand.answered_by
             )
-            found = [one for equivalence in to_place for one in self._of(equivalence, key)]
+            found = [task for equivalence in to_place for task in self._of(equivalence, key)]
             found += [world.tasks[name] for name in world.pledges if name in world.queue]
             self._ahead = [other for other in found if other.id != task.id]
         return self._ahead

@@ -84,7 +84,9 @@ def _shorter_run_time(planner: RemedyPlanner) -> Remedy | None:
     """A run time that ends before the first task that it would delay starts."""
     survey, task = planner.survey, planner.task
     ahead = planner.what_if.reserved_from(task) if survey.forecasts else ()
-    seconds = Seconds(float(int(min((seconds_until(one, survey) for one in ahead), default=0.0))))
+    seconds = Seconds(
+        float(int(min((seconds_until(reservation, survey) for reservation in ahead), default=0.0)))
+    )
     if seconds < MIN_SECONDS or seconds >= (task.expected_seconds or inf):
         return None
     shorter = replace(task, expected_seconds=seconds)

@@ -59,7 +59,7 @@ class RemedyPlanner:
         self.what_if = what_if
         self.task = survey.task
         self.draft: Draft = survey.draft
-        self.nodes = [one.node.name for one in survey.nodes if one.is_usable]
+        self.nodes = [finding.node.name for finding in survey.nodes if finding.is_usable]
         self.is_deferred = is_deferred(survey.task, survey.draft.world)
 
     def _share_of(self, demand: Demand) -> float:
@@ -106,5 +106,5 @@ class RemedyPlanner:
 
 def first_step(steps: Sequence[int], helps: Callable[[int], bool]) -> int | None:
     """The first step that helps, if all after it help as well."""
-    at = bisect_left(steps, True, key=helps)
-    return steps[at] if at < len(steps) else None
+    index = bisect_left(steps, True, key=helps)
+    return steps[index] if index < len(steps) else None

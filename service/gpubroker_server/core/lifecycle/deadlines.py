@@ -245,20 +245,22 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
 
 
 def _attempts(task: Task) -> str:
-    past = [f"{n} {what}" for n, what in ((task.failures, "failed"), (task.preemptions, "preempted")) if n]
+    past = [
+        f"{n} {outcome}" for n, outcome in ((task.failures, "failed"), (task.preemptions, "preempted")) if n
+    ]
     return f" (attempts before: {', '.join(past)})" if past else ""
 
 
 def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
     """Move a task on whose run is not confirmed gone; its leases go into quarantine."""
     leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
-    what, changes = after_stop(task, now, policy)
+    next_move, changes = after_stop(task, now, policy)
     outcome = None
     match task.holder:
         case External():
             outcome = not_released(task, now)
         case Model():  # not loaded again beside what is left of it
-            what, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
+            next_move, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
             outcome = not_unloaded(task, now)
         case Run() | Gang() | WorkerSeat() | Inference():
             pass
@@ -267,7 +269,7 @@ def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision
     return Decision(
         task.id,
         "unconfirmed",
-        tasks=(write_move(task, what, **changes),),
+        tasks=(write_move(task, next_move, **changes),),
         leases=tuple(quarantine(lease, now) for lease in leases),
         outcome=outcome,
     )

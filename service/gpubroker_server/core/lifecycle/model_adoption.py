@@ -84,7 +84,7 @@ def _rooms(world: World, task: Task) -> list[tuple[DeviceLedger, Mib]]:
         and may_use_node(task.demand, world.nodes[ledger.device.node])
         and (mb := need_mb(task.demand, ledger.device)) is not None
     ]
-    return sorted(found, key=lambda one: (-one[0].foreign_mb, one[0].device.key))
+    return sorted(found, key=lambda room: (-room[0].foreign_mb, room[0].device.key))
 
 
 def _lease(

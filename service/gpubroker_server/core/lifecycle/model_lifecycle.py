@@ -116,8 +116,8 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
         stage = index.stage_of(terms.model)
         if task.state is TaskState.PENDING and stage is ModelState.READY:
             # One at a time, so that the next one sees the leases of this one.
-            there = replace(task, holder=_seen_at(terms, index))
-            adopted = None if is_adopting else adopt(world, there, standing(task, now), now)
+            seen_task = replace(task, holder=_seen_at(terms, index))
+            adopted = None if is_adopting else adopt(world, seen_task, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
             continue

@@ -35,8 +35,8 @@ def quarantined(world: World, holder: str | None = None) -> list[Quarantined]:
     """Return the runs in quarantine, of one holder or of all, the longest in quarantine first."""
     known = world.unconfirmed.quarantined
     leases = known.values() if holder is None else [known.get(holder, {})]
-    found = [one for of_holder in leases for one in _runs(world, of_holder.values())]
-    return sorted(found, key=lambda one: (one.since, one.holder, one.attempt, one.rank))
+    found = [run for of_holder in leases for run in _runs(world, of_holder.values())]
+    return sorted(found, key=lambda run: (run.since, run.holder, run.attempt, run.rank))
 
 
 def _runs(world: World, leases: Iterable[Lease]) -> Iterator[Quarantined]:

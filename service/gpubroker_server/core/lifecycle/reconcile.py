@@ -188,7 +188,7 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
     known = world.nodes.get(seen.node.name)
     if known is None:
         return
-    there = set(seen.runs)
+    listed = set(seen.runs)
     node_proof = _node_proof(known, seen.node)
     if node_proof is Proof.BOOT_CHANGED:
         for outsider in external_leases.holders_on(world, seen.node.name):
@@ -197,7 +197,7 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
     for task, rank in _active_on(world, seen):
         run = (task.id, task.fence, rank)
         expected.add(run)
-        if run in there:
+        if run in listed:
             continue
         if _has_begun(task, rank):
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
@@ -207,7 +207,7 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.NEVER_STARTED, rank=rank)
         # Otherwise this agent has answered this term before, and the start may be on its way to it.
     for holder, fence, rank in _claims_on(world, seen):
-        if (holder, fence, rank) not in there | expected:
+        if (holder, fence, rank) not in listed | expected:
             yield Gone(holder, fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
 
 
@@ -244,23 +244,23 @@ def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
 def _still_of_use(orders: Iterable[AnyOrder], seen: NodeReport) -> Iterator[AnyOrder]:
     """Yield the orders without those to runs that this node's agent does not know. When a gang loses a rank
     here, its ranks on other nodes are asked to stop."""
-    there = set(seen.runs)
+    listed = set(seen.runs)
     for order in orders:
         if not isinstance(order, Order) or order.node != seen.node.name:
             yield order
-        elif (order.task, order.fence, order.rank) in there:
+        elif (order.task, order.fence, order.rank) in listed:
             yield replace(order, incarnation=seen.node.incarnation)
 
 
 def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
     """Stop, go and watch orders may have been lost with the leader or the agent."""
-    there = set(seen.runs)
+    listed = set(seen.runs)
     for outsider in external_leases.holders_on(world, seen.node.name):
         for watch in external_leases.watch_orders(world, outsider, world.leases_of(outsider)):
-            if (watch.task, watch.fence, watch.rank) not in there:
+            if (watch.task, watch.fence, watch.rank) not in listed:
                 yield replace(watch, incarnation=seen.node.incarnation)
     for task, rank in _active_on(world, seen):
-        if (task.id, task.fence, rank) not in there:
+        if (task.id, task.fence, rank) not in listed:
             continue
         if task.state is TaskState.STOPPING:
             assert task.stop_deadline_at is not None

@@ -207,8 +207,8 @@ def _ended_by_stop(update: TaskUpdate, world: World, task: Task, report: Ended, 
     if report.ending is Ending.NEVER_STARTED:
         return
     why = task.stop_reason
-    told = timeout_failure(task, why) or overuse_failure(why, world.leases_of(task)) or report.failure
-    update.outcome = _outcome(report, at, told)
+    failure = timeout_failure(task, why) or overuse_failure(why, world.leases_of(task)) or report.failure
+    update.outcome = _outcome(report, at, failure)
     update.move(Move.CHANGED, "ended")
 
 

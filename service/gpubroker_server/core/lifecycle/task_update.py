@@ -69,13 +69,13 @@ class TaskUpdate:
 
     def stopped(self, why: str, policy: Policy) -> None:
         """Note that the runs are gone or given up after a stop notice."""
-        what, changes = after_stop(self.known, self._now, policy)
-        self.move(what, why, **changes)
+        next_move, changes = after_stop(self.known, self._now, policy)
+        self.move(next_move, why, **changes)
 
     def failed(self, task: Task, at: Instant, policy: Policy) -> None:
         """`task`: with the retries that it has after this failure."""
-        what, changes = after_failure(task, at, self._now, policy)
-        self.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+        next_move, changes = after_failure(task, at, self._now, policy)
+        self.move(next_move, "ended" if next_move is Move.FAILED else "retry", **changes)
 
     def move_leases(self, fence: Fence, rank: int, state: LeaseState, proof: Proof | None = None) -> None:
         """Bring the leases of one run forward to `state`; leases already there or further stay."""

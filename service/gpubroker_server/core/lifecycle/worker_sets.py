@@ -124,11 +124,11 @@ def _load(
     for task in alive:
         if task.state is not TaskState.RUNNING:
             continue
-        told = loads.get(task.id)
-        if told is None or told.fence != task.fence:
+        load = loads.get(task.id)
+        if load is None or load.fence != task.fence:
             is_complete = False  # it still makes its object
             continue
-        total += told.cpu_percent if scaling.by == "cpu" else told.running + told.waiting
+        total += load.cpu_percent if scaling.by == "cpu" else load.running + load.waiting
     return total, is_complete
 
 

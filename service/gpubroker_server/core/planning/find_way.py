@@ -149,7 +149,7 @@ def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> St
         return (yield from _other_way(task, view))
     if task.demand.bundles:
         if unreserved is not None:
-            return Wait(WaitReason.RESERVED, tuple(one.node for one in unreserved))
+            return Wait(WaitReason.RESERVED, tuple(placement.node for placement in unreserved))
         return (yield from _make_room_for_gang(task, view))
     if unreserved is None:
         eviction = yield from _reclaim(task, view)

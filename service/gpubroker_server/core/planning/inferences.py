@@ -190,8 +190,8 @@ def requeue_claims(
         task = world.holder(name, fence)
         if task is None or not task.is_active:
             continue
-        what, changes = Move.REQUEUED, requeued_fields(task)
+        next_move, changes = Move.REQUEUED, requeued_fields(task)
         if task.state is TaskState.STOPPING:
-            what, changes = after_stop(task, now, policy)
-        decisions.append(Decision(name, "left_behind", tasks=(write_move(task, what, **changes),)))
+            next_move, changes = after_stop(task, now, policy)
+        decisions.append(Decision(name, "left_behind", tasks=(write_move(task, next_move, **changes),)))
     return decisions

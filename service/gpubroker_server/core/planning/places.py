@@ -144,9 +144,9 @@ class Places:
         """Return a place on the devices pledged to it and no others; None if it cannot start there now."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        mine = self._draft.pledges_of(task.id)
-        node = node_of(min(mine))
-        found = self.on(node, task, lambda device, _mb: device in mine)
+        pledges = self._draft.pledges_of(task.id)
+        node = node_of(min(pledges))
+        found = self.on(node, task, lambda device, _mb: device in pledges)
         return None if found is None else found[1]
 
     def best_beside(
@@ -220,8 +220,8 @@ class Places:
             far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(room, node, task, far, allows)
-        there = _allowed(room, task, allows) if allows else room.rows
-        return self._by_worth(node, task, far, self._scores, there)
+        allowed = _allowed(room, task, allows) if allows else room.rows
+        return self._by_worth(node, task, far, self._scores, allowed)
 
     def _by_room(
         self, room: Room, node: NodeName, task: Task, far: int, allows: Allows | None
@@ -237,7 +237,7 @@ class Places:
             return None
         devices = tuple(sorted((key, mb) for *_, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
-        rank, share = far + sum(one[0] for one in chosen), sum(one[1] for one in chosen)
+        rank, share = far + sum(row[0] for row in chosen), sum(row[1] for row in chosen)
         return (rank, share, runs, sign * room.beside.cpu, names), Placement(node, devices)
 
     def _devices(self, room: Room, task: Task, *, is_spread: bool) -> Iterator[Option]:
@@ -252,9 +252,9 @@ class Places:
                     yield far + mb - need, 0, device.key, need
 
     def _by_worth(
-        self, node: NodeName, task: Task, far: int, worth: PlacementScorer, there: tuple[Row, ...]
+        self, node: NodeName, task: Task, far: int, worth: PlacementScorer, rows: tuple[Row, ...]
     ) -> Found | None:
-        spot = worth.spot(task.demand, there)
+        spot = worth.spot(task.demand, rows)
         if spot is None:
             return None
         devices = []

@@ -101,8 +101,8 @@ class QueueOrder:
         """True if this is the order of the rest of that cycle. A task submitted meanwhile may be missing, and
         is planned in the next cycle: starting over at each arrival would cost a probe of every group."""
         self._own_keys.clear()  # what a task inherits may have changed
-        mine = (self._world, self._ordered_at, self._after)
-        return mine == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
+        inputs = (self._world, self._ordered_at, self._after)
+        return inputs == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
 
     @property
     def is_done(self) -> bool:
@@ -114,9 +114,9 @@ class QueueOrder:
             if self._unsifted:
                 yield self._sift(admission)
             elif self._arriving:
-                some = self._arriving[-MERGED_AT_A_TIME:]
+                groups = self._arriving[-MERGED_AT_A_TIME:]
                 del self._arriving[-MERGED_AT_A_TIME:]
-                yield sum([self._merge(one, admission) for one in some])
+                yield sum([self._merge(group, admission) for group in groups])
             elif self._heads:
                 head = self._take(heappop(self._heads), admission)
                 if head is not None:
@@ -193,10 +193,10 @@ class QueueOrder:
 
     def _sift(self, admission: AdmissionFilter) -> float:
         """Set aside the demands that are refused as a whole. Returns what that cost."""
-        some = self._unsifted[-SIFTED_AT_A_TIME:]
+        chunk = self._unsifted[-SIFTED_AT_A_TIME:]
         del self._unsifted[-SIFTED_AT_A_TIME:]
         # A demand may have left the queue since it was set aside.
-        classes = [equivalence for equivalence in some if self._band in equivalence.bands]
+        classes = [equivalence for equivalence in chunk if self._band in equivalence.bands]
         refused = set(admission.inadmissible(classes, self._band))
         for equivalence in classes:
             if equivalence in refused:
@@ -208,7 +208,7 @@ class QueueOrder:
                 ]
             else:
                 self._arriving.append(equivalence)
-        return PROBE_SIFTED * len(some)
+        return PROBE_SIFTED * len(chunk)
 
     def _merge(self, arriving: EquivalenceClass | Equals, admission: AdmissionFilter) -> float:
         """Put a demand, or groups of equals, among the heads. Returns what that cost."""

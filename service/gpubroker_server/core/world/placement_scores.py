@@ -49,13 +49,13 @@ class ScoredPlacement(NamedTuple):
 
 
 def device_classes(devices: Iterable[Device]) -> DeviceClasses:
-    some: dict[str, Device] = {}
+    examples: dict[str, Device] = {}
     count: Counter[str] = Counter()
     for device in devices:
         if device.allocatable_mb:
-            some.setdefault(device.sort, device)
+            examples.setdefault(device.sort, device)
             count[device.sort] += 1
-    return {name: (count[name], some[name]) for name in sorted(some)}
+    return {name: (count[name], examples[name]) for name in sorted(examples)}
 
 
 def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:

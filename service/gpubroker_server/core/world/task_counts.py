@@ -18,7 +18,7 @@ def live_tasks(world: World) -> Counter[tuple[TaskState, str]]:
     """Count the tasks that have not ended, by state and band."""
     queue = world.queue
     live: Counter[tuple[TaskState, str]] = Counter()
-    for (_tenant, priority, *_alike), group in queue.groups.items():
+    for (_tenant, priority, *_equivalence), group in queue.groups.items():
         live[TaskState.PENDING, band_of(priority)[0]] += len(group)
     for task in (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused, *world.active):
         row = world.tasks[task]
@@ -41,7 +41,7 @@ def pending_tasks(world: World) -> Mapping[str, int]:
 def oldest_queued(world: World) -> Mapping[str, Instant]:
     """Return when the oldest task of each band that may be planned was submitted."""
     oldest: dict[str, Instant] = {}
-    for (_tenant, priority, *_alike), group in world.queue.groups.items():
+    for (_tenant, priority, *_equivalence), group in world.queue.groups.items():
         submitted_at, _task = group.member(0)
         band = band_of(priority)[0]
         oldest[band] = Instant(min(submitted_at, oldest.get(band, submitted_at)))

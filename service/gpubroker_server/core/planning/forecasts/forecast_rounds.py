@@ -105,8 +105,8 @@ class ForecastRounds:
         for write in decision.tasks:
             word = self._said.get(write.task.id)
             if write.what is Move.ADMITTED and word is not None:
-                for what, value in _values(*word, now):
-                    topic = accuracy_topic(word[1].basis, what)
+                for quantity, value in _values(*word, now):
+                    topic = accuracy_topic(word[1].basis, quantity)
                     known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
                     lessons.append(Observation(topic, value, known[topic], now))
         return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
@@ -138,8 +138,8 @@ def expected_start(
     """Return what its pledges or its forecast say; None without either."""
     pledges = world.pledges.get(task.id)
     if pledges:
-        at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
-        return ExpectedStart(at, at, 0, Basis.STATED)
+        start_at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
+        return ExpectedStart(start_at, start_at, 0, Basis.STATED)
     for forecast in forecasts:
         if forecast.task == task.id and task.id in world.queue:
             p50_at, p90_at = max(now, forecast.start_at), max(now, forecast.p90_at)
@@ -153,8 +153,8 @@ def expected_ready_at(
     """Return when a model that waits or loads is expected to be ready; None if unknown."""
     load_seconds = model_of(model).load_seconds
     if model.state is TaskState.ADMITTED:
-        at = Instant(max(now, (model.admitted_at or now) + load_seconds))
-        return ExpectedStart(at, at, 0, Basis.STATED)
+        ready_at = Instant(max(now, (model.admitted_at or now) + load_seconds))
+        return ExpectedStart(ready_at, ready_at, 0, Basis.STATED)
     room = expected_start(world, model, forecasts, now)
     if room is None:
         return None

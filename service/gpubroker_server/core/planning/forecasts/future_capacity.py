@@ -299,10 +299,10 @@ class FutureCapacity:
         return known[1]
 
     def capacity_at(self, node: NodeName, task: Task, at: float) -> CapacityAt:
-        waiter, there = self._waiter(task), self._later.setdefault(node, {})
-        known = there.get((waiter, at))
+        waiter, capacities = self._waiter(task), self._later.setdefault(node, {})
+        known = capacities.get((waiter, at))
         if known is None or known.revision != self.expected_ends.draft.changes.at(node):
-            known = there[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
+            known = capacities[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
         return known
 
     def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:

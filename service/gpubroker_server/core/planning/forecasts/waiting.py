@@ -69,13 +69,13 @@ def _passed_over(
     for number, group in enumerate([*world.queue.groups.values()], start=1):
         if number % GROUPS_AT_A_TIME == 0:
             yield
-        whose = group.tenant, band_of(group.standing)[2]
-        if len(group) and not group.demand.answered_by and newest.get(whose, -inf) > group.member(0)[0]:
+        account = group.tenant, band_of(group.standing)[2]
+        if len(group) and not group.demand.answered_by and newest.get(account, -inf) > group.member(0)[0]:
             own = group.order_within_tenant(group.member(0), now, policy)
             if own[0] == own[1]:
                 found.append(((own[0], shares.rank(group.tenant)[0], *own[1:]), group))
     first: dict[tuple[str, ...], EqualSharesKey] = {}
-    for key, group in sorted(found, key=lambda one: one[0]):
+    for key, group in sorted(found, key=lambda item: item[0]):
         names = [name for name, _ in group.demand.counted]
         if policy.tenant(group.tenant).guaranteed_mb is not None and needs_gpus(group.demand):
             names.append(quota_line(group.tenant))

@@ -30,9 +30,9 @@ def place_gang(task: Task, gang_nodes: Sequence[GangNode], most: int | None = No
         return found
     found, too_many = place_ranks(task, least, gang_nodes), count
     while found is not None and too_many - len(found) > 1:
-        some = (len(found) + too_many) // 2
-        more = place_ranks(task, some, gang_nodes)
-        found, too_many = (found, some) if more is None else (more, too_many)
+        middle = (len(found) + too_many) // 2
+        more = place_ranks(task, middle, gang_nodes)
+        found, too_many = (found, middle) if more is None else (more, too_many)
     return found
 
 
@@ -142,13 +142,13 @@ class _Search:
             counts[gang_node.node.name] = known[signature]
         return counts
 
-    def _search(self, at: int) -> bool:
-        if at == len(self._order):
+    def _search(self, depth: int) -> bool:
+        if depth == len(self._order):
             return True
-        rank = self._order[at]
+        rank = self._order[depth]
         part = self._parts[rank]
         failed = set()
-        for gang_node in self._in_order(part, len(self._order) - at):
+        for gang_node in self._in_order(part, len(self._order) - depth):
             signature = gang_node.signature()
             if signature in failed:
                 continue
@@ -159,7 +159,7 @@ class _Search:
                     return False
                 gang_node.add(rank, part, chosen)
                 self._places[rank] = Placement(gang_node.node.name, chosen)
-                if self._search(at + 1):
+                if self._search(depth + 1):
                     return True
                 gang_node.remove(part, chosen)
         return False
@@ -275,9 +275,9 @@ def _one_after_the_other(
     ]
     order.sort(key=lambda place: place[:5])
     left = count
-    for at, (wish, room, *_, gang_node) in enumerate(order):
+    for index, (wish, room, *_, gang_node) in enumerate(order):
         if left <= -room:
-            enough = (place for place in order[at:] if place[0] == wish and left <= -place[1])
+            enough = (place for place in order[index:] if place[0] == wish and left <= -place[1])
             *_, gang_node = min(enough, key=lambda place: place[2:5])
             yield from [gang_node] * left
             return

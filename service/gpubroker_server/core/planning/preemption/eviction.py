@@ -143,7 +143,11 @@ def _order(option: Option) -> tuple[Cost, float, NodeName]:
 
 def _newest(victims: Iterable[Candidate]) -> float:
     """The smaller, the later the last of them joined its running gang; 0 if none did."""
-    late = (one.rank for one in victims if one.rank is not None and members_of(one.task)[one.rank].is_late)
+    late = (
+        victim.rank
+        for victim in victims
+        if victim.rank is not None and members_of(victim.task)[victim.rank].is_late
+    )
     return -max(late, default=0)
 
 
@@ -271,7 +275,14 @@ def _cheapest_devices(
     first = [candidate for candidate in found if candidate.key in wanted]
     # The rest leaves only if CPU, host memory or run slots are short as well.
     rest = [candidate for candidate in found if candidate.key not in wanted]
-    rest.sort(key=lambda one: (one.lost, one.rank is None, -one.task.demand.cpu, one.key))
+    rest.sort(
+        key=lambda candidate: (
+            candidate.lost,
+            candidate.rank is None,
+            -candidate.task.demand.cpu,
+            candidate.key,
+        )
+    )
     return [target for _, _, target, _ in priced[:gpus]], first + rest
 
 
