@@ -34,7 +34,7 @@ class AdminApi(Operations):
         (`nothing-quarantined`, `still-in-use`).
         """
         limits = {"attempts": list(attempts), "ranks": list(ranks), "devices": list(devices)}
-        body = {"reason": reason, **{name: some for name, some in limits.items() if some}}
+        body = {"reason": reason, **{name: values for name, values in limits.items() if values}}
         answer = yield from self._ask_once("POST", f"/quarantine/{path_part(id_of(holder))}/release", body)
         return decode(Released, answer.json())
 
@@ -96,8 +96,8 @@ class AdminApi(Operations):
         path = f"/nodes/{path_part(node)}/disk/clean"
         return decode(NodeDisk, (yield from self._ask_once("POST", path, {"dry_run": dry_run})).json())
 
-    def _ask_node(self, node: str, what: str, **body: Any) -> Steps[Node]:
-        answer = yield from self._ask_once("POST", f"/nodes/{path_part(node)}/{what}", without_none(body))
+    def _ask_node(self, node: str, action: str, **body: Any) -> Steps[Node]:
+        answer = yield from self._ask_once("POST", f"/nodes/{path_part(node)}/{action}", without_none(body))
         return decode(Node, answer.json())
 
     @operation

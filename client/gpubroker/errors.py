@@ -88,8 +88,8 @@ class ItemFailed(BrokerError):
     def __init__(
         self, number: int, kind: str, message: str, traceback: str | None = None, *, array: str = ""
     ) -> None:
-        of = f" of array {array}" if array else ""
-        super().__init__(f"item {number}{of} failed ({kind}): {message}", code="item-failed")
+        of_array = f" of array {array}" if array else ""
+        super().__init__(f"item {number}{of_array} failed ({kind}): {message}", code="item-failed")
         self.number = number
         self.array = array
         self.kind = kind

@@ -83,14 +83,14 @@ def _task_in(file: str) -> dict[str, Any]:
 def _table(listed: Sequence[IdleTemplate]) -> RenderableType:
     rows = [
         (
-            one.name,
-            str(one.weight),
-            f"{one.running} of {one.max_running}",
-            str(one.waiting),
-            one.made_by,
-            f"stopped: {one.stopped}" if one.stopped else "active",
+            template.name,
+            str(template.weight),
+            f"{template.running} of {template.max_running}",
+            str(template.waiting),
+            template.made_by,
+            f"stopped: {template.stopped}" if template.stopped else "active",
         )
-        for one in listed
+        for template in listed
     ]
     return (
         PlainTable(_COLUMNS, rows)

@@ -243,8 +243,8 @@ def _state(lease: Lease) -> Text:
 
 
 def _memory(lease: Lease) -> str:
-    each = size(lease.gpu_mb) if lease.gpu_mb else "whole"
-    return f"{lease.gpus} × {each}" if lease.gpus > 1 else each
+    memory = size(lease.gpu_mb) if lease.gpu_mb else "whole"
+    return f"{lease.gpus} × {memory}" if lease.gpus > 1 else memory
 
 
 def _note(lease: Lease) -> str:

@@ -145,15 +145,15 @@ _COLUMNS = (
 def _models(listed: Sequence[ServedModel]) -> RenderableType:
     rows = [
         (
-            one.name,
-            one.server,
-            one.state,
-            "pinned" if one.pinned else "" if one.priority is None else str(one.priority),
-            "" if one.gpu_mb is None else size(one.gpu_mb),
-            ago(one.loaded_at),
-            " ".join((one.reason or "").split()),
+            model.name,
+            model.server,
+            model.state,
+            "pinned" if model.pinned else "" if model.priority is None else str(model.priority),
+            "" if model.gpu_mb is None else size(model.gpu_mb),
+            ago(model.loaded_at),
+            " ".join((model.reason or "").split()),
         )
-        for one in listed
+        for model in listed
     ]
     return PlainTable(_COLUMNS, rows) if rows else Text("no models")
 

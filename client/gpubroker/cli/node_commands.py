@@ -106,18 +106,18 @@ def _disk(seen: NodeDisk) -> RenderableType:
     parts: list[RenderableType] = []
     used = [
         (
-            one.path,
-            f"{1 - one.free_bytes / max(1, one.total_bytes):.0%}",
-            size_of_bytes(one.free_bytes),
-            one.level,
+            disk.path,
+            f"{1 - disk.free_bytes / max(1, disk.total_bytes):.0%}",
+            size_of_bytes(disk.free_bytes),
+            disk.level,
         )
-        for one in seen.disks
+        for disk in seen.disks
     ]
     if used:
         parts.append(PlainTable(_DISK_COLUMNS, used))
     files = [
-        (one.path, one.file_class, size_of_bytes(one.size_bytes), timestamp(one.modified_at))
-        for one in seen.files[:_MOST_FILES]
+        (file.path, file.file_class, size_of_bytes(file.size_bytes), timestamp(file.modified_at))
+        for file in seen.files[:_MOST_FILES]
     ]
     if files:
         parts.append(PlainTable(_FILE_COLUMNS, files))

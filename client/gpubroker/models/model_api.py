@@ -194,7 +194,7 @@ class ModelApi(Operations):
         check_model(name, "measure_model()")
         body = {
             "batch_sizes": [*batch_sizes],
-            "shapes": {one: [*shape] for one, shape in (shapes or {}).items()},
+            "shapes": {name: [*shape] for name, shape in (shapes or {}).items()},
             "wait_seconds": wait_seconds,
             **without_none({"priority": priority}),
         }

@@ -210,7 +210,7 @@ class SetWorker:
 
     def _tend(self) -> RunOutcome:
         """Tell the load, and check the health."""
-        told, told_at, cpu, looked_at = (-1, -1, 0.0), 0.0, time.process_time(), time.monotonic()
+        reported, told_at, cpu, looked_at = (-1, -1, 0.0), 0.0, time.process_time(), time.monotonic()
         while not self._task.should_stop:
             self._news.wait(TELL_SECONDS)
             now, used = time.monotonic(), time.process_time()
@@ -219,9 +219,9 @@ class SetWorker:
             with self._lock:
                 load = (self._running, len(self._waiting), percent)
                 answered = self._answered
-            is_new = load[:2] != told[:2] or abs(percent - told[2]) >= TOLD_CPU_PERCENT
+            is_new = load[:2] != reported[:2] or abs(percent - reported[2]) >= TOLD_CPU_PERCENT
             if is_new or now - told_at >= STILL_SECONDS:
-                told, told_at = load, now
+                reported, told_at = load, now
                 self._journal.note(self._order.key, loaded(self._order.key, *load, answered), AT_ONCE)
             if fault := self._set_objects.why_unhealthy(now):
                 return failed("unhealthy", fault)

@@ -76,11 +76,11 @@ class CommandReports:
         except ValueError as fault:
             self._complain(str(fault))
 
-    def _complain(self, what: str) -> None:
+    def _complain(self, problem: str) -> None:
         """Write one line to the log of the run."""
         self._complaints += 1
         if self._complaints <= _MOST_COMPLAINTS:
-            print(f"gpubroker: a report of this command cannot be read: {what}", file=sys.stderr)
+            print(f"gpubroker: a report of this command cannot be read: {problem}", file=sys.stderr)
 
 
 def remove_reports_of(instance: str, key: RunKey) -> None:

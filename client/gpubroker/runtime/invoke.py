@@ -114,13 +114,13 @@ def _check_home(entrypoint: str, function: Any) -> None:
 
 
 def _opened_function(order: RunOrder) -> Invocation:
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if order.python and order.python != here:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if order.python and order.python != version:
         raise CannotOpen(
             failed(
                 "import_failed",
-                f"the function was pickled by Python {order.python} and this node runs {here}; submit it "
-                f"from Python {here}, or submit an entrypoint",
+                f"the function was pickled by Python {order.python} and this node runs {version}; submit it "
+                f"from Python {version}, or submit an entrypoint",
             )
         )
     try:

@@ -134,8 +134,8 @@ class ItemWorker:
                 _, result = self._results.popleft()
                 self._unanswered_bytes -= _size_bytes(result)
             finished = {result[0] for _, result in self._results}
-            mine = (n for first, behind in held for n in range(first, behind))
-            self._todo = deque(n for n in mine if n not in finished and n != self._current)
+            own_numbers = (n for first, behind in held for n in range(first, behind))
+            self._todo = deque(n for n in own_numbers if n not in finished and n != self._current)
             self._is_over = is_over and number == self._number
         self._news.set()
 
@@ -272,19 +272,19 @@ class ItemWorker:
             return RunOutcome("stopped")
 
     def _call(self, number: int, call: Invocation, value: Any) -> RunOutcome:
-        one = Invocation(call.function, (value, *call.args), call.kwargs)
+        invocation = Invocation(call.function, (value, *call.args), call.kwargs)
         if self._watch is None:
-            return self._called(one)
+            return self._called(invocation)
         try:
             self._watch.begin(number)
-            outcome = self._called(one)
+            outcome = self._called(invocation)
             is_over = self._watch.end()
         except ItemTimeout:
             is_over, outcome = self._watch.end() or True, self._timed_out()
         return self._timed_out() if is_over else outcome
 
-    def _called(self, one: Invocation) -> RunOutcome:
-        outcome = called(one, self._order, self._objects.store, self._task)
+    def _called(self, invocation: Invocation) -> RunOutcome:
+        outcome = called(invocation, self._order, self._objects.store, self._task)
         if outcome.result_format != "object" or self._order.result_format != "cloudpickle":
             return outcome
         named = ObjectRef(json.loads(outcome.result or b"")["object"])
@@ -311,9 +311,9 @@ class ItemWorker:
         words = [part.replace(PLACEHOLDER, word) for part in command]
         if not any(PLACEHOLDER in part for part in command):
             words.append(word)
-        one = self._command = Command(words, self._order.key, self._task)
+        running = self._command = Command(words, self._order.key, self._task)
         try:
-            return one.run(self._timeout_seconds)
+            return running.run(self._timeout_seconds)
         except CommandTimeout:
             return self._timed_out()
 
@@ -389,7 +389,7 @@ def _size_bytes(result: ItemResult) -> int:
 def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Of numbers in order: the first, and the one after the last, of each range without gaps."""
     first = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-            yield numbers[first], numbers[at - 1] + 1
-            first = at
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[first], numbers[index - 1] + 1
+            first = index

@@ -320,10 +320,10 @@ def _are_items(value: Any) -> bool:
 
 def _are_ranges(value: Any) -> bool:
     if type(value) is not tuple or not all(
-        type(it) is tuple and len(it) == 2 and all(map(_is_number, it)) for it in value
+        type(pair) is tuple and len(pair) == 2 and all(map(_is_number, pair)) for pair in value
     ):
         return False
-    edges = [edge for it in value for edge in it]
+    edges = [edge for pair in value for edge in pair]
     is_ascending = edges == sorted(edges) and all(first < behind for first, behind in value)
     return is_ascending and sum(behind - first for first, behind in value) <= MOST_HELD
 

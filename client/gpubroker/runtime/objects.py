@@ -141,33 +141,33 @@ def _array(view: memoryview) -> Any:
 
 
 def _unpickled(view: memoryview) -> Any:
-    at = len(PICKLE_MARK)
-    python = bytes(view[at : at + _PYTHON_BYTES]).decode(errors="replace").strip()
+    offset = len(PICKLE_MARK)
+    python = bytes(view[offset : offset + _PYTHON_BYTES]).decode(errors="replace").strip()
     if python != _python():
         raise UnreadableObject(
             f"Python {python} pickled it and this node runs {_python()}; store it from Python {_python()}, "
             "or store arrays or bytes"
         )
     try:
-        packed, *buffers = _parts(view, at + _PYTHON_BYTES)
+        packed, *buffers = _parts(view, offset + _PYTHON_BYTES)
         return cloudpickle.loads(packed, buffers=buffers)
     except Exception as fault:
         raise UnreadableObject(f"its pickle cannot be opened: {type(fault).__name__}: {fault}") from None
 
 
-def _parts(view: memoryview, at: int) -> Sequence[memoryview]:
+def _parts(view: memoryview, offset: int) -> Sequence[memoryview]:
     def number() -> int:
-        nonlocal at
-        at += _NUMBER_BYTES
-        return int.from_bytes(view[at - _NUMBER_BYTES : at], "little")
+        nonlocal offset
+        offset += _NUMBER_BYTES
+        return int.from_bytes(view[offset - _NUMBER_BYTES : offset], "little")
 
     count = number()
     lengths = [number() for _ in range(min(count, len(view) // _NUMBER_BYTES))]
     parts = []
     for length in lengths:
-        at += -at % _ALIGNED_TO
-        parts.append(view[at : at + length])
-        at += length
+        offset += -offset % _ALIGNED_TO
+        parts.append(view[offset : offset + length])
+        offset += length
     return parts
 
 

@@ -87,11 +87,11 @@ def _as_json(value: Any) -> bytes:
 
 
 def _cannot_carry(value: Any, result_format: str, fault: Exception) -> str:
-    what = f"a result of type {type(value).__qualname__} cannot be carried as {result_format}: {fault}"
+    problem = f"a result of type {type(value).__qualname__} cannot be carried as {result_format}: {fault}"
     if result_format == "cloudpickle":
-        return f"{what}; return plain data instead of open files, locks or connections"[:MESSAGE_CHARS]
+        return f"{problem}; return plain data instead of open files, locks or connections"[:MESSAGE_CHARS]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"{what}; return dicts with text keys, lists, text, finite numbers, booleans or None, or submit with "
-        f"result_format=cloudpickle, which the SDK opens under Python {python}"
+        f"{problem}; return dicts with text keys, lists, text, finite numbers, booleans or None, or submit "
+        f"with result_format=cloudpickle, which the SDK opens under Python {python}"
     )[:MESSAGE_CHARS]

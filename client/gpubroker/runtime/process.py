@@ -89,13 +89,13 @@ def _ray_of_its_own() -> dict[str, str]:
 def _erase_initial_environment(kept: Iterable[str]) -> None:
     """/proc/<pid>/environ shows the environment that a process was started with, whatever became of it."""
     words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    at, end = int(words[_ENV_START]), int(words[_ENV_START + 1])
+    address, end = int(words[_ENV_START]), int(words[_ENV_START + 1])
     names = {os.fsencode(name) for name in kept}
     # The C library still reads the kept ones in this place.
-    for item in ctypes.string_at(at, end - at).split(b"\0") if at else ():
+    for item in ctypes.string_at(address, end - address).split(b"\0") if address else ():
         if item.partition(b"=")[0] not in names:
-            ctypes.memset(at, 0, len(item))
-        at += len(item) + 1
+            ctypes.memset(address, 0, len(item))
+        address += len(item) + 1
 
 
 def hide_devices() -> None:

@@ -325,8 +325,8 @@ def _packed(target: Target, listed: Sequence[Any]) -> bytes:
             return packed
         return json.dumps(list(map(as_json, listed)), separators=(",", ":"), allow_nan=False).encode()
     except Exception as error:  # objects may raise anything when they are pickled
-        how = "pickled" if callable(target) else "written as JSON"
-        raise WrongArgument(f"the items cannot be {how} ({error}); pass plain values") from None
+        form = "pickled" if callable(target) else "written as JSON"
+        raise WrongArgument(f"the items cannot be {form} ({error}); pass plain values") from None
 
 
 def _id_of(array: AnyArray) -> str:

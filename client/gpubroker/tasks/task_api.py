@@ -268,7 +268,7 @@ class TaskApi(ObjectApi):
         """All tasks that match, fetched page by page as they are used; newest first, if not sorted."""
         params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
-        return self._pages(Task, "/tasks", told={"told_by": ref(self)}, **params)
+        return self._pages(Task, "/tasks", context={"told_by": ref(self)}, **params)
 
     @operation
     def explain(self, task: AnyTask) -> Steps[Explanation]:

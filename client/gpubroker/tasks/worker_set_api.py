@@ -161,9 +161,9 @@ def _arguments(
         json.dumps((args, kwargs), allow_nan=False)
         return {"args": list(args), "kwargs": dict(kwargs)}
     except Exception as error:  # objects may raise anything when they are pickled
-        how = "pickled" if pickled else "written as JSON"
+        form = "pickled" if pickled else "written as JSON"
         raise WrongArgument(
-            f"the arguments of {method} cannot be {how} ({error}); pass plain values"
+            f"the arguments of {method} cannot be {form} ({error}); pass plain values"
         ) from None
 
 

@@ -76,14 +76,14 @@ class SyncHttp(SyncCaller):
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
 
-    def _items(self, of: Listed[T]) -> Iterator[T]:
-        if isinstance(of, Reading):
-            while (call := self._carry_out(of.next_call())) is not None:
-                yield from self._read_on(of, call)
+    def _items(self, listed: Listed[T]) -> Iterator[T]:
+        if isinstance(listed, Reading):
+            while (call := self._carry_out(listed.next_call())) is not None:
+                yield from self._read_on(listed, call)
             return
         cursor: str | None = None
         while True:
-            page = self._carry_out(of.fetch(cursor))
+            page = self._carry_out(listed.fetch(cursor))
             yield from page.items
             cursor = page.next_cursor
             if cursor is None:
@@ -161,15 +161,15 @@ class AsyncHttp(AsyncCaller):
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
 
-    async def _items(self, of: Listed[T]) -> AsyncIterator[T]:
-        if isinstance(of, Reading):
-            while (call := await self._carry_out(of.next_call())) is not None:
-                async for each in self._read_on(of, call):
-                    yield each
+    async def _items(self, listed: Listed[T]) -> AsyncIterator[T]:
+        if isinstance(listed, Reading):
+            while (call := await self._carry_out(listed.next_call())) is not None:
+                async for line in self._read_on(listed, call):
+                    yield line
             return
         cursor: str | None = None
         while True:
-            page = await self._carry_out(of.fetch(cursor))
+            page = await self._carry_out(listed.fetch(cursor))
             for item in page.items:
                 yield item
             cursor = page.next_cursor
@@ -185,12 +185,12 @@ class AsyncHttp(AsyncCaller):
                     await response.aread()
                     raise error_of(_answer_of(response, _EVENT))
                 async for data in response.aiter_bytes():
-                    for each in reading.take(data):
-                        yield each
+                    for item in reading.take(data):
+                        yield item
         except httpx.TransportError as error:
             fault = _unreachable(self.connection, error)
-        for each in reading.end(fault):
-            yield each
+        for item in reading.end(fault):
+            yield item
 
 
 def _client_settings(connection: Connection) -> dict[str, Any]:

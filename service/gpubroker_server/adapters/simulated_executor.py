@@ -156,8 +156,10 @@ class WaitingExecutor:
                 case ForgetOrder() if (run := self._runs.get(_key(order))) and run.is_over:
                     del self._runs[_key(order)]
                 case StackOrder():
-                    at, said = self._clock.now(), "a simulated run has no process"
-                    self._report(Stacked(order.task, order.fence, at, order.request, "", said, order.rank))
+                    answered_at, said = self._clock.now(), "a simulated run has no process"
+                    self._report(
+                        Stacked(order.task, order.fence, answered_at, order.request, "", said, order.rank)
+                    )
                 case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
                     pass
 

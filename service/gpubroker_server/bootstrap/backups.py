@@ -75,11 +75,11 @@ def restore(settings: Settings, folder: Path, report: Report) -> None:
         _begin_objects(settings.objects)
         facts = _restore_all(settings, folder, about, report)
         (settings.objects / _RESTORING).unlink()
-    at = _time(about["at"])
-    report(f"restored as of {at}, in a new lineage: {_told(facts)}")
+    taken_at = _time(about["at"])
+    report(f"restored as of {taken_at}, in a new lineage: {_told(facts)}")
     report(
         "start the service. Runs of that time that are alive go on, and the others start again; what began "
-        f"after {at} is ended as nodes answer, and the service's log names each of these runs"
+        f"after {taken_at} is ended as nodes answer, and the service's log names each of these runs"
     )
 
 

@@ -124,7 +124,9 @@ def simulated_devices(settings: Settings) -> tuple[ReportedDevice, ...]:
     for given in (device for device in settings.simulated_devices for _ in range(device.count)):
         whole = _simulated(settings, len(seen), given)
         seen.append(whole)
-        for instance in (one for one in given.instances for _ in range(one.count)):
+        for instance in (
+            instance_count for instance_count in given.instances for _ in range(instance_count.count)
+        ):
             seen.append(_simulated(settings, len(seen), instance, parent=whole.uuid))
     return tuple(seen)
 

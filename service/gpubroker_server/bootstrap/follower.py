@@ -178,8 +178,8 @@ class LogFollower:
         refill(self.world, snapshot)
         self.progress.clear()
         self._rereads += 1
-        for told in self.on_reread:
-            told(fault)
+        for callback in self.on_reread:
+            callback(fault)
         await self._store.go_on_at(snapshot.position, snapshot.lineage)
 
     async def _pause(self) -> None:

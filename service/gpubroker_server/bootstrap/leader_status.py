@@ -64,8 +64,8 @@ class LeaderStatus:
 
     def leader(self) -> LeaderSeen | None:
         """None if none is known."""
-        if (here := self._here()) is not None:
-            return None if (term := here.term()) is None else here.seen(term)
+        if (leader := self._here()) is not None:
+            return None if (term := leader.term()) is None else leader.seen(term)
         last = self._published
         if last is None or self._follower.clock.now() - last.at > SILENT_SECONDS:
             return None
@@ -89,15 +89,15 @@ class LeaderStatus:
     def paused(self) -> PausedDetection | None:
         """Return which silent nodes the leader does not give up. Reads nothing else of the leader, which has
         something of each node."""
-        if (here := self._here()) is not None and here.term() is not None:
-            return here.paused()
-        leader = self.leader()
-        return None if leader is None else leader.paused
+        if (leader := self._here()) is not None and leader.term() is not None:
+            return leader.paused()
+        seen = self.leader()
+        return None if seen is None else seen.paused
 
     def forecasts(self) -> Sequence[Forecast]:
         """Return the forecasts of starts. Each process computes the same ones from the same World."""
-        here = self._here()
-        return self._forecast_rounds.forecasts if here is None else here.forecasts()
+        leader = self._here()
+        return self._forecast_rounds.forecasts if leader is None else leader.forecasts()
 
     def _on_reread(self, _fault: LogShortened | LineageChanged) -> None:
         """The World was read again, without samples; in a database that went back, their numbers did too."""

@@ -159,25 +159,25 @@ def check_task_surroundings(settings: Settings) -> None:
             )
 
 
-def other_ray(here: Mapping[str, Any], leader: LeaderSeen) -> str:
+def other_ray(own_executor: Mapping[str, Any], leader: LeaderSeen) -> str:
     """All brokers on one database must use one Ray: a broker can neither hear nor stop what another Ray runs.
 
-    Why the Ray of this process cannot be the leader's, and what to do; empty if it can. `here`: the status of
-    its executor. A local Ray is identified by machine and data directory (`home`). A joined Ray may have
-    several addresses, so two of those are not compared.
+    Returns the reason why the Ray of this process cannot be the leader's, and what to do; empty if it can.
+    `own_executor`: the status of this process's executor. A local Ray is identified by machine and data
+    directory (`home`). A joined Ray may have several addresses, so two of those are not compared.
     """
-    there = leader.executor
-    home, leaders = here.get("home"), there.get("home")
+    leader_executor = leader.executor
+    home, leaders = own_executor.get("home"), leader_executor.get("home")
     if home is None or leaders is None or home == leaders:
         return ""
-    if not home and there.get("address") in ("", here.get("address")):
+    if not home and leader_executor.get("address") in ("", own_executor.get("address")):
         return ""
-    mine = f"a local Ray of its own, {home}" if home else f"the Ray at {here.get('address')}"
-    its = f"the local Ray of {leaders}" if leaders else f"the Ray at {there.get('address')}"
+    own_ray = f"a local Ray of its own, {home}" if home else f"the Ray at {own_executor.get('address')}"
+    leaders_ray = f"the local Ray of {leaders}" if leaders else f"the Ray at {leader_executor.get('address')}"
     return (
-        f"this broker would use {mine}, and {leader.holder}, which leads on this database, uses {its}: what "
-        "one of them starts, the other could neither hear nor end. Name one Ray for all of them with "
-        "ray.address, give those on one machine one data_dir, or stop the other one first"
+        f"this broker would use {own_ray}, and {leader.holder}, which leads on this database, uses "
+        f"{leaders_ray}: what one of them starts, the other could neither hear nor end. Name one Ray for all "
+        "of them with ray.address, give those on one machine one data_dir, or stop the other one first"
     )
 
 

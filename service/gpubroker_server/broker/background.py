@@ -140,16 +140,16 @@ async def keep_for_the_next_start(
 ) -> None:
     """Where no other process reads it, publish the leader when the log has heard more of the fleet, until
     cancelled. Without what is idle: it may be in use until the next start."""
-    told: tuple[Term, Mapping[str, int]] | None = None
+    published: tuple[Term, Mapping[str, int]] | None = None
     for number in count(1):
         await asyncio.sleep(every_seconds)
         if (leading := term()) is None:
             continue
         seen, _ = _apart(leader(leading))
-        if seen.fleet is not None and (news := (leading, seen.fleet.events)) != told:
+        if seen.fleet is not None and (news := (leading, seen.fleet.events)) != published:
             with suppress(StoreUnavailable):
                 await store.publish(leading, number, LastValues(leader=seen))
-                told = news
+                published = news
 
 
 class SlotDivider:

@@ -28,9 +28,10 @@ class ClientRequests:
         given_up = now - STACK_SECONDS
         requests = self._world.requests.values()
         due = [
-            it
-            for it in requests
-            if it.what not in DISK_REQUESTS and (it.id not in self._asked or it.made_at < given_up)
+            request
+            for request in requests
+            if request.what not in DISK_REQUESTS
+            and (request.id not in self._asked or request.made_at < given_up)
         ]
         decisions = carry_out_all(self._world, due, now, self._policy)
         orders = (order for decision in decisions for order in decision.orders)
@@ -43,6 +44,6 @@ class ClientRequests:
         StoreUnavailable."""
         if report.request not in self._world.requests:
             return []
-        told = {"stack": report.stack, "message": report.message, "at": report.at}
-        digest = await self._blobs.put(json.dumps(told).encode(), owner=report.task)
+        stored = {"stack": report.stack, "message": report.message, "at": report.at}
+        digest = await self._blobs.put(json.dumps(stored).encode(), owner=report.task)
         return [Decision(report.task, "stack", requests_done=(report.request,), answer=digest)]

@@ -201,7 +201,7 @@ class Dispatcher:
         for name in named.values():
             if name not in texts:
                 raise SecretMissing(tenant, name)
-        return replace(spec, env={**spec.env, **{of: texts[name] for of, name in named.items()}})
+        return replace(spec, env={**spec.env, **{variable: texts[name] for variable, name in named.items()}})
 
     async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
         arguments = spec.arguments

@@ -69,6 +69,6 @@ def _size_bytes(report: Report) -> int:
         case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
             return len(data)
         case ItemsReported():
-            return sum(len(it.result) for it in report.results if it.result is not None)
+            return sum(len(result.result) for result in report.results if result.result is not None)
         case _:
             return 0

@@ -133,14 +133,14 @@ class InferenceDispatcher:
     ) -> None:
         now = self._clock.now()
         reports: list[Report] = []
-        for at, asked in enumerate(batch):
+        for index, asked in enumerate(batch):
             if self._known.pop(asked.claim, None) is None:
                 continue
             if isinstance(outcome, InferenceFailed):
                 ending, failure = _ending(outcome)
                 reports.append(Ended(*asked.claim, now, ending, failure=failure))
             else:
-                result = packed(outcome[at])
+                result = packed(outcome[index])
                 reports.append(Ended(*asked.claim, now, Ending.SUCCEEDED, result, FORMAT))
         if reports:
             self._hear(reports)
@@ -196,15 +196,15 @@ class _ModelQueue:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self.rules.delay_seconds):
                             await self._is_full.wait()
-                waiting = [one for one in self._waiting if not one.is_dropped]
+                waiting = [waiter for waiter in self._waiting if not waiter.is_dropped]
                 self._waiting = []
                 self._woken.clear()
-                for batch in batches([one.request for one in waiting], most_rows):
+                for batch in batches([waiter.request for waiter in waiting], most_rows):
                     self._under_way += 1
-                    group.create_task(self._send_batch([waiting[at] for at in batch]))
+                    group.create_task(self._send_batch([waiting[index] for index in batch]))
 
     def _rows(self) -> int:
-        return sum(max(1, one.request.rows) for one in self._waiting)
+        return sum(max(1, waiter.request.rows) for waiter in self._waiting)
 
     async def _batch_size(self) -> int:
         """The batch size. If the model does not answer, the next batch asks again."""
@@ -228,15 +228,15 @@ class _ModelQueue:
     async def _ask(self, batch: Sequence[_QueuedInference]) -> None:
         """Ask in one request; then one by one if one of them may have failed the others."""
         try:
-            self.report(batch, await self._answers([one.request for one in batch]))
+            self.report(batch, await self._answers([waiter.request for waiter in batch]))
         except InferenceFailed as refused:
             if len(batch) == 1 or refused.fault not in _OF_ONE:
                 self.report(batch, refused)
                 return
             log.info("a batch is sent again one by one", model=self.model, fault=str(refused))
-            for one in batch:
-                if not one.is_dropped:
-                    await self._ask([one])
+            for waiter in batch:
+                if not waiter.is_dropped:
+                    await self._ask([waiter])
 
     async def _answers(self, requests: Sequence[InferenceRequest]) -> Sequence[InferenceResponse]:
         try:

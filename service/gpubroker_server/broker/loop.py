@@ -188,9 +188,17 @@ class Leader:
         while True:
             await self._inbox.has_room.wait()
             heard = await self.executor.reports()
-            self.hear([one for one in heard if not isinstance(one, TermRefused | ObjectWanted | ObjectPart)])
+            self.hear(
+                [
+                    report
+                    for report in heard
+                    if not isinstance(report, TermRefused | ObjectWanted | ObjectPart)
+                ]
+            )
             if self.objects is not None:
-                self.objects.hear([one for one in heard if isinstance(one, ObjectWanted | ObjectPart)])
+                self.objects.hear(
+                    [report for report in heard if isinstance(report, ObjectWanted | ObjectPart)]
+                )
             for report in heard:
                 if isinstance(report, TermRefused):
                     await self._on_refused(report)
@@ -301,8 +309,8 @@ class Leader:
         awaited = self.world.awaited
         if awaited.unknown:
             asked = sorted(awaited.unknown)[:MOST_ENDS_ASKED]
-            stands = await self.store.states(asked)
-            awaited.learn(asked, await ends_of(self.store, stands))
+            states = await self.store.states(asked)
+            awaited.learn(asked, await ends_of(self.store, states))
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self.clock.now()):
             if set(await self._commits.carry_out(decisions)) != {COMMITTED}:
                 return
@@ -312,14 +320,14 @@ def log_moves(events: Iterable[Event], world: World) -> None:
     """A line for each move of a task. The World is past these events, and may have dropped a task that
     ended."""
     for event in events:
-        subject, _, what = event.kind.partition(".")
-        if subject != "task" or what in _NO_MOVES:
+        subject, _, change = event.kind.partition(".")
+        if subject != "task" or change in _NO_MOVES:
             continue
         row = event.task or world.tasks.get(TaskId(event.key))
         about: dict[str, str | int | None] = {"task": event.key, "tenant": event.tenant}
         if row is not None:
             about |= {"attempt": row.fence, "node": row.node, "why": row.stop_reason}
-        log.info(f"task {what}", **{name: value for name, value in about.items() if value is not None})
+        log.info(f"task {change}", **{name: value for name, value in about.items() if value is not None})
 
 
 class CycleTimer:

@@ -175,14 +175,14 @@ class _ServerQueue:
                 self._waiting.append(order)
                 self._woken.set()
             return
-        mine = [other for other in self._waiting if _claim(other) == _claim(order)]
-        for other in mine:
+        same_model = [other for other in self._waiting if _claim(other) == _claim(order)]
+        for other in same_model:
             self._waiting.remove(other)
-        if any(isinstance(other, LoadOrder) for other in mine) and isinstance(order, UnloadOrder):
+        if any(isinstance(other, LoadOrder) for other in same_model) and isinstance(order, UnloadOrder):
             return
         if any(_claim(now) == _claim(order) and type(now) is type(order) for now in self.under_way):
             return
-        if isinstance(order, UnloadOrder) and not any(isinstance(other, UnloadOrder) for other in mine):
+        if isinstance(order, UnloadOrder) and not any(isinstance(other, UnloadOrder) for other in same_model):
             self._leave(order)
         else:
             self._waiting.append(order)
@@ -235,11 +235,15 @@ class _ServerQueue:
         earlier: list[ModelOrder] = []
         for order in self._waiting:
             ahead = [*self.under_way, *begun]
-            loads = [one for one in ahead if one.server == order.server and not isinstance(one, UnloadOrder)]
+            loads = [
+                earlier_order
+                for earlier_order in ahead
+                if earlier_order.server == order.server and not isinstance(earlier_order, UnloadOrder)
+            ]
             is_blocked = (
                 (len(loads) >= self._loads_at_once and not isinstance(order, UnloadOrder))
-                or any(is_in_the_way(one, order) for one in ahead)
-                or any(order.concerns(one) for one in earlier)
+                or any(is_in_the_way(earlier_order, order) for earlier_order in ahead)
+                or any(order.concerns(earlier_order) for earlier_order in earlier)
             )
             (earlier if is_blocked else begun).append(order)
         return begun
@@ -340,8 +344,8 @@ class _ServerQueue:
         return index
 
     def _under_way(self) -> frozenset[Claim]:
-        mine = (order for order in self.under_way if order.server == self.host.name)
-        return frozenset((*map(_claim, self._waiting), *map(_claim, mine), *self._leaving))
+        own_orders = (order for order in self.under_way if order.server == self.host.name)
+        return frozenset((*map(_claim, self._waiting), *map(_claim, own_orders), *self._leaving))
 
 
 def _claim(order: ModelOrder) -> Claim:

@@ -83,9 +83,9 @@ def forget_ended(progress: dict[TaskId, Any], events: Iterable[Event]) -> None:
 def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
     """The reports about a task without the values that the database refused: its run failed, without
     checkpoints. Nothing if they have no such values."""
-    mine = [report for report in reports if getattr(report, "task", None) == task]
+    own_reports = [report for report in reports if getattr(report, "task", None) == task]
     plain: list[Report] = []
-    for report in mine:
+    for report in own_reports:
         match report:
             case Checkpointed() | ItemsReported():
                 continue
@@ -94,7 +94,7 @@ def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[R
                 plain.append(replace(failed, rank=report.rank))
             case _:
                 plain.append(report)
-    return [] if plain == mine else plain
+    return [] if plain == own_reports else plain
 
 
 class _Rejected(Exception):
@@ -215,14 +215,14 @@ class Observer:
 
     def hear(self, reports: Iterable[Report]) -> None:
         """Any report is a sign of life of its node, before its turn comes."""
-        at = self.ticks()
+        heard_at = self.ticks()
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
-                self.heartbeats.heard(report.node, at)
+                self.heartbeats.heard(report.node, heard_at)
             elif isinstance(report, NodeReport):
-                self.heartbeats.heard(report.node.name, at)
+                self.heartbeats.heard(report.node.name, heard_at)
             elif isinstance(report, NodesListed):
-                self.heartbeats.listed(report.nodes, self.world, at)
+                self.heartbeats.listed(report.nodes, self.world, heard_at)
 
     def on_requests(self, now: Instant) -> list[Decision]:
         for request in self.world.requests.values():
@@ -285,12 +285,12 @@ class Observer:
         ]
 
     def _silent(self, now: Instant, *, listening: bool) -> list[NodeLost]:
-        at = self.ticks()
+        checked_at = self.ticks()
         was_paused = self.heartbeats.paused
-        lost = self.heartbeats.check(self.world, at, now, listening=listening)
+        lost = self.heartbeats.check(self.world, checked_at, now, listening=listening)
         since = deadlines.extend_window(self._watch, now).since
         if unheard := nodes_without_answer(self.world, since, now):
-            lost += self.heartbeats.report_dead(unheard, self.world, at, now)
+            lost += self.heartbeats.report_dead(unheard, self.world, checked_at, now)
         paused = self.heartbeats.paused
         if paused is not None and was_paused is None:
             log.warning("nodes are silent and are not given up", fault=paused.message)

@@ -71,8 +71,8 @@ class TaskObjects:
         """Results that come here and are no objects yet: the last part of each."""
 
     def hear(self, asked: Sequence[ObjectQuestion]) -> None:
-        for one in asked:
-            self._asked.put_nowait((one, 0))
+        for question in asked:
+            self._asked.put_nowait((question, 0))
 
     async def serve(self) -> None:
         """Answer questions, until cancelled. In turn: a large object does not keep the leader from others,

@@ -77,9 +77,12 @@ def request_faults(error: RequestValidationError, route: APIRoute) -> list[Fault
     return faults
 
 
-def _query_model(of: Dependant) -> Any:
+def _query_model(dependant: Dependant) -> Any:
     """Return the model of a route's query; a route has one, of its own or of a dependency."""
-    fields = [*of.query_params, *(field for each in of.dependencies for field in each.query_params)]
+    fields = [
+        *dependant.query_params,
+        *(field for dependency in dependant.dependencies for field in dependency.query_params),
+    ]
     return fields[0].field_info.annotation
 
 
@@ -166,8 +169,8 @@ def _detail(
             return f"{found['msg']}{_meant_kind(found['input'])}"
         case "string_pattern_mismatch":
             pattern = str(found["ctx"]["pattern"])
-            what = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
-            return f"{what}; found {_shown(found['input'])}"
+            expectation = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
+            return f"{expectation}; found {_shown(found['input'])}"
     message = text_of(found)
     is_counted = found["type"].endswith(("too_short", "too_long"))  # the text says what it has
     is_told = found["type"] == "value_error" and isinstance(found["input"], dict | list)
@@ -224,7 +227,7 @@ def _suggestion(name: str, model: type[BaseModel] | None) -> str:
     if model is None:
         return ""
     inner = {
-        field: [name for one in _models_in(info.annotation) for name in one.model_fields]
+        field: [name for model in _models_in(info.annotation) for name in model.model_fields]
         for field, info in model.model_fields.items()
     }
     return f"; {meant_field(FOREIGN_NAMES.get(name, name), list(model.model_fields), inner)}"

@@ -176,9 +176,9 @@ class RequestMiddleware:
         """404 or 405. The router itself knows only the first of several routes of a path."""
         method, path = scope["method"], scope["path"]
         routes = [route for route in self._router.routes if isinstance(route, Route)]
-        here = [route for route in routes if route.path_regex.match(path)]
-        known = {method for route in here for method in route.methods or ()}
-        if not here:
+        matching = [route for route in routes if route.path_regex.match(path)]
+        known = {method for route in matching for method in route.methods or ()}
+        if not matching:
             return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
         allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
         return Problem(

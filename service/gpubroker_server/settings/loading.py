@@ -330,11 +330,15 @@ def _misspelled_variables() -> Iterator[str]:
 def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
     """The variable wins over a file that was named for this command: the command would work on the data of
     another service. It is set in the shells of that service's clients."""
-    here, there = files.get("data_dir"), os.environ.get(_DATA_DIR)
-    if here and there and Path(str(here)).expanduser() != Path(there).expanduser():
+    from_file, from_environment = files.get("data_dir"), os.environ.get(_DATA_DIR)
+    if (
+        from_file
+        and from_environment
+        and Path(str(from_file)).expanduser() != Path(from_environment).expanduser()
+    ):
         yield (
-            f"data_dir: {config} says {here}, and {_DATA_DIR} says {there}; unset the variable, or say which "
-            "one with --data-dir"
+            f"data_dir: {config} says {from_file}, and {_DATA_DIR} says {from_environment}; unset the "
+            "variable, or say which one with --data-dir"
         )
 
 

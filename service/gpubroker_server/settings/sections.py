@@ -49,13 +49,15 @@ class RunningLimits(Struct, frozen=True):
 
 
 def _checked_tenants(tenants: tuple[TenantPolicy, ...]) -> tuple[TenantPolicy, ...]:
-    for one in tenants:
-        if one.name == "*" and one.cohort and one.guaranteed_mb:
+    for tenant in tenants:
+        if tenant.name == "*" and tenant.cohort and tenant.guaranteed_mb:
             raise ValueError(
                 '"*" stands for any number of tenants, so their guarantees have no sum in a cohort; '
                 "give it guaranteed_mb: 0, or no cohort, or list the tenants"
             )
-    return tuple(one if one.cohort else replace(one, cohort=None) for one in tenants)  # "" is no cohort
+    return tuple(
+        tenant if tenant.cohort else replace(tenant, cohort=None) for tenant in tenants
+    )  # "" is no cohort
 
 
 class PolicySettings(Policy, frozen=True, kw_only=True):
@@ -67,7 +69,7 @@ class PolicySettings(Policy, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse a limit for a tenant that is not among those listed. Raises ValueError."""
         # Where tenants are listed, another name is likelier a slip.
-        known = {one.name for one in self.tenants} - {"*"}
+        known = {tenant.name for tenant in self.tenants} - {"*"}
         for name in sorted(self.max_running.tenants.keys() - {*known, "*"}) if known else ():
             meant = did_you_mean(name, known)
             raise ValueError(

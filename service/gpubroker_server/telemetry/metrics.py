@@ -45,7 +45,7 @@ def _oldest_seconds(scrape: Scrape) -> Samples:
 
 def _workers(scrape: Scrape) -> Samples:
     sets = scrape.world.worker_sets
-    wanted, running = sum(one.count for one in sets.values()), sets.running(scrape.world.tasks)
+    wanted, running = sum(workers.count for workers in sets.values()), sets.running(scrape.world.tasks)
     return [(("wanted",), wanted), (("running",), running)]
 
 
@@ -238,13 +238,13 @@ _FORECASTS: Final = (
         "gpubroker_forecast_error_seconds",
         "Median difference between the first forecast of a start and the start, by the forecast's basis.",
         ("basis",),
-        lambda scrape: [((of.basis,), of.median_error_seconds) for of in scrape.forecasts],
+        lambda scrape: [((forecast.basis,), forecast.median_error_seconds) for forecast in scrape.forecasts],
     ),
     MetricRow(
         "gpubroker_forecast_within_p90_ratio",
         "Share of forecast tasks that started by the p90; 0.9 is right.",
         ("basis",),
-        lambda scrape: [((of.basis,), of.within_p90) for of in scrape.forecasts],
+        lambda scrape: [((forecast.basis,), forecast.within_p90) for forecast in scrape.forecasts],
     ),
 )
 
@@ -277,13 +277,13 @@ _MODELS: Final = (
         "gpubroker_model_size_ratio",
         "Median ratio of leased to measured memory of models.",
         ("server",),
-        lambda scrape: [((of.server,), of.ratio) for of in scrape.model_sizes],
+        lambda scrape: [((size.server,), size.ratio) for size in scrape.model_sizes],
     ),
     MetricRow(
         "gpubroker_model_size_enough_ratio",
         "Share of models that use no more than their lease.",
         ("server",),
-        lambda scrape: [((of.server,), of.enough) for of in scrape.model_sizes],
+        lambda scrape: [((size.server,), size.enough) for size in scrape.model_sizes],
     ),
     _of_lanes("gpubroker_model_slots", "Requests that a model gets at once.", 1),
     _of_lanes("gpubroker_model_requests_in_flight", "Requests that have a slot.", 2),

@@ -86,7 +86,7 @@ class Scrape:
     @cached_property
     def offered(self) -> list[tuple[tuple[str, ...], DeviceKey]]:
         """The devices that tasks may get."""
-        return [(labels, of.device.key) for labels, of in self.ledgers if of.device.offers]
+        return [(labels, ledger.device.key) for labels, ledger in self.ledgers if ledger.device.offers]
 
     @cached_property
     def fresh_nodes(self) -> list[NodeSample]:

@@ -72,8 +72,8 @@ def refused_table(refused: Sequence[tuple[int, BrokerError]]) -> PlainTable:
     for number, error in refused:
         by_reason.setdefault((error.code, _where(error)), []).append((number, error))
     rows = [
-        (_spans([number for number, _ in some]), code, where, some[0][1].detail)
-        for (code, where), some in list(by_reason.items())[:_REASONS_SHOWN]
+        (_spans([number for number, _ in refusals]), code, where, refusals[0][1].detail)
+        for (code, where), refusals in list(by_reason.items())[:_REASONS_SHOWN]
     ]
     if len(by_reason) > _REASONS_SHOWN:
         rows.append(("...", "", "", f"{len(by_reason) - _REASONS_SHOWN} more reasons"))

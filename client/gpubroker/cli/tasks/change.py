@@ -94,7 +94,9 @@ def _cancelled(done: "Cancelled") -> Text:
         "already ended": done.already_ended,
         "stored: the leader will cancel them": done.stored,
     }
-    return Text(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no task matches")
+    return Text(
+        ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no task matches"
+    )
 
 
 def retry(task: TaskWord, output: Output = Format.TABLE) -> None:

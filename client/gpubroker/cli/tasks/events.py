@@ -157,10 +157,10 @@ def _fact(name: str, value: Any) -> str:
             return ""
 
 
-def _learned(kind: str, what: str, value: float | None) -> str:
+def _learned(kind: str, quantity: str, value: float | None) -> str:
     """What a run used, and on which kind of device; without a value, the estimate was dropped."""
-    used = "" if value is None else size(value) if what == "gpu_mb" else f"{value:g} s"
-    return " ".join(word for word in (used or what, f"on {kind}" if kind else "") if word)
+    used = "" if value is None else size(value) if quantity == "gpu_mb" else f"{value:g} s"
+    return " ".join(word for word in (used or quantity, f"on {kind}" if kind else "") if word)
 
 
 def past_of(broker: Broker, task: Task) -> dict[str, str]:
@@ -188,8 +188,8 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
                 reason = fields["fields"].get("reason")
                 lines["cancelled"] = f"requested at {timestamp(event.at)}{f': {reason}' if reason else ''}"
     if notice is not None:
-        what = "moved" if notice.fields["stop_reason"] == "move" else "preempted"
-        lines[what] = _preempted(broker, task, notice) + resumed
+        change = "moved" if notice.fields["stop_reason"] == "move" else "preempted"
+        lines[change] = _preempted(broker, task, notice) + resumed
     return lines
 
 
@@ -200,18 +200,18 @@ def attempts_of(events: Iterable[Event]) -> Iterator[str]:
     failures = 0
     for event in events:
         fields = event.fields
-        subject, _, what = event.kind.partition(".")
+        subject, _, change = event.kind.partition(".")
         if subject != "task":
             continue
-        if what == "admitted":
+        if change == "admitted":
             number, node, why, began = fields.get("fence") or number + 1, fields.get("node") or "", "", None
-        elif what == "started":
+        elif change == "started":
             began = event.at
-        elif what == "stopping":
+        elif change == "stopping":
             why = _STOPPED.get(str(fields.get("stop_reason")), str(fields.get("stop_reason") or ""))
-        elif number and (what == "requeued" or what in _ENDS):
+        elif number and (change == "requeued" or change in _ENDS):
             failed, failures = fields.get("failures", failures) > failures, fields.get("failures", failures)
-            end = what if what in _ENDS else "failed" if failed else why or "its run was lost"
+            end = change if change in _ENDS else "failed" if failed else why or "its run was lost"
             yield f"{_attempt(number, node, began, event.at)}, {end} at {timestamp(event.at)}"
             number = 0
     if number:

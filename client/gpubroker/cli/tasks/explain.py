@@ -85,9 +85,9 @@ def show_simulation(simulation: Simulation, output: Format) -> NoReturn:
 
 def _explanation(explained: Explanation, background: Iterable[str]) -> RenderableType:
     reason = (f"{explained.reason}: ", "bold") if explained.reason else ""
-    which = f"{explained.name} ({short_id(explained.id)})" if explained.name else short_id(explained.id)
+    task = f"{explained.name} ({short_id(explained.id)})" if explained.name else short_id(explained.id)
     parts: list[RenderableType] = [
-        Text(f"{which}, {explained.raw.get('state', '')}", style="bold"),
+        Text(f"{task}, {explained.raw.get('state', '')}", style="bold"),
         Text.assemble(reason, with_short_ids(explained.message)),
     ]
     parts += _place(explained)
@@ -157,16 +157,16 @@ def _ranks(found: Sequence[RankVerdict] | None) -> Iterator[RenderableType]:
     yield Text()
     yield Text("Ranks", style="bold")
     for line, equal in groupby(found, key=_rank_in_words):
-        numbers = [one.rank for one in equal]
-        which = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-        yield Text(f"  {which:>5}  {with_short_ids(line)}")
+        numbers = [rank.rank for rank in equal]
+        numbers_text = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        yield Text(f"  {numbers_text:>5}  {with_short_ids(line)}")
 
 
-def _rank_in_words(one: RankVerdict) -> str:
-    if one.place is None:
-        return one.message
-    indexes = ",".join(str(device.index) for device in one.place.devices)
-    return f"fits on {one.place.node}{f'/gpu{indexes}' if indexes else ''}"
+def _rank_in_words(verdict: RankVerdict) -> str:
+    if verdict.place is None:
+        return verdict.message
+    indexes = ",".join(str(device.index) for device in verdict.place.devices)
+    return f"fits on {verdict.place.node}{f'/gpu{indexes}' if indexes else ''}"
 
 
 def _within(expected: Expected) -> str:
@@ -250,8 +250,8 @@ def _devices(found: Sequence[DeviceVerdict]) -> Iterator[RenderableType]:
     rows = []
     for (node, kind, *facts), equal in groupby(shown, key=_device_facts):
         indexes = [device.index for device in equal]
-        which = f"{indexes[0]}" if len(indexes) == 1 else ",".join(map(str, indexes))
-        rows.append((f"{node} {which} {kind}", *facts))
+        index_text = f"{indexes[0]}" if len(indexes) == 1 else ",".join(map(str, indexes))
+        rows.append((f"{node} {index_text} {kind}", *facts))
     yield Text()
     yield PlainTable(_COLUMNS, rows)
     if len(found) > len(shown):

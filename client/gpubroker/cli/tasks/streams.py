@@ -61,8 +61,8 @@ def signal(
     if progress is None and data_age is None and quality is None:
         raise typer.BadParameter("give at least one of --progress, --data-age and --quality")
     with connect() as broker:
-        told = broker.signal_stream(name, progress=progress, data_age_seconds=data_age, quality=quality)
-        emit(output, told, _stream)
+        signalled = broker.signal_stream(name, progress=progress, data_age_seconds=data_age, quality=quality)
+        emit(output, signalled, _stream)
 
 
 @streams.command("next")

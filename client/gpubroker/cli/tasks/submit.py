@@ -203,9 +203,9 @@ class CommandAfterDashes(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--" in args:
-            at = args.index("--")
-            ctx.obj = args[at + 1 :]
-            args = args[:at]
+            separator = args.index("--")
+            ctx.obj = args[separator + 1 :]
+            args = args[:separator]
         return super().parse_args(ctx, args)
 
 
@@ -298,8 +298,12 @@ def options_of_submit(*, but: str) -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         *own, output, _given = inspect.signature(command, eval_str=True).parameters.values()
-        there = {parameter.name for parameter in own} | {output.name, *but.split()}
-        added = [one for one in inspect.signature(submit).parameters.values() if one.name not in there]
+        taken = {parameter.name for parameter in own} | {output.name, *but.split()}
+        added = [
+            parameter
+            for parameter in inspect.signature(submit).parameters.values()
+            if parameter.name not in taken
+        ]
         setattr(command, "__signature__", inspect.Signature([*own, *added, output]))  # noqa: B010
         return command
 

@@ -239,8 +239,8 @@ def demand(resources: Mapping[str, Any]) -> str:
         ranks = [(bundle.get("count", 1), demand(bundle)) for bundle in bundles]
         least = resources.get("min_ranks") or inf
         return " + ".join(
-            f"{count} rank{'s' if count > 1 else ''}" + (f" of {each}" if each else "")
-            for count, each in ranks
+            f"{count} rank{'s' if count > 1 else ''}" + (f" of {demand_text}" if demand_text else "")
+            for count, demand_text in ranks
         ) + (f", at least {least}" if least < sum(count for count, _ in ranks) else "")
     gpus = resources.get("gpus") or 0
     if not gpus:
@@ -268,10 +268,10 @@ def _rank(rank: TaskRank) -> str:
     return " ".join((f"{rank.rank}:", rank.state, "on", rank.node, *map(_device, rank.devices)))
 
 
-def _quarantined(one: Quarantined) -> str:
-    rank = f" rank {one.rank}" if one.kind == "gang_member" else ""
+def _quarantined(run: Quarantined) -> str:
+    rank = f" rank {run.rank}" if run.kind == "gang_member" else ""
     return (
-        f"! {size(one.gpu_mb)} of attempt {one.attempt}{rank}, for {ago(one.quarantined_at)}: {one.message}"
+        f"! {size(run.gpu_mb)} of attempt {run.attempt}{rank}, for {ago(run.quarantined_at)}: {run.message}"
     )
 
 

@@ -173,14 +173,17 @@ def _states(seen: WorkerSet) -> str:
 def _drawn(seen: WorkerSet) -> str:
     follows = "" if seen.scale is None else f", follows {seen.scale.by} ({seen.scale.target:g} each)"
     lines = [f"{seen.id} {seen.state}: {seen.count} of {seen.min_count}–{seen.max_count} wanted{follows}"]
-    for one in seen.workers:
-        failed = f", failed {one.failures} times" if one.failures else ""
-        where = f" on {one.node}, attempt {one.attempt}" if one.node else ""
-        lines.append(f"  {one.id} {one.state}{where}{failed}")
+    for worker in seen.workers:
+        failed = f", failed {worker.failures} times" if worker.failures else ""
+        where = f" on {worker.node}, attempt {worker.attempt}" if worker.node else ""
+        lines.append(f"  {worker.id} {worker.state}{where}{failed}")
     return "\n".join(lines)
 
 
 def _table(listed: Sequence[WorkerSet]) -> RenderableType:
     columns = (Column("SET"), Column("NAME", share=0.3), Column("WANTED"), Column("WORKERS", share=0.5))
-    rows = [(short_id(one.id), one.name or "-", str(one.count), _states(one)) for one in listed]
+    rows = [
+        (short_id(workers.id), workers.name or "-", str(workers.count), _states(workers))
+        for workers in listed
+    ]
     return PlainTable(columns, rows) if rows else "no worker sets; see: gpubroker workers create --help"

@@ -94,7 +94,7 @@ class GpuThread:
         for uuid, why in failed.items():
             self._note([uuid], why)
         measured = [reading.measured for reading in read if reading.measured is not None]
-        self.health = {one.uuid: one.health for one in measured if one.health is not None}
+        self.health = {device.uuid: device.health for device in measured if device.health is not None}
         return measured
 
     def note_silence(self) -> None:

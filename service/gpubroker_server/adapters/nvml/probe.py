@@ -214,8 +214,8 @@ class NvmlProbe:
         if holders is None or processes is None:
             return MeasuredDevice(uuid, used_mb, None, {}, utilization)
         # A run is foreign on a device on which it has no lease.
-        here = {name: group for name, group in holders.items() if uuid in group.leased_mb}
-        owners = {pid: name for name, group in here.items() for pid in group.pids}
+        on_device = {name: group for name, group in holders.items() if uuid in group.leased_mb}
+        owners = {pid: name for name, group in on_device.items() for pid in group.pids}
         by_holder: dict[str, Mib] = {}
         foreign_mb = 0
         for pid, mb in processes.items():
@@ -287,10 +287,10 @@ class NvmlProbe:
             xid=self._last_xid(handle),
         )
 
-    def _value(self, what: str, handle: Any, *arguments: int) -> int | None:
+    def _value(self, query: str, handle: Any, *arguments: int) -> int | None:
         """None if the device does not have it."""
         try:
-            value: int = getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *arguments)
+            value: int = getattr(self._nvml, f"nvmlDeviceGet{query}")(handle, *arguments)
         except self._nvml.NVMLError_GpuIsLost:
             raise
         except self._nvml.NVMLError:

@@ -131,9 +131,9 @@ class AgentConfig(Struct, frozen=True):
     def on_node(self, name: str, cpus: float | None = None) -> "AgentConfig":
         """Simulated devices, which are named after their node, have other UUIDs on each. `cpus`: what the
         node was started with."""
-        here, there = f"-sim-{self.node}-", f"-sim-{name}-"
+        target_mark, own_mark = f"-sim-{self.node}-", f"-sim-{name}-"
         named = tuple(
-            (uuid.replace(here, there), kind, index, mb, parent.replace(here, there))
+            (uuid.replace(target_mark, own_mark), kind, index, mb, parent.replace(target_mark, own_mark))
             for uuid, kind, index, mb, parent in self.devices or ()
         )
         devices = None if self.devices is None else named
@@ -144,7 +144,9 @@ class AgentConfig(Struct, frozen=True):
         know."""
         defaults = {field.name: field.default for field in fields(self) if field.default is not NODEFAULT}
         given = {
-            name: it for name, it in to_builtins(self).items() if name not in defaults or it != defaults[name]
+            name: value
+            for name, value in to_builtins(self).items()
+            if name not in defaults or value != defaults[name]
         }
         return json.dumps(given, sort_keys=True)
 

@@ -46,7 +46,7 @@ class PeerPorts:
 
     async def _try_all(self, peers: Sequence[Peer]) -> None:
         found = await asyncio.gather(*map(_unreached, peers))
-        kept = [(peer, it) for peer, it in zip(peers, found, strict=True) if it is not None]
+        kept = [(peer, fault) for peer, fault in zip(peers, found, strict=True) if fault is not None]
         self._unreached = dict(kept[-MOST_KEPT:])
 
 

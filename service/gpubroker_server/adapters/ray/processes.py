@@ -122,9 +122,9 @@ def ancestors(pid: int, table: dict[int, ProcessEntry]) -> set[int]:
     return found
 
 
-def are_related(one: int, other: int, table: dict[int, ProcessEntry]) -> bool:
+def are_related(first: int, second: int, table: dict[int, ProcessEntry]) -> bool:
     """Return True if one is the other, above it or below it."""
-    return one in ancestors(other, table) or other in ancestors(one, table)
+    return first in ancestors(second, table) or second in ancestors(first, table)
 
 
 def is_alive(process: ProcessId) -> bool:

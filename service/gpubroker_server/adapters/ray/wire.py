@@ -168,12 +168,12 @@ class OrderWriter:
     def _run_order(self, order: StartOrder, payload: RunPayload) -> dict[str, Any]:
         """Return the fields of a RunOrder: each is the order's, else the payload's, else the spec's."""
         spec = payload.spec
-        told = told_variables(spec) if spec.is_told_more else {}
+        variables = told_variables(spec) if spec.is_told_more else {}
         given = {
             **dict(zip(_OF_SPEC, _of_spec(spec), strict=True)),
             **dict(zip(_OF_PAYLOAD, _of_payload(payload), strict=True)),
             **dict(zip(_OF_ORDER, _of_order(order), strict=True)),
-            "env": {**spec.env, **told, **_gpu_limits(order.shares)},
+            "env": {**spec.env, **variables, **_gpu_limits(order.shares)},
             "leases": _by_uuid(order.devices),
             "result_limit_bytes": self._result_limit_bytes,
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,

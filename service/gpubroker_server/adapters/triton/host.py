@@ -302,19 +302,19 @@ def _left(until: float) -> Seconds:
 
 def _revision_of(files: Mapping[Path, os.stat_result]) -> str:
     """A load itself may write a `__pycache__`."""
-    mine = [found for file, found in files.items() if file.parent.name != "__pycache__"]
-    newest = max((found.st_mtime_ns for found in mine), default=0)
-    return f"{len(mine)}:{sum(found.st_size for found in mine)}:{newest}"
+    model_files = [found for file, found in files.items() if file.parent.name != "__pycache__"]
+    newest = max((found.st_mtime_ns for found in model_files), default=0)
+    return f"{len(model_files)}:{sum(found.st_size for found in model_files)}:{newest}"
 
 
-def _refused(failed: CallFailed, what: str) -> HostRefused:
+def _refused(failed: CallFailed, message: str) -> HostRefused:
     said = failed.detail
     if failed.trouble is Trouble.UNREACHABLE:
         return HostRefused(HostFault.UNREACHABLE, said)
     if _NOT_ALLOWED in said:
         return HostRefused(HostFault.NOT_ALLOWED, said)
     if failed.code in _UNCERTAIN:
-        return HostRefused(HostFault.UNKNOWN, f"{what}: {said}")
+        return HostRefused(HostFault.UNKNOWN, f"{message}: {said}")
     if failed.code == _CODE_NOT_FOUND or any(words in said for words in _NOT_FOUND):
         return HostRefused(HostFault.NOT_FOUND, said)
     return HostRefused(fault_of_load(said), said)

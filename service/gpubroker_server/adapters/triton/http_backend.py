@@ -194,7 +194,9 @@ class HttpBackend(ModelBackend):
         """Close connections of silent servers and unused ones. Repeats while there are connections."""
         now = loop.time()
         silence_seconds = self._server.silence_seconds
-        silent = [one for one in self._connections if one.is_silent(now - silence_seconds)]
+        silent = [
+            connection for connection in self._connections if connection.is_silent(now - silence_seconds)
+        ]
         for connection in silent:
             connection.give_up(Trouble.SILENT, f"nothing came for {silence_seconds:g} s")
         while self._idle and self._idle[0].moved_at < now - IDLE_SECONDS:

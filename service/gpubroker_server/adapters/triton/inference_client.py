@@ -67,7 +67,7 @@ class TritonInferenceClient(InferenceClient):
         versions."""
         response = await self._ask(b"GET", f"/v2/models/{quote(model, safe='')}".encode(), [], [])
         try:
-            versions = [str(one) for one in json.loads(response.body)["versions"]]
+            versions = [str(version_name) for version_name in json.loads(response.body)["versions"]]
         except (ValueError, TypeError, KeyError):
             return
         if versions and version not in versions:
@@ -95,9 +95,9 @@ class TritonInferenceClient(InferenceClient):
         return response
 
 
-def _path(model: str, version: str, what: str) -> bytes:
+def _path(model: str, version: str, path: str) -> bytes:
     of_version = f"/versions/{quote(version, safe='')}" if version else ""
-    return f"/v2/models/{quote(model, safe='')}{of_version}/{what}".encode()
+    return f"/v2/models/{quote(model, safe='')}{of_version}/{path}".encode()
 
 
 def _failure(response: "_Response") -> InferenceFailed:

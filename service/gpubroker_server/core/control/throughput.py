@@ -38,11 +38,11 @@ class Throughput:
         self._counted_at: Instant | None = None
         self._told: dict[str, float] = {}
 
-    def moved(self, what: Move, *, is_inference: bool) -> None:
+    def moved(self, transition: Move, *, is_inference: bool) -> None:
         """A task moved so."""
-        if (component := _MOVES.get(what) or _ENDS.get(what)) is not None:
+        if (component := _MOVES.get(transition) or _ENDS.get(transition)) is not None:
             self.done[component] += 1
-        if is_inference and what in _ENDS:
+        if is_inference and transition in _ENDS:
             self.done[INFERENCES] += 1
 
     def follow(self, now: Instant) -> Iterator[Notice]:

@@ -30,9 +30,9 @@ class TaskWrite(Struct, frozen=True):
     """Names of the changed fields besides `state`: the event carries exactly these."""
 
 
-def write_move(task: Task, what: Move, **changes: Any) -> TaskWrite:
+def write_move(task: Task, transition: Move, **changes: Any) -> TaskWrite:
     """Move a task and record which fields changed. Raises IllegalTransition."""
-    return TaskWrite(move(task, what, **changes), what, tuple(changes))
+    return TaskWrite(move(task, transition, **changes), transition, tuple(changes))
 
 
 class PledgeWrite(Struct, frozen=True):

@@ -60,10 +60,10 @@ class TaskUpdate:
         assert self.task is not None
         return self.task
 
-    def move(self, what: Move, why: str, **changes: Any) -> None:
-        self.task = move(self.known, what, **changes)
-        if what is not Move.CHANGED or self._what is None:
-            self._what = what
+    def move(self, transition: Move, why: str, **changes: Any) -> None:
+        self.task = move(self.known, transition, **changes)
+        if transition is not Move.CHANGED or self._what is None:
+            self._what = transition
         self._changes |= changes
         self.why = why
 

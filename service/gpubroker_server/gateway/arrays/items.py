@@ -59,7 +59,7 @@ async def lines_of_items(
         for page in pages:
             skipped = 0 if by_commit else max(0, after + 1 - page.first)
             found = (await _lines_of(blobs, page))[skipped:]
-            found = [one for one in found if failed in (None, _has_failed(one))]
+            found = [item for item in found if failed in (None, _has_failed(item))]
             lines += found
             size_bytes += sum(map(len, found))
             after = page.page if by_commit else page.first + page.count - 1

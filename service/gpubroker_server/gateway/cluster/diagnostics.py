@@ -45,7 +45,9 @@ async def list_diagnostics(caller: Caller, parts: Parts) -> Response:
     async with parts.diagnoses.slot():
         may_see = caller.may_see
         found = await _diagnose(parts, may_see)
-        seen = first_of_each_kind(one for one in found if not one.tenant or may_see(one.tenant))
+        seen = first_of_each_kind(
+            finding for finding in found if not finding.tenant or may_see(finding.tenant)
+        )
         return answer(Overview(**parts.freshness.last_moment(), items=tuple(map(_shown, seen))))
 
 
@@ -128,7 +130,15 @@ def longest_waiting(world: World, now: Instant, may_see: Callable[[str], bool]) 
     return [world.tasks[task] for _, task in sorted(first.values())[:MOST_JUDGED]]
 
 
-def _shown(one: Finding) -> ShownFinding:
-    assert one.first_seen is not None, "it has been remembered"
-    at = Time.at(one.first_seen)
-    return ShownFinding(one.kind, one.subject, one.severity, one.cause, dict(one.evidence), one.remedy, at)
+def _shown(finding: Finding) -> ShownFinding:
+    assert finding.first_seen is not None, "it has been remembered"
+    first_seen_at = Time.at(finding.first_seen)
+    return ShownFinding(
+        finding.kind,
+        finding.subject,
+        finding.severity,
+        finding.cause,
+        dict(finding.evidence),
+        finding.remedy,
+        first_seen_at,
+    )

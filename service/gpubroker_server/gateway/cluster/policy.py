@@ -54,7 +54,7 @@ def _tenants(parts: Parts, viewer: Identity) -> Iterator[Tenant]:
     levels = FairShareLevels(world, policy, now)
     configured = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
-    paused = {one.queue: one for one in paused_queues(world)}
+    paused = {pause.queue: pause for pause in paused_queues(world)}
     paused_tenants = {pause.tenant for pause in world.queue.pauses.values()} - {""}
     known = configured | levels.tenants | set(pending) | set(active) | paused_tenants
     shown = known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}
@@ -97,7 +97,7 @@ async def list_profiles(parts: Parts) -> Response:
 
 
 def _by_name(defaults: Mapping[str, Profile]) -> tuple[Profile, ...]:
-    return tuple(replace(one, name=name) for name, one in sorted(defaults.items()))
+    return tuple(replace(profile, name=name) for name, profile in sorted(defaults.items()))
 
 
 @resource.route("GET /policy", "policy_get", Scope.TASKS_READ, ShownPolicy)

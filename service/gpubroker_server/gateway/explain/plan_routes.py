@@ -132,10 +132,10 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
     With `fleet`: on such machines, empty; otherwise on the present fleet, beside what runs there. Of the
     queue only tasks with a forecast count. One plan is computed at a time.
     """
-    at = viewpoint(parts, caller)
-    now, tenant = at.now, _tenant(caller, parts, body)
+    view = viewpoint(parts, caller)
+    now, tenant = view.now, _tenant(caller, parts, body)
     components = [_component(caller, parts, body, index, tenant) for index in range(len(body.components))]
-    if sum(one.count * max(1, len(one.demand.bundles)) for one in components) > MAX_TASKS:
+    if sum(component.count * max(1, len(component.demand.bundles)) for component in components) > MAX_TASKS:
         detail = f"at most {MAX_TASKS} tasks and ranks of gangs in total"
         raise invalid(Fault(pointer="/components", detail=detail, code="too-many"))
     async with parts.plans.slot():
@@ -153,7 +153,7 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
         except TimeoutError:
             detail = f"planning takes longer than {LIMIT_SECONDS:g} s; ask about fewer tasks at a time"
             raise invalid(Fault(pointer="/components", detail=detail, code="too-long")) from None
-    return answer(shown_plan(components, plan, replace(at, world=world)))
+    return answer(shown_plan(components, plan, replace(view, world=world)))
 
 
 def _tenant(caller: Identity, parts: Parts, body: PlanFleet) -> str:
@@ -173,14 +173,14 @@ def _tenant(caller: Identity, parts: Parts, body: PlanFleet) -> str:
 
 
 def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:
-    asked, at, submissions = body.components[index], f"/components/{index}", parts.submissions
+    asked, pointer, submissions = body.components[index], f"/components/{index}", parts.submissions
     policy, profiles = submissions.policy, submissions.defaults.profiles
     if asked.profile and asked.profile not in profiles:
         detail = no_such("profile", asked.profile, profiles)
-        raise invalid(Fault(pointer=f"{at}/profile", detail=detail, code="unknown"))
+        raise invalid(Fault(pointer=f"{pointer}/profile", detail=detail, code="unknown"))
     usual = policy.defaults.named(asked.model_type, asked.profile)
     priority = first(asked.priority, usual.priority, policy.defaults.priority)
-    refuse(policy.permissions.check_priority(caller, priority, tenant, at=f"{at}/priority"))
+    refuse(policy.permissions.check_priority(caller, priority, tenant, at=f"{pointer}/priority"))
 
     def settled(resources: Resources, labels: Mapping[str, str]) -> Demand:
         wanted, subject = asked_of(resources, asked.placement), asked.model_type or asked.name
@@ -195,7 +195,7 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
             policy.permissions.policy,
         )
         if isinstance(found, Refusal):
-            raise problem_of(refused_at(f"{at}/resources", found))
+            raise problem_of(refused_at(f"{pointer}/resources", found))
         return found[0]
 
     demand = settled(asked.resources, asked.labels)

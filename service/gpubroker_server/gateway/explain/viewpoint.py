@@ -109,7 +109,7 @@ class Viewpoint(Struct, frozen=True):
         )
 
     def _preemption(self, found: PreemptionVerdict) -> Preemption:
-        runs = (ProtectedRun(**asdict(self.run(one.run)), shield=one.shield) for one in found.runs)
+        runs = (ProtectedRun(**asdict(self.run(run.run)), shield=run.shield) for run in found.runs)
         return Preemption(found.why, found.message, found.counts, tuple(runs))
 
     def _remedy(self, remedy: Remedy) -> ShownRemedy:

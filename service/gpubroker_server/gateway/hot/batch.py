@@ -103,7 +103,7 @@ async def submit_batch(
             if body.all_or_nothing:
                 _check_all(judged)
             text = encode(_submitted(call, judged))
-        admitted = [one for one in judged if isinstance(one, AdmittedTask)]
+        admitted = [admitted_task for admitted_task in judged if isinstance(admitted_task, AdmittedTask)]
         made = BatchSubmission(admitted, answer="" if idempotency_key is None else text.decode())
         return made
 
@@ -118,13 +118,13 @@ async def submit_batch(
 def _log_accepted(submissions: Sequence[AdmittedTask], tenant: str) -> None:
     """Log the accepted tasks, several per line: a line for each would keep other requests waiting."""
     for start in range(0, len(submissions), IDS_PER_LINE):
-        ids = [one.task.id for one in submissions[start : start + IDS_PER_LINE]]
+        ids = [submission.task.id for submission in submissions[start : start + IDS_PER_LINE]]
         log.info("tasks accepted", tasks=" ".join(ids), tenant=tenant)
 
 
 def _check_all(made: Sequence[AdmittedTask | Problem]) -> None:
     """Check all tasks. Raises Problem batch-refused with the faults of all of them."""
-    bad = [(number, one) for number, one in enumerate(made) if isinstance(one, Problem)]
+    bad = [(number, result) for number, result in enumerate(made) if isinstance(result, Problem)]
     if bad:
         faults = [fault for number, problem in bad for fault in _faults_at(number, problem)]
         first = f"{faults[0].pointer}: {faults[0].detail}"
@@ -134,12 +134,12 @@ def _check_all(made: Sequence[AdmittedTask | Problem]) -> None:
 def _submitted(call: Call, made: Sequence[AdmittedTask | Problem]) -> SubmittedBatch:
     items: list[SubmittedTask] = []
     refused = 0
-    for number, one in enumerate(made):
-        if isinstance(one, AdmittedTask):
-            items.append(SubmittedTask(status=202, id=one.task.id, url=f"/tasks/{one.task.id}"))
+    for number, result in enumerate(made):
+        if isinstance(result, AdmittedTask):
+            items.append(SubmittedTask(status=202, id=result.task.id, url=f"/tasks/{result.task.id}"))
         else:
-            one.errors = _faults_at(number, one)
-            problem = problem_document(one, call.scope)
+            result.errors = _faults_at(number, result)
+            problem = problem_document(result, call.scope)
             items.append(SubmittedTask(status=problem.status, problem=problem))
             refused += 1
     return SubmittedBatch(len(made) - refused, refused, tuple(items))

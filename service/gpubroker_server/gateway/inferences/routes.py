@@ -122,14 +122,14 @@ def request_of(
     ]
     tensors: list[Tensor] = []
     begin = 0
-    for at, given in enumerate(body.inputs):
+    for index, given in enumerate(body.inputs):
         size = 0 if given.parameters is None else given.parameters.binary_data_size
         try:
             tensors.append(_tensor(given, binary_data[begin : begin + size], objects))
         except BadTensor as bad:
             where = "data" if given.parameters is None else "parameters/binary_data_size"
             where = where if given.object is None else "object"
-            faults.append(Fault(pointer=f"/inputs/{at}/{where}", detail=str(bad), code="bad-tensor"))
+            faults.append(Fault(pointer=f"/inputs/{index}/{where}", detail=str(bad), code="bad-tensor"))
         begin += size
     if begin != len(binary_data) and not faults:
         detail = f"{len(binary_data)} bytes follow the JSON, and the inputs name {begin} (binary_data_size)"
@@ -155,9 +155,9 @@ def _tensor(given: InputTensor, binary_data: bytes, objects: Mapping[str, bytes]
 
 def _named_twice(field: str, names: list[str]) -> list[Fault]:
     return [
-        Fault(pointer=f"/{field}/{at}/name", detail=f'"{name}" is already named', code="named-twice")
-        for at, name in enumerate(names)
-        if name in names[:at]
+        Fault(pointer=f"/{field}/{index}/name", detail=f'"{name}" is already named', code="named-twice")
+        for index, name in enumerate(names)
+        if name in names[:index]
     ]
 
 
@@ -233,7 +233,9 @@ async def submit_inference(
             raise Problem("not-found", "no model server is configured; set triton.servers")
         new = await submissions.admitted(identity, submission_of_inference(body, identity.tenant), named={})
         submissions.check_queue((new.task,))
-        named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
+        named = {
+            index: tensor.object for index, tensor in enumerate(body.inputs) if tensor.object is not None
+        }
         async with parts.reads.slot() if named else nullcontext():
             new = await _with_values(call, objects, body, new, named)
             submissions.check_queue((new.task,))

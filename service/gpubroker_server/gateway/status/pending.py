@@ -116,7 +116,7 @@ class PendingReasons:
         """Return True if the task waits for its own time, for its own dependencies, or for room that is kept
         for it alone."""
         forecasts = self._leadership.forecasts()
-        has_room = row.id in self._world.pledges or any(row.id == one.task for one in forecasts)
+        has_room = row.id in self._world.pledges or any(row.id == forecast.task for forecast in forecasts)
         return row.awaits or row.not_before is not None or has_room
 
 

@@ -144,15 +144,15 @@ async def worker_asked_for(
         return record
     standing = await standing_of(records.store, whole)
     workers = standing.workers
-    found = [one for one, state in workers.items() if not runs or state in HAS_PROCESS]
+    found = [worker for worker, state in workers.items() if not runs or state in HAS_PROCESS]
     if len(found) == 1:
         return await records.store.record(found[0]) or record
     if not found:
         return record if not standing.left else await records.store.record(standing.left[0]) or record
     id = whole.first.task.id
     of_all = f"{len(found)} of the {len(workers)} workers of {id} run"
-    which = f"{of_all if runs else f'{id} has {len(found)} workers'}: {_listed(whole, found)}"
-    detail = f"{which}; choose one of them, as in ?worker={found[0]} (--worker)"
+    workers_text = f"{of_all if runs else f'{id} has {len(found)} workers'}: {_listed(whole, found)}"
+    detail = f"{workers_text}; choose one of them, as in ?worker={found[0]} (--worker)"
     raise invalid(Fault(pointer="query:worker", detail=detail, code="several-workers"))
 
 

@@ -183,8 +183,8 @@ def check_roles(body: SubmitWorkerSet, identity: Identity, policy: AdmissionPoli
     named = {f"/colocate_with/{name}/profile": role.profile for name, role in body.colocate_with.items()}
     named["/profile"] = body.profile
     faults = [
-        Fault(pointer=at, detail=no_such("profile", profile, profiles), code="unknown")
-        for at, profile in named.items()
+        Fault(pointer=pointer, detail=no_such("profile", profile, profiles), code="unknown")
+        for pointer, profile in named.items()
         if profile and profile not in profiles
     ]
     if faults:
@@ -244,8 +244,8 @@ async def new_worker_set(
         scaling=None if body.scale is None else Scaling(**body.scale.model_dump()),
     )
     new = await submissions.admitted(identity, _seat(body, worker, workers), named=named, id=ids[0])
-    one = await submissions.with_object(new)
-    tasks = [one, *(like(one, id, one.spec) for id in ids[1:])]
+    stored = await submissions.with_object(new)
+    tasks = [stored, *(like(stored, id, stored.spec) for id in ids[1:])]
     fields = to_builtins(workers)
     form = Request(submissions.ids.request(now), workers.id, worker.tenant, "form", fields, Instant(now))
     kept = json.dumps({"worker_set": fields, "objects": sorted(set(named.values()))})

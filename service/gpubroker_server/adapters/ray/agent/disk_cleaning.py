@@ -66,8 +66,8 @@ class DiskTask(DiskQuestion, frozen=True, kw_only=True):
     def of(cls, values: Sequence[Any]) -> "DiskTask":
         """Return the question of a `disk` order as it travels."""
         request, roots, spared, warn, old_seconds, deletes, runs_sync, live, above = values
-        found = None if deletes is None else tuple(_found(*one) for one in deletes)
-        watched = tuple(WatchedRoot(one[0], FileClass(one[1]), *one[2:]) for one in roots)
+        found = None if deletes is None else tuple(_found(*file) for file in deletes)
+        watched = tuple(WatchedRoot(root[0], FileClass(root[1]), *root[2:]) for root in roots)
         return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live, above)
 
     def live_at(self, root: str, files: Iterable[str]) -> set[str]:
@@ -84,8 +84,8 @@ def _found(root: str, path: str, file_class: str, *rest: int) -> FoundFile:
     return FoundFile(root, path, FileClass(file_class), *rest)
 
 
-def _found_as(one: FileSeen) -> FoundFile:
-    return FoundFile(one.root, one.path, one.file_class, one.size_bytes, one.modified_ns, one.inode)
+def _found_as(seen: FileSeen) -> FoundFile:
+    return FoundFile(seen.root, seen.path, seen.file_class, seen.size_bytes, seen.modified_ns, seen.inode)
 
 
 class Answer(NamedTuple):
@@ -139,8 +139,8 @@ class DiskCleaner:
             self._tell(task, await asyncio.wait_for(asyncio.shield(working), seconds))
         except TimeoutError:
             away = await self._away(task)
-            what = ", ".join(away) or "its disks"
-            self._tell(task, Answer(message=f"{what} did not answer within {seconds:g} s"))
+            subject = ", ".join(away) or "its disks"
+            self._tell(task, Answer(message=f"{subject} did not answer within {seconds:g} s"))
             if away:
                 self._thread = ThreadPoolExecutor(1, "disk guard")
             else:
@@ -165,7 +165,7 @@ class DiskCleaner:
             return Answer(message=repr(fault))
 
     def _tell(self, task: DiskTask, answer: Answer) -> None:
-        files = [tuple(one) for one in answer.files]
+        files = [tuple(file) for file in answer.files]
         kept = sorted((str(why), count) for why, count in answer.kept.items())
         self._report(("disk", time.time(), task.request, files, kept, answer.is_first, answer.message))
 
@@ -187,7 +187,7 @@ class DiskCleaner:
                     continue
                 files = list(self._files_of(root, task, spared, messages))
                 device = os.stat(root.path).st_dev
-                live |= task.live_at(root.path, (one.path for one in files))
+                live |= task.live_at(root.path, (file.path for file in files))
             except (OSError, Unsafe) as fault:
                 messages.append(f"{root.path}: {getattr(fault, 'strerror', None) or fault}")
                 continue
@@ -199,7 +199,7 @@ class DiskCleaner:
         for device, files in seen.items():
             cleaning = choose(
                 files, live, needed[device], Instant(time.time()), task.old_seconds,
-                lambda one: self._left_because(_found_as(one), task, spared, deletes=False),
+                lambda file: self._left_because(_found_as(file), task, spared, deletes=False),
             )  # fmt: skip
             chosen += map(_found_as, cleaning.files)
             kept.update(cleaning.kept)

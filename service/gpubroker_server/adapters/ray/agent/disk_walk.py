@@ -130,19 +130,19 @@ def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, Mou
 @contextmanager
 def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[FileId]) -> Iterator[int]:
     """The directory of a file below the root. Raises OSError, and Unsafe if the way leads elsewhere."""
-    here = os.dup(root)
+    descriptor = os.dup(root)
     try:
         for name in path.split("/")[:-1]:
             if name in ("", ".", ".."):
                 raise Unsafe(f"{path} is no path below its root")
-            below = os.open(name, _DIRECTORY, dir_fd=here)
-            os.close(here)
-            here = below
-            if mount_of(here) != mount or file_id(os.fstat(here)) in spared:
+            below = os.open(name, _DIRECTORY, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+            if mount_of(descriptor) != mount or file_id(os.fstat(descriptor)) in spared:
                 raise Unsafe(f"{path} is on another file system, or in a directory of the service")
-        yield here
+        yield descriptor
     finally:
-        os.close(here)
+        os.close(descriptor)
 
 
 def mount_point_of(path: str) -> str:
@@ -202,10 +202,10 @@ def own_names(root: str, files: Iterable[str], paths: Iterable[str]) -> set[str]
     for form in {PurePath(form) for path in paths for form in (path, os.path.realpath(path))}:
         for place in (form, *form.parents):
             with suppress(OSError):
-                there = file_id(os.stat(place))
-                if there in known:
-                    found.add(os.path.join(known[there], form.relative_to(place)))
-                elif there in above and place == form:
+                file = file_id(os.stat(place))
+                if file in known:
+                    found.add(os.path.join(known[file], form.relative_to(place)))
+                elif file in above and place == form:
                     found.add(root)
     return found
 

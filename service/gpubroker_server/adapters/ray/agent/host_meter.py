@@ -94,7 +94,9 @@ class NetworkMeter:
     def read(self) -> Network:
         before, seconds = self._bytes, time.monotonic() - self._read_at
         counters = psutil.net_io_counters(pernic=True).items()
-        self._bytes = {name: (it.bytes_recv, it.bytes_sent) for name, it in counters if name != "lo"}
+        self._bytes = {
+            name: (counts.bytes_recv, counts.bytes_sent) for name, counts in counters if name != "lo"
+        }
         self._read_at += seconds
         shares = [
             8 * max(map(sub, self._bytes[name], before[name])) / (about.speed * 1e6 * seconds)
@@ -170,7 +172,7 @@ def _total_mb(path: str) -> tuple[int]:
 def _memory_pressure() -> float | None:
     """The share of the last 10 s in which processes waited for memory; None if the kernel does not say."""
     try:
-        some = PRESSURE.read_text().split()
-        return min(1.0, float(some[1].removeprefix("avg10=")) / 100)
+        fields = PRESSURE.read_text().split()
+        return min(1.0, float(fields[1].removeprefix("avg10=")) / 100)
     except (OSError, IndexError, ValueError):
         return None

@@ -175,8 +175,8 @@ class NodeAgent:
             self._log_run(report[0], RunKey(*report[1:4]))
         self.report(report, delay_seconds)
 
-    def _log_run(self, what: str, key: RunKey) -> None:
-        log.info(f"run {what}", task=key.task, attempt=key.fence, rank=key.rank, node=self._config.node)
+    def _log_run(self, move: str, key: RunKey) -> None:
+        log.info(f"run {move}", task=key.task, attempt=key.fence, rank=key.rank, node=self._config.node)
 
     def report(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
         """Keep the report for the next poll. Of progress and checkpoints only the newest of a run waits."""
@@ -219,8 +219,8 @@ class NodeAgent:
                     runs.start(wanted, shareable=shareable)
             case ("go", task, fence, rank, rank_zero_address) if not is_over:
                 runs.go(RunKey(task, fence, rank), rank_zero_address)
-            case ("world" | "resized" | "items" | "part" as what, task, fence, rank, *values) if not is_over:
-                runs.pass_on(what, RunKey(task, fence, rank), *values)
+            case ("world" | "resized" | "items" | "part" as kind, task, fence, rank, *values) if not is_over:
+                runs.pass_on(kind, RunKey(task, fence, rank), *values)
             case ("object", task, fence, rank, *answer) if not is_over:
                 runs.objects.take(RunKey(task, fence, rank), *answer)
             case ("watch", task, fence, rank, pid, leases) if not is_over:
@@ -318,8 +318,8 @@ class NodeAgent:
             "complete": inventory.complete,
             "versions": versions(),
         }
-        here = [tuple(key) for key in (*runs.table.runs, *runs.external)]
-        return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], here
+        run_keys = [tuple(key) for key in (*runs.table.runs, *runs.external)]
+        return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], run_keys
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
         """None if the devices cannot be measured."""

@@ -121,8 +121,8 @@ class RunFiles:
                         file.write(data)
         except OSError as fault:
             if self._adds:
-                what = "the logs of runs in shared processes cannot be written; what they print is dropped"
-                log_lines.error(what, path=str(self._directory), fault=str(fault))
+                message = "the logs of runs in shared processes cannot be written; what they print is dropped"
+                log_lines.error(message, path=str(self._directory), fault=str(fault))
             self._adds = False
         else:
             self._adds = True

@@ -77,8 +77,8 @@ class RayRunners:
     def names(self) -> list[str]:
         """Return the names of the runners that are alive."""
         named = ray.util.list_named_actors(all_namespaces=True)
-        ours = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
-        return [name for name in ours if name.startswith(self._prefix)]
+        own_actors = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
+        return [name for name in own_actors if name.startswith(self._prefix)]
 
     def find(self, name: str) -> Any | None:
         try:

@@ -31,14 +31,14 @@ REMEMBERED_FENCES = 100_000
 REMEMBERED_RUNS = 1024
 
 
-async def retry_until_done(what: str, attempt: Callable[[], Awaitable[None]]) -> None:
+async def retry_until_done(job: str, attempt: Callable[[], Awaitable[None]]) -> None:
     """`attempt` starts from the beginning each time, less and less often. Each failure is logged."""
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
             return await attempt()
         except Exception:
-            log.exception("what must be done failed; trying again", job=what)
+            log.exception("what must be done failed; trying again", job=job)
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

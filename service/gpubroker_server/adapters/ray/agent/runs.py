@@ -156,12 +156,12 @@ class NodeRuns:
             run.go = rank_zero_address
             self._pass_on_go(run)
 
-    def pass_on(self, what: str, key: RunKey, *values: Any) -> None:
+    def pass_on(self, kind: str, key: RunKey, *values: Any) -> None:
         """Send a message to a run that has begun: the ranks that are left, what a worker of an array holds,
         an object."""
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
-            run.process.send((what, tuple(key), *values))
+            run.process.send((kind, tuple(key), *values))
 
     def tell_stack(self, key: RunKey, request: str) -> None:
         tell = partial(tell_stack, self.table.runs.get(key), key, request, self._report)
@@ -206,9 +206,9 @@ class NodeRuns:
     async def close(self) -> None:
         """Kill every run and every process kept ready; back when nothing of them is left, files included."""
         await self.pool.close()
-        what = "ending a run before leaving"
+        job = "ending a run before leaving"
         runs = list(self.table.runs.values())
-        await asyncio.gather(*(retry_until_done(what, partial(self._clear_away, run)) for run in runs))
+        await asyncio.gather(*(retry_until_done(job, partial(self._clear_away, run)) for run in runs))
         self._files.remove_all()
 
     def _on_ready(self) -> None:
@@ -247,8 +247,8 @@ class NodeRuns:
     def _on_end(self, process: RunnerProcess) -> None:
         """The process is gone, and each run in it that has not ended is lost."""
         self.pool.forget(process)
-        its_runs = [run for run in self.table.runs.values() if run.process is process]
-        cut_off = [run for run in its_runs if not run.has_ended]
+        process_runs = [run for run in self.table.runs.values() if run.process is process]
+        cut_off = [run for run in process_runs if not run.has_ended]
         one_was_killed = any(run.killed for run in cut_off)
         for run in cut_off:
             if not process.shared or run.killed or len(cut_off) == 1:
@@ -258,7 +258,7 @@ class NodeRuns:
             self._end(run, ended(run.key, NEVER_STARTED, b""))
             if not one_was_killed:
                 self.table.suspect(run.key.task)
-        for run in its_runs:
+        for run in process_runs:
             run.process = None
             if process.shared:
                 self._report_gone(run, "process_absent")
@@ -404,8 +404,8 @@ class NodeRuns:
     def _report(self, report: Report) -> None:
         self._report_within(report, AT_ONCE)
 
-    def _do(self, what: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _do(self, job: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Try this in the background until it succeeds."""
-        task = asyncio.create_task(retry_until_done(what, attempt))
+        task = asyncio.create_task(retry_until_done(job, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)

@@ -83,7 +83,9 @@ class SharedObjects:
 
     def take(self, run: RunKey, id: str, size_bytes: int, first_byte: int, data: bytes, failure: str) -> None:
         """The leader's answer."""
-        found = (each for each in self._openings.items() if each[0][1] == id and run in each[1].runs)
+        found = (
+            opening for opening in self._openings.items() if opening[0][1] == id and run in opening[1].runs
+        )
         (tenant, _), opening = next(found, (("", id), None))
         if opening is None or first_byte != opening.first_byte or opening.storing is not None:
             return  # no run waits any longer, or it was answered before

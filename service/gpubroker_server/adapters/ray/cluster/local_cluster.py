@@ -151,7 +151,7 @@ def _supervise(folder: Path, tell: Tell) -> str:
     saying, says = os.pipe()
     living, life = os.pipe()
     environment = inherited() | token_environment(folder) | {"PYTHONUNBUFFERED": "1"}
-    with (folder / LOG).open("wb") as output, os.fdopen(life, "wb", 0), os.fdopen(saying, "r") as told:
+    with (folder / LOG).open("wb") as output, os.fdopen(life, "wb", 0), os.fdopen(saying, "r") as messages:
         supervisor = subprocess.Popen(  # noqa: S603  # our own module
             [sys.executable, "-m", SUPERVISOR, str(folder), str(says), str(living)],
             stdin=subprocess.DEVNULL,
@@ -165,7 +165,7 @@ def _supervise(folder: Path, tell: Tell) -> str:
         os.close(living)
         fault = ""
         with _interruptible(supervisor):
-            for line in told:
+            for line in messages:
                 said = json.loads(line)
                 fault = said.get("fault", "")
                 if not fault:
@@ -193,7 +193,7 @@ def _interruptible(supervisor: "subprocess.Popen[bytes]") -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ask(data_dir: Path, name: str, what: str) -> dict[str, Any]:
+def _ask(data_dir: Path, name: str, question: str) -> dict[str, Any]:
     state = read_state(cluster_folder(data_dir, name))
     if state is None or not state.is_running():
         raise ClusterRefused(_not_running(data_dir, name))
@@ -203,7 +203,7 @@ def _ask(data_dir: Path, name: str, what: str) -> dict[str, Any]:
         client.settimeout(ANSWER_SECONDS)
         try:
             client.connect(str(Path(state.temp_dir) / CONTROL))
-            client.sendall(what.encode())
+            client.sendall(question.encode())
             answer: dict[str, Any] = json.loads(b"".join(iter(lambda: client.recv(65536), b"")))
         except (OSError, ValueError) as fault:
             raise ClusterRefused(f"cluster {name} did not answer ({fault}); try again, or stop it") from None

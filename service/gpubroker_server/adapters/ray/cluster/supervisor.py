@@ -106,13 +106,13 @@ class Supervisor:
 
     def _start(self, number: int) -> dict[int, str]:
         node = self._layout.node(number, self._state.address, None if number else self._state.ray_dir)
-        there = set(self._below())
+        others = set(self._below())
         try:
-            vital = start_ray(node, self._state, self._signals, {process.pid for process in there})
+            vital = start_ray(node, self._state, self._signals, {process.pid for process in others})
         except HeadLost:
             vital = {}
         if not vital:
-            self._kill_all_but(there)
+            self._kill_all_but(others)
             if not self._signals.stop:
                 raise ClusterEnded(f"node {node.name} did not start; the lines above say why")
         return vital
@@ -120,13 +120,13 @@ class Supervisor:
     def _below(self) -> list[ProcessId]:
         return descendants(os.getpid(), process_table())
 
-    def _kill_all_but(self, there: set[ProcessId]) -> None:
+    def _kill_all_but(self, others: set[ProcessId]) -> None:
         """Kill what a start has left. Ray meanwhile starts processes in nodes that were there before: those
         are below a raylet."""
         table = process_table()
         kept = {found for raylet in self._workers.values() for found in descendants(raylet, table)}
         kept |= {found for vital in self._head for found in descendants(vital, table)}
-        kill_all([found for found in self._below() if found not in there | kept])
+        kill_all([found for found in self._below() if found not in others | kept])
 
     def _note_ended(self, ended: set[int]) -> None:
         for pid, name in self._head.items():

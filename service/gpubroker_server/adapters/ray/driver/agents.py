@@ -53,10 +53,10 @@ class AnsweringAgent:
     ahead_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MESSAGES))
     """How far its clock seemed to be ahead in its last messages."""
 
-    def note(self, run: RunId, what: str) -> None:
+    def note(self, run: RunId, occurrence: str) -> None:
         happened = self.runs.get(run)
         if happened is not None:
-            happened.add(what)
+            happened.add(occurrence)
             if happened == {_GONE, _FORGOTTEN}:
                 del self.runs[run]
 

@@ -268,8 +268,8 @@ class RayExecutor:
                 self._report(NodesListed(frozenset(map(NodeName, names)), self._clock.now()))
             case ("head", fault):
                 self._head_fault = fault
-            case ("trouble", what):
-                self._message = what
+            case ("trouble", trouble):
+                self._message = trouble
             case ("left",):
                 self._left.set()
             case ("flushed",):
@@ -373,9 +373,9 @@ class RayExecutor:
     def _on_node(self, seen: NodeReport, protocol: int) -> None:
         """The agent starts nothing that was ordered before it answered: a run that it lacks never began."""
         name = seen.node.name
-        there = set(seen.runs)
+        listed = set(seen.runs)
         for run in [run for run, start in self._unanswered.items() if start.node == name]:
-            if run not in there:
+            if run not in listed:
                 self._note_answer(run)
                 self._report_never_started(run, seen.at)
         self._agents.see(seen, protocol)
@@ -391,10 +391,10 @@ class RayExecutor:
             self._agents.lose(node)
             self._driver.send("replace", node)
 
-    def _report_never_started(self, run: RunId, at: Instant) -> None:
+    def _report_never_started(self, run: RunId, ended_at: Instant) -> None:
         task, fence, rank = run
-        self._report(Ended(task, fence, at, Ending.NEVER_STARTED, rank=rank))
-        self._report(Gone(task, fence, at, Proof.NEVER_STARTED, rank=rank))
+        self._report(Ended(task, fence, ended_at, Ending.NEVER_STARTED, rank=rank))
+        self._report(Gone(task, fence, ended_at, Proof.NEVER_STARTED, rank=rank))
 
     def _report(self, report: Report | TermRefused | ObjectQuestion) -> None:
         self._reports.append(report)

@@ -69,14 +69,14 @@ class DriverLink:
     @classmethod
     async def open(cls, options: RayOptions, address: str) -> "DriverLink":
         """Start a driver for the Ray at this address. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        own_end, driver_end = socket.socketpair()
         try:
-            with theirs:
-                child = _start_driver(options, address, theirs)
+            with driver_end:
+                child = _start_driver(options, address, driver_end)
         except OSError:
-            ours.close()
+            own_end.close()
             raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        reader, writer = await asyncio.open_unix_connection(sock=own_end)
         return cls(child, reader, writer, options.driver_patience_seconds)
 
     def send(self, *parts: Any) -> None:

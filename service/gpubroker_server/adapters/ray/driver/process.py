@@ -148,7 +148,7 @@ class Driver:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
         self._tasks.create_task(self._request_resources())
-        told, told_at = frozenset[str](), -TELL_SECONDS
+        known_names, told_at = frozenset[str](), -TELL_SECONDS
         turn, tried_at = 0, time.monotonic()
         while True:
             asked_at = time.monotonic()
@@ -159,8 +159,8 @@ class Driver:
                 turn, tried_at = turn + 1, asked_at
             self._give_peers(nodes, turn, to_all=is_due)
             names = frozenset(_name_of(node) for node in nodes if node["Alive"] and _takes_runs(node))
-            if not self._opening.local_node and (names != told or asked_at >= told_at + TELL_SECONDS):
-                told, told_at = names, asked_at
+            if not self._opening.local_node and (names != known_names or asked_at >= told_at + TELL_SECONDS):
+                known_names, told_at = names, asked_at
                 await self.send("nodes", sorted(names))
             await asyncio.sleep(max(LOOK_SECONDS, min(took_seconds / LOOK_SHARE, LONGEST_LOOK_SECONDS)))
 
@@ -287,9 +287,9 @@ class Driver:
         about = {node["NodeID"]: node for node in nodes}
         links = sorted(self._links.items())
         circle = [_peer(name, about[link.ray_node]) for name, link in links]
-        for at, (_, link) in enumerate(links):
+        for index, (_, link) in enumerate(links):
             if to_all or not link.has_peers:
-                link.give_peers(peers_of(circle, at, turn))
+                link.give_peers(peers_of(circle, index, turn))
 
     def _link(self, ray_node: str, node: dict[str, Any]) -> None:
         local = self._opening.local_node

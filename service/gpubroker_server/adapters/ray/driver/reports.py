@@ -180,11 +180,13 @@ def _results(source: Source, items: tuple[Any, ...]) -> tuple[ItemResult, ...]:
     )
 
 
-def _samples(source: Source, samples: tuple[Sample, ...], at: Instant) -> tuple[device.DeviceSample, ...]:
+def _samples(
+    source: Source, samples: tuple[Sample, ...], measured_at: Instant
+) -> tuple[device.DeviceSample, ...]:
     return tuple(
         device.DeviceSample(
             device_key(source.cluster, source.node, uuid),
-            at,
+            measured_at,
             Mib(used_mb),
             None if foreign_mb is None else Mib(foreign_mb),
             {holder: Mib(mb) for holder, mb in by_holder.items()},

@@ -80,8 +80,8 @@ def answer_of(packed: bytes, form: str) -> CallAnswer:
             return Called(result, seconds)
         case ("failed", str(kind), str(message), str(traceback)):
             return MethodFailed(kind, message, traceback)
-        case ("refused" | "late" as what, str(why)):
-            return NotBegun(why, is_late=what == "late")
+        case ("refused" | "late" as outcome, str(why)):
+            return NotBegun(why, is_late=outcome == "late")
         case ("lost", str(why)):
             return WorkerLost(why)
         case _:

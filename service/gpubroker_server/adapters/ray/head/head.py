@@ -312,7 +312,7 @@ async def _start(options: RayOptions) -> HeadState:
 def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
     """Start it in the background and wait for what it says; empty if it says nothing in time."""
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as theirs:
+    with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as supervisor_end:
         orders = {
             "data_dir": str(options.data_dir),
             "object_store_bytes": options.object_store_mb * 2**20,
@@ -329,7 +329,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
                 pass_fds=(writing,),
                 check=False,
             )
-        theirs.close()
+        supervisor_end.close()
         answered, _, _ = select.select([ready], [], [], START_SECONDS)
         return ready.read(MOST_SAID_BYTES) if answered else b""
 

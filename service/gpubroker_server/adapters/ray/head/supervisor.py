@@ -157,11 +157,11 @@ def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Map
 
 def begin(data_dir: Path) -> HeadState:
     """Write down which process this is; the service ends it if Ray does not come up. Raises OSError."""
-    mine = process_id(os.getpid())
+    own_process = process_id(os.getpid())
     ray, python = versions()
     state = HeadState(
-        pid=mine.pid,
-        start_ticks=mine.start_ticks,
+        pid=own_process.pid,
+        start_ticks=own_process.start_ticks,
         boot_id=boot_id(),
         address="",
         temp_dir=tempfile.mkdtemp(prefix="gpb-", dir="/tmp"),  # socket paths must stay short

@@ -25,9 +25,9 @@ LEAST_WAIT_SECONDS = 1.0
 """Forecasts of a start sooner than this are not checked."""
 
 
-def accuracy_topic(basis: Basis, what: What) -> SketchKey:
+def accuracy_topic(basis: Basis, quantity: What) -> SketchKey:
     """The sketch of forecast errors of this basis, for all tenants together."""
-    return SketchKey("", basis.value, "", what)
+    return SketchKey("", basis.value, "", quantity)
 
 
 def forecast_accuracies(world: World) -> list[ForecastsKept]:
