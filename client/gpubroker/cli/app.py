@@ -103,8 +103,8 @@ class Commands(TyperGroup):
                 f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install 'gpubroker-server[ray]'"
             )
             raise typer.Exit(EXIT_USAGE)
-        if meant := _OTHER_NAMES.get(cmd_name):
-            eprint(f"gpubroker: no command {cmd_name!r}; did you mean: gpubroker {meant}")
+        if suggestion := _OTHER_NAMES.get(cmd_name):
+            eprint(f"gpubroker: no command {cmd_name!r}; did you mean: gpubroker {suggestion}")
             raise typer.Exit(EXIT_USAGE)
         return None
 

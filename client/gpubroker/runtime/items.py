@@ -134,7 +134,7 @@ class ItemWorker:
                 _, result = self._results.popleft()
                 self._unanswered_bytes -= _size_bytes(result)
             finished = {result[0] for _, result in self._results}
-            own_numbers = (n for first, behind in held for n in range(first, behind))
+            own_numbers = (n for first, end in held for n in range(first, end))
             self._todo = deque(n for n in own_numbers if n not in finished and n != self._current)
             self._is_over = is_over and number == self._number
         self._news.set()

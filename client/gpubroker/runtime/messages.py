@@ -324,8 +324,8 @@ def _are_ranges(value: Any) -> bool:
     ):
         return False
     edges = [edge for pair in value for edge in pair]
-    is_ascending = edges == sorted(edges) and all(first < behind for first, behind in value)
-    return is_ascending and sum(behind - first for first, behind in value) <= MOST_HELD
+    is_ascending = edges == sorted(edges) and all(first < end for first, end in value)
+    return is_ascending and sum(end - first for first, end in value) <= MOST_HELD
 
 
 _FIELDS: Mapping[str, tuple[Fits, ...]] = {

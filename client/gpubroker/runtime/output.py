@@ -66,10 +66,10 @@ def _tail_of(*descriptors: int) -> bytes:
     tails: list[bytes] = []
     for descriptor in reversed(descriptors):
         room = TAIL_BYTES - sum(map(len, tails))
-        most = room // 2 if not tails and len(descriptors) > 1 else room
+        limit = room // 2 if not tails and len(descriptors) > 1 else room
         with contextlib.suppress(OSError):
             size = os.fstat(descriptor).st_size
-            tails.insert(0, os.pread(descriptor, most, max(0, size - most)))
+            tails.insert(0, os.pread(descriptor, limit, max(0, size - limit)))
     return b"".join(tails)
 
 
@@ -95,9 +95,9 @@ class MemoryOutput:
             _append(self._kept, data, TAIL_BYTES)
             if self._on_print is None:
                 return
-            had_some = any(self._unsent.values())
+            had_output = any(self._unsent.values())
             self._lost_bytes[stream] += _append(self._unsent[stream], data, UNSENT_BYTES)
-        if not had_some:
+        if not had_output:
             self._on_print()
 
     def take(self) -> tuple[bytes, bytes]:

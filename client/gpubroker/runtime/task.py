@@ -271,8 +271,8 @@ class RunningTask:
     def _tell_of_resize(self) -> None:
         with self._lock:
             world, callbacks = self._world, tuple(self._on_resize)
-            is_news, self._told_of = world.number > self._told_of, world.number
-        for callback in callbacks if is_news else ():
+            is_newer, self._told_of = world.number > self._told_of, world.number
+        for callback in callbacks if is_newer else ():
             callback(world)
 
     @property

@@ -215,8 +215,8 @@ def plain(name: str, value: Any) -> Any:
 
 
 def _unknown_option(name: str) -> str:
-    near = get_close_matches(_OTHER_NAMES.get(name, name), SubmitOptions.__annotations__, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    suggestions = get_close_matches(_OTHER_NAMES.get(name, name), SubmitOptions.__annotations__, n=1)
+    hint = f"; did you mean {suggestions[0]}?" if suggestions else "."
     return (
         f"submit() has no option {name}{hint} Pass keyword arguments of the task itself as "
         f"kwargs={{{name!r}: ...}}"

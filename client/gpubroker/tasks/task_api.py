@@ -247,7 +247,7 @@ class TaskApi(ObjectApi):
         if everything == bool(given):
             raise WrongArgument("give one filter or more, such as labels={...}, or everything=True")
         given |= without_none({"grace_seconds": grace_seconds, "reason": reason})
-        given |= {name: True for name, is_so in (("all", everything), ("dry_run", dry_run)) if is_so}
+        given |= {name: True for name, is_set in (("all", everything), ("dry_run", dry_run)) if is_set}
         found: Cancelled | None = None
         while True:
             call = Call("POST", "/tasks/cancel", body=json_body(given), patience_seconds=_BATCH_SECONDS)

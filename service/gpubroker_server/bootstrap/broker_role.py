@@ -244,7 +244,7 @@ class BrokerRole:
         clock = self._follower.clock
         world = self._follower.world
         at_once = {given.name: given.loads_at_once for given in self._settings.triton.servers}
-        desk = ModelDispatcher(
+        dispatcher = ModelDispatcher(
             self._hosts,
             clock,
             boot_seconds,
@@ -264,7 +264,7 @@ class BrokerRole:
             world,
             clock,
             self._settings.entrypoints,
-            desk,
+            dispatcher,
             inferences,
             self._runs.env_of,
             secrets_of(self._settings),

@@ -156,28 +156,28 @@ def limits_of(settings: Settings) -> ServiceLimits:
 
 def defaults_of(settings: Settings) -> Defaults:
     """Defaults are capped by policy.maximum; only values that a client sends are refused."""
-    given, most = settings.defaults, settings.policy.maximum
+    given, maximum = settings.defaults, settings.policy.maximum
     return replace(
         given,
-        max_retries=_capped(given.max_retries, most.max_retries),
-        grace_seconds=_capped(given.grace_seconds, most.grace_seconds),
-        timeout_seconds=most.timeout_seconds,
-        model_types={name: _named(chosen, most) for name, chosen in settings.model_types.items()},
-        profiles={name: _named(chosen, most) for name, chosen in settings.profiles.items()},
+        max_retries=_capped(given.max_retries, maximum.max_retries),
+        grace_seconds=_capped(given.grace_seconds, maximum.grace_seconds),
+        timeout_seconds=maximum.timeout_seconds,
+        model_types={name: _named(chosen, maximum) for name, chosen in settings.model_types.items()},
+        profiles={name: _named(chosen, maximum) for name, chosen in settings.profiles.items()},
     )
 
 
-def _named(chosen: NamedDefaults, most: TaskMaximum) -> NamedDefaults:
+def _named(chosen: NamedDefaults, maximum: TaskMaximum) -> NamedDefaults:
     return replace(
         chosen,
-        timeout_seconds=_capped(chosen.timeout_seconds, most.timeout_seconds),
-        max_retries=_capped(chosen.max_retries, most.max_retries),
+        timeout_seconds=_capped(chosen.timeout_seconds, maximum.timeout_seconds),
+        max_retries=_capped(chosen.max_retries, maximum.max_retries),
     )
 
 
-def _capped(value: Number, most: Number) -> Number:
+def _capped(value: Number, maximum: Number) -> Number:
     """Return the smaller of the two; None is no number, or no limit."""
-    return value if value is None or most is None else min(value, most)
+    return value if value is None or maximum is None else min(value, maximum)
 
 
 def kinds_of(settings: Settings) -> tuple[GpuKind, ...]:

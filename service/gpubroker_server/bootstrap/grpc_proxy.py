@@ -25,11 +25,11 @@ def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
     """Listen for calls of Triton's gRPC protocol. Raises StartRefused."""
     port = settings.triton.grpc_port
     assert port is not None
-    speaking = {given.name: given for given in settings.triton.servers if given.grpc_url}
+    with_grpc = {given.name: given for given in settings.triton.servers if given.grpc_url}
     for server in plane.fleet.servers:
-        if server.name in speaking:
-            server.calls = RpcBackend(rpc_server_of(speaking[server.name]))
-    most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in speaking.values())
+        if server.name in with_grpc:
+            server.calls = RpcBackend(rpc_server_of(with_grpc[server.name]))
+    most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in with_grpc.values())
     try:
         return GrpcPort(GrpcCalls(plane), host, port, most_calls, plane.most_body_bytes, settings.limits)
     except OSError as fault:

@@ -134,17 +134,17 @@ class Process:
         request."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        is_well = self._fault is None
+        has_no_fault = self._fault is None
         if self._gateway is not None:
             self._gateway.drain()
-        if is_well and self._broker is not None:
+        if has_no_fault and self._broker is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WIND_UP_SECONDS):
                     await self._broker.wind_up()
         await _end(leading)
         if self._gateway is None:
             return
-        if is_well:
+        if has_no_fault:
             await asyncio.sleep(max(0.0, began + self._settings.drain_notice_seconds - loop.time()))
         self._gateway.stop(began + self._settings.drain_seconds - CLOSE_SECONDS - loop.time())
         await asyncio.wait(serving)

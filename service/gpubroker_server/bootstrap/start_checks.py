@@ -192,9 +192,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         owner = port_owner(port)
-        by = f" ({owner})" if owner else ""
+        owner_text = f" ({owner})" if owner else ""
         raise StartRefused(
-            f"cannot listen on {host}:{port}: {error.strerror}{by}; "
+            f"cannot listen on {host}:{port}: {error.strerror}{owner_text}; "
             "stop that process, or choose another port with --port (0 takes a free one)"
         ) from None
     return listener

@@ -34,8 +34,8 @@ class Arrays:
             self._world.tasks.get(report.task) for report in reports if isinstance(report, ItemsReported)
         )
         holders = (task.holder for task in tasks if task is not None)
-        heard = {holder.array for holder in holders if isinstance(holder, WorkerSeat)}
-        found = [await self._find(array) for array in sorted(heard)]
+        arrays = {holder.array for holder in holders if isinstance(holder, WorkerSeat)}
+        found = [await self._find(array) for array in sorted(arrays)]
         self._drafts = {work.terms.id: work.copy() for work in found if work is not None}
         over = {array: work for array, work in self._works.items() if work.left == 0}
         return {**over, **self._drafts}

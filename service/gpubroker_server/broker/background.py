@@ -146,10 +146,10 @@ async def keep_for_the_next_start(
         if (leading := term()) is None:
             continue
         seen, _ = _apart(leader(leading))
-        if seen.fleet is not None and (news := (leading, seen.fleet.events)) != published:
+        if seen.fleet is not None and (publication := (leading, seen.fleet.events)) != published:
             with suppress(StoreUnavailable):
                 await store.publish(leading, number, LastValues(leader=seen))
-                published = news
+                published = publication
 
 
 class SlotDivider:

@@ -319,10 +319,10 @@ class Observer:
     def _on_load(self, report: Loaded) -> None:
         if report.task in self.world.tasks:
             self._loads[report.task] = report
-            said = (
+            message = (
                 f"{report.running} calls under way, {report.waiting} waiting, CPU {report.cpu_percent:.0f} %"
             )
-            self._on_progress(Progressed(report.task, report.fence, report.at, None, said, report.rank))
+            self._on_progress(Progressed(report.task, report.fence, report.at, None, message, report.rank))
 
     def on_events(self, events: Iterable[Event]) -> None:
         forget_ended(self.progress, events)

@@ -83,8 +83,8 @@ class TaskObjects:
                 await self.answer(asked, tries)
             except StoreUnavailable as fault:
                 if not tries:
-                    said = "an object cannot be read or stored now; trying again"
-                    log.warning(said, task=asked.task, fault=str(fault))
+                    message = "an object cannot be read or stored now; trying again"
+                    log.warning(message, task=asked.task, fault=str(fault))
                 # Others need not wait: one file may be unreadable while all else is well.
                 again = asked, tries + 1
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, again)

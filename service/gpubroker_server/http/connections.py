@@ -128,9 +128,9 @@ class LimitedConnection(HttpToolsProtocol):
         """Parse the next piece; the rest of the data, if it may go on."""
         if self._is_turned_away:
             return b""
-        most, rest = self.port.limits.head_bytes, b""
-        if len(data) > most and not (self._is_in_body and self.is_authenticated):
-            data, rest = data[:most], data[most:]
+        limit, rest = self.port.limits.head_bytes, b""
+        if len(data) > limit and not (self._is_in_body and self.is_authenticated):
+            data, rest = data[:limit], data[limit:]
         self._advanced = False
         rest = self.parse(data) + rest
         self._check_progress(len(data))

@@ -173,8 +173,8 @@ def _detail(
             return f"{expectation}; found {_shown(found['input'])}"
     message = text_of(found)
     is_counted = found["type"].endswith(("too_short", "too_long"))  # the text says what it has
-    is_told = found["type"] == "value_error" and isinstance(found["input"], dict | list)
-    if is_counted or is_told:
+    is_complete = found["type"] == "value_error" and isinstance(found["input"], dict | list)
+    if is_counted or is_complete:
         return message
     return f"{message}; found {_shown(found['input'])}{_meant_value(path, found)}"
 
@@ -198,9 +198,9 @@ def _meant_kind(run: Any) -> str:
     if not isinstance(run, dict) or not run:
         return ""
     for name in run:
-        meant = did_you_mean(FOREIGN_NAMES.get(name, name), _RUN_KINDS)
-        if meant and name not in _RUN_KINDS:
-            return f"; unknown field {_shown(name)}; {meant}"
+        suggestion = did_you_mean(FOREIGN_NAMES.get(name, name), _RUN_KINDS)
+        if suggestion and name not in _RUN_KINDS:
+            return f"; unknown field {_shown(name)}; {suggestion}"
     return f"; found {', '.join(map(_shown, islice(run, 5)))}"
 
 

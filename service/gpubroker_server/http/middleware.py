@@ -164,9 +164,9 @@ class RequestMiddleware:
                 return Problem("follower-stale", str(fault))
             case StoreUnavailable():
                 log.debug("database not reached", request=request_id, fault=str(fault))
-                said = str(fault) if isinstance(fault, StoreExhausted) else self._disk_full()
+                cause = str(fault) if isinstance(fault, StoreExhausted) else self._disk_full()
                 more = "nothing was changed; send the request again later"
-                return Problem("store-unavailable", f"{said}; {more}" if said else "")
+                return Problem("store-unavailable", f"{cause}; {more}" if cause else "")
             case Unstorable():
                 return Problem("validation-failed", str(fault))
         log.error("request failed", request=request_id, path=scope["path"], exc_info=fault)

@@ -156,8 +156,8 @@ class Waiters:
         """The same for a client's request, of which a tenant may have a bounded number. Raises Problem
         tenant-waits."""
         if not self.has_room_for(tenant):
-            waiting, most = self._of_tenants[tenant], self._most_of_a_tenant
-            raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=most)
+            waiting, limit = self._of_tenants[tenant], self._most_of_a_tenant
+            raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=limit)
         self._of_tenants[tenant] += 1
         try:
             with self.expect(key) as expectation:

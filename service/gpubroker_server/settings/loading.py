@@ -323,8 +323,8 @@ def _misspelled_variables() -> Iterator[str]:
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX).lower()
         is_unknown = variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES
-        if is_unknown and (meant := nearest(name, _VARIABLES, cutoff=0.8)):
-            yield f"{variable}: there is no such variable; did you mean {_PREFIX}{meant.upper()}?"
+        if is_unknown and (suggestion := nearest(name, _VARIABLES, cutoff=0.8)):
+            yield f"{variable}: there is no such variable; did you mean {_PREFIX}{suggestion.upper()}?"
 
 
 def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:

@@ -98,9 +98,9 @@ class RaySettings(Struct, frozen=True, kw_only=True):
                         "Ray has one node, on 127.0.0.1 alone, and a token of its own"
                     )
             return
-        for name, instead in LOCAL_RAY_ONLY.items():
+        for name, advice in LOCAL_RAY_ONLY.items():
             if name in given:
                 raise ValueError(
                     f"{name} has no effect on the cluster at {self.address}, which others started: "
-                    f"{instead}; leave {name} out"
+                    f"{advice}; leave {name} out"
                 )

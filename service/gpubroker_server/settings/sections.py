@@ -71,21 +71,21 @@ class PolicySettings(Policy, frozen=True, kw_only=True):
         # Where tenants are listed, another name is likelier a slip.
         known = {tenant.name for tenant in self.tenants} - {"*"}
         for name in sorted(self.max_running.tenants.keys() - {*known, "*"}) if known else ():
-            meant = did_you_mean(name, known)
+            suggestion = did_you_mean(name, known)
             raise ValueError(
                 f'max_running.tenants names "{name}", which policy.tenants does not list; '
-                f"{f'{meant} If' if meant else 'if'} it is a tenant, add it there: {name}: {{}}"
+                f"{f'{suggestion} If' if suggestion else 'if'} it is a tenant, add it there: {name}: {{}}"
             )
 
     def limits_with(self, pools: tuple[Pool, ...]) -> tuple[CustomLimit, ...]:
         """Return all limits, sorted: those of custom resources, of running tasks, and of the pools."""
         running = self.max_running
         slots = chain(
-            ((f"tenant:{name}", most) for name, most in running.tenants.items()),
-            ((f"label:{label}", most) for label, most in running.labels.items()),
-            ((f"pool:{pool.name}:{field}", most) for pool in pools for field, most in pool.amounts()),
+            ((f"tenant:{name}", limit) for name, limit in running.tenants.items()),
+            ((f"label:{label}", limit) for label, limit in running.labels.items()),
+            ((f"pool:{pool.name}:{field}", limit) for pool in pools for field, limit in pool.amounts()),
         )
-        return tuple(sorted([*self.custom_limits, *(CustomLimit(name, most) for name, most in slots)]))
+        return tuple(sorted([*self.custom_limits, *(CustomLimit(name, limit) for name, limit in slots)]))
 
 
 def kinds_over_the_shipped(kinds: Any) -> Any:

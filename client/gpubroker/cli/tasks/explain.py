@@ -92,8 +92,8 @@ def _explanation(explained: Explanation, background: Iterable[str]) -> Renderabl
     ]
     parts += _place(explained)
     parts += _quota(explained.quota)
-    also = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])
-    parts += [Text(with_short_ids(line)) for line in (*also, *background)]
+    further = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])
+    parts += [Text(with_short_ids(line)) for line in (*further, *background)]
     parts += _preemption(explained.preemption)
     parts += _remedies(explained.remedies, explained.id)
     return Group(*parts, *_ranks(explained.ranks), *_devices(explained.devices))
@@ -143,9 +143,9 @@ def _record(record: ForecastsKept | None) -> str:
 def _quota(quota: Quota | None) -> Iterator[Text]:
     if quota is None:
         return
-    lent = f", and {quota.cohort} lends {gib(quota.lent_mb)} more" if quota.cohort else ""
+    lent_text = f", and {quota.cohort} lends {gib(quota.lent_mb)} more" if quota.cohort else ""
     yield Text(
-        f"quota of {quota.tenant}: {gib(quota.used_mb)} of {gib(quota.guaranteed_mb)} GiB used{lent}; "
+        f"quota of {quota.tenant}: {gib(quota.used_mb)} of {gib(quota.guaranteed_mb)} GiB used{lent_text}; "
         f"this task counts {gib(quota.counts_mb)}, {gib(quota.left_mb)} left"
     )
 
@@ -273,8 +273,8 @@ def _device_facts(device: DeviceVerdict) -> tuple[str, ...]:
 
 
 def _nearness(device: DeviceVerdict) -> tuple[float, int, str]:
-    soon = device.free_in.p50_seconds if device.free_in else float("inf")
-    return soon, (device.need_mb or 2**40) - device.free_mb, device.key
+    free_in_seconds = device.free_in.p50_seconds if device.free_in else float("inf")
+    return free_in_seconds, (device.need_mb or 2**40) - device.free_mb, device.key
 
 
 def _short(free_in: Expected) -> str:

@@ -110,10 +110,10 @@ def show_logs(broker: Broker, task: str, wanted: LogOptions) -> None:
             except BaseException as fault:
                 faults.append(fault)
 
-        beside = threading.Thread(target=follow_errors, daemon=True)
-        beside.start()
+        errors_thread = threading.Thread(target=follow_errors, daemon=True)
+        errors_thread.start()
         _show_log(patient, task, {**wanted, "stream": "stdout"})
-        beside.join()
+        errors_thread.join()
     for fault in faults:
         raise fault
 

@@ -401,6 +401,6 @@ def read_options(given: Mapping[str, Any]) -> "SubmitOptions":
         for name in Known.__annotations__.keys() - {"after"}
         if (value := given.get(name)) is not None and value is not False and value != []
     }
-    if (by := given.get("deadline")) is not None:
-        options["deadline_seconds" if isinstance(by, float) else "deadline_at"] = by
+    if (deadline := given.get("deadline")) is not None:
+        options["deadline_seconds" if isinstance(deadline, float) else "deadline_at"] = deadline
     return cast("SubmitOptions", options)

@@ -159,9 +159,9 @@ def end(workers: SetWord) -> None:
 
 
 def _scaling(text: str) -> dict[str, Any]:
-    by, _, target = text.partition("=")
+    measure, _, target = text.partition("=")
     try:
-        return {"by": by, "target": float(target)}
+        return {"by": measure, "target": float(target)}
     except ValueError:
         raise typer.BadParameter(f"invalid --scale {text!r}: write BY=TARGET, such as calls=8") from None
 

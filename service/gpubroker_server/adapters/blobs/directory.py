@@ -161,17 +161,17 @@ class DirectoryBlobs:
 
     def _drop(self, path: Path, may_go: Callable[[os.stat_result], bool]) -> bool:
         """Rename it first: if it was put again meanwhile, it shows that, and is renamed back."""
-        aside = path.with_name(f".old-{path.name}")
+        moved_path = path.with_name(f".old-{path.name}")
         try:
             if not may_go(path.stat()):
                 return False
-            os.rename(path, aside)
+            os.rename(path, moved_path)
         except FileNotFoundError:
             return False
-        if not may_go(aside.stat()):
-            os.rename(aside, path)
+        if not may_go(moved_path.stat()):
+            os.rename(moved_path, path)
             return False
-        aside.unlink()
+        moved_path.unlink()
         return True
 
     def put_now(self, data: bytes) -> str:

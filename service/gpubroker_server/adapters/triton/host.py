@@ -308,23 +308,23 @@ def _revision_of(files: Mapping[Path, os.stat_result]) -> str:
 
 
 def _refused(failed: CallFailed, message: str) -> HostRefused:
-    said = failed.detail
+    detail = failed.detail
     if failed.trouble is Trouble.UNREACHABLE:
-        return HostRefused(HostFault.UNREACHABLE, said)
-    if _NOT_ALLOWED in said:
-        return HostRefused(HostFault.NOT_ALLOWED, said)
+        return HostRefused(HostFault.UNREACHABLE, detail)
+    if _NOT_ALLOWED in detail:
+        return HostRefused(HostFault.NOT_ALLOWED, detail)
     if failed.code in _UNCERTAIN:
-        return HostRefused(HostFault.UNKNOWN, f"{message}: {said}")
-    if failed.code == _CODE_NOT_FOUND or any(words in said for words in _NOT_FOUND):
-        return HostRefused(HostFault.NOT_FOUND, said)
-    return HostRefused(fault_of_load(said), said)
+        return HostRefused(HostFault.UNKNOWN, f"{message}: {detail}")
+    if failed.code == _CODE_NOT_FOUND or any(words in detail for words in _NOT_FOUND):
+        return HostRefused(HostFault.NOT_FOUND, detail)
+    return HostRefused(fault_of_load(detail), detail)
 
 
-def fault_of_load(said: str) -> HostFault:
+def fault_of_load(detail: str) -> HostFault:
     """Return the fault that a server's refusal of a load means. Its words name the model, and may quote
     it."""
-    _, *of_versions = _OF_A_VERSION.split(said)
-    for words in of_versions or [said]:
+    _, *of_versions = _OF_A_VERSION.split(detail)
+    for words in of_versions or [detail]:
         if _OF_PYTHON not in words and any(sign in words.lower() for sign in _NO_MEMORY):
             return HostFault.OUT_OF_MEMORY
     return HostFault.FAILED

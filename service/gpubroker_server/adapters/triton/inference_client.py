@@ -148,8 +148,8 @@ class _Response(ResponseHandler):
             self._parts.append(data)
             return
         self._parts.clear()
-        most = f"the answer has more than {self._most_bytes} bytes"
-        detail = f"{most}; ask for fewer outputs or rows, or raise limits.result_bytes"
+        excess = f"the answer has more than {self._most_bytes} bytes"
+        detail = f"{excess}; ask for fewer outputs or rows, or raise limits.result_bytes"
         self._fail(InferenceFault.REFUSED, detail)
 
     def on_end(self) -> None:

@@ -106,8 +106,8 @@ def like_with(first: AdmittedTask, id: TaskId, arguments: bytes) -> AdmittedTask
 
 def no_such(noun: str, name: str, known: Collection[str]) -> str:
     """Return the text that there is no `noun` of this name, with the name that may be meant."""
-    meant = did_you_mean(name, known, otherwise=f"there are: {', '.join(sorted(known)) or 'none'}")
-    return f'there is no {noun} "{name[:100]}"; {meant}'
+    suggestion = did_you_mean(name, known, otherwise=f"there are: {', '.join(sorted(known)) or 'none'}")
+    return f'there is no {noun} "{name[:100]}"; {suggestion}'
 
 
 def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> Iterator[Refusal]:

@@ -235,7 +235,7 @@ def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
     kept: set[str] = set()
     for directory, entries in found.items():
         largest = max(size_bytes for _, size_bytes in entries.values())
-        order = {entry: (at, entry) for entry, (at, _) in entries.items()}
+        order = {entry: (modified_at, entry) for entry, (modified_at, _) in entries.items()}
         newest = max(order[entry] for entry, (_, size_bytes) in entries.items() if 2 * size_bytes >= largest)
         first = Instant(newest[0] - SHARD_SECONDS), ""
         if oldest[directory] >= first[0] and directory in found.get(directory.rpartition("/")[0], ()):

@@ -366,8 +366,8 @@ def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[in
 def _is_filled(ledger: DeviceLedger) -> bool:
     """Return True if the device has leases of idle work, and no others that stay."""
     priorities = [holding.lease.priority for holding in ledger.holdings.values()]
-    staying = [priority for priority in priorities if not gives_way(priority)]
-    return bool(staying) and all(map(is_idle_work, staying))
+    remaining = [priority for priority in priorities if not gives_way(priority)]
+    return bool(remaining) and all(map(is_idle_work, remaining))
 
 
 def _runs_idle_work(world: World, node: NodeName) -> bool:

@@ -155,8 +155,8 @@ def node_preference_rank(demand: Demand, node: Node) -> int:
 
 
 def _unmet(wanted: Labels, node: Node) -> list[str]:
-    has = {**dict(node.labels), "node": node.name}
-    return [label for label, values in wanted if has.get(label) not in values]
+    node_labels = {**dict(node.labels), "node": node.name}
+    return [label for label, values in wanted if node_labels.get(label) not in values]
 
 
 class NodeUpperBound(NamedTuple):

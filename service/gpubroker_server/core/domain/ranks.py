@@ -137,8 +137,8 @@ def removable_ranks(task: Task) -> tuple[int, ...]:
     """Return the ranks that a running elastic gang can lose."""
     match task.holder:
         case Gang(members) if task.state is TaskState.RUNNING:
-            beyond = members[task.demand.least_ranks :]
-            return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
+            optional = members[task.demand.least_ranks :]
+            return tuple(member.rank for member in optional if member.takes_part and not member.has_ended)
         case _:
             return ()
 

@@ -133,7 +133,7 @@ class ArrayTerms(Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        return sum(behind - first for first, behind in self.numbers)
+        return sum(end - first for first, end in self.numbers)
 
     def retries_on(self, cause: RetryOn) -> int:
         """Return how often an item is tried again after this."""

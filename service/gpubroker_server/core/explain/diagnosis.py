@@ -103,8 +103,8 @@ class _Gang:
         if draft.pledges_of(self._task.id):
             first = waiting_for_preemption(part)
         else:
-            has = f"there is room for {fit or 'none'} of the {self._least} ranks that must start together"
-            first = Blocker(why.reason, f"{has}; rank {fit}: {why.message}")
+            summary = f"there is room for {fit or 'none'} of the {self._least} ranks that must start together"
+            first = Blocker(why.reason, f"{summary}; rank {fit}: {why.message}")
         return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, why))
 
     def _why(self, part: Survey) -> Blocker:

@@ -275,11 +275,11 @@ def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> st
     """Return the reason for which a running elastic gang has fewer ranks than it may have; empty while ranks
     are joining or done."""
     members = members_of(task)
-    most, failed = len(task.demand.bundles), failed_joins(members)
-    missing = most - sum(not member.has_ended for member in members)
+    count, failed = len(task.demand.bundles), failed_joins(members)
+    missing = count - sum(not member.has_ended for member in members)
     if missing <= 0 or any(member.is_joining or member.has_finished for member in members):
         return ""
-    lack = f"; {missing} of its {most} ranks are missing"
+    lack = f"; {missing} of its {count} ranks are missing"
     if bundles := vacant_bundles(task):
         why = _why_none_joins(world, task, bundles[0], policy, now)
         return f"{lack} and join when there is room that no waiting task can use; {why}"

@@ -99,8 +99,8 @@ class FleetPlan(Struct, frozen=True):
         if whole:
             conditions.append("1 run leaves" if whole == 1 else f"{whole} runs leave")
         if gangs:
-            giving = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
-            conditions.append(f"{giving} up {ranks} rank{'s' * (ranks > 1)}")
+            subject = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
+            conditions.append(f"{subject} up {ranks} rank{'s' * (ranks > 1)}")
         return f"it fits if {' and '.join(conditions)}" if conditions else "it fits"
 
 
@@ -145,15 +145,15 @@ def plan_fleet(
         is_refused = check_task(_task(component, 0, tenant, now), world, policy) is not None
         for number in range(component.count):
             task = _task(component, number, tenant, now)
-            places, leavers = (None, ()) if is_refused else _put(draft, what_if, task, now)
-            for leaver in leavers:
-                displaced[leaver.run.id] = _joined(leaver, displaced.get(leaver.run.id))
+            places, displacements = (None, ()) if is_refused else _put(draft, what_if, task, now)
+            for displacement in displacements:
+                displaced[displacement.run.id] = _joined(displacement, displaced.get(displacement.run.id))
             if places is None:
                 why = _why(survey_nodes(draft, task, policy, now, forecasts))
                 unplaced.append(Unplaced(component, component.count - number, why.reason, why.message))
                 break
             is_gang = bool(task.demand.bundles)
-            placed.append(Placed(component.name, number, places, is_gang, len(leavers)))
+            placed.append(Placed(component.name, number, places, is_gang, len(displacements)))
             yield
     lacking = [(shortage.component.demand, shortage.count) for shortage in unplaced]
     return FleetPlan(
@@ -180,8 +180,8 @@ def _receive_all(draft: Draft) -> None:
         run = world.tasks[name]
         if run.state is TaskState.STOPPING:
             draft.remove_run(run)
-        elif leavers := leaving_members(run):
-            draft.remove_run(run, [member.rank for member in leavers])
+        elif members := leaving_members(run):
+            draft.remove_run(run, [member.rank for member in members])
     for node in world.nodes:
         draft.release_ended(node)
 
@@ -191,23 +191,23 @@ def _put(
 ) -> tuple[Gang | None, tuple[Displaced, ...]]:
     """Place the task as the planner would, once its victims have left."""
     way = what_if.way(task)
-    places, leavers = way.places if isinstance(way, Start) else None, tuple[Displaced, ...]()
+    places, displacements = way.places if isinstance(way, Start) else None, tuple[Displaced, ...]()
     if isinstance(way, Evict):
-        leavers = _make_room(draft, task, way.eviction, now)
+        displacements = _make_room(draft, task, way.eviction, now)
         places = what_if.places(task)
     if places is None:
         return None, ()
     admit(draft, task, places, now)
     draft.assume_started(task.id)  # a fleet is planned as it will be, not as it starts
-    return places, leavers
+    return places, displacements
 
 
 def _make_room(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> tuple[Displaced, ...]:
     evict(draft, task, eviction, now)
-    leavers = tuple(Displaced(run, eviction.surplus.get(run.id)) for run in eviction.victims)
-    for leaver in leavers:
-        draft.remove_run(draft.task(leaver.run.id), leaver.ranks)
-    return leavers
+    displacements = tuple(Displaced(run, eviction.surplus.get(run.id)) for run in eviction.victims)
+    for displacement in displacements:
+        draft.remove_run(draft.task(displacement.run.id), displacement.ranks)
+    return displacements
 
 
 def _why(survey: Survey) -> Blocker:
@@ -217,11 +217,13 @@ def _why(survey: Survey) -> Blocker:
     return blockers[0] if blockers else gave_up
 
 
-def _joined(leaver: Displaced, before: Displaced | None) -> Displaced:
+def _joined(displacement: Displaced, before: Displaced | None) -> Displaced:
     """A gang may give up more ranks for the next task, or stop."""
     if before is None:
-        return leaver
-    ranks = None if leaver.ranks is None else tuple(sorted({*(before.ranks or ()), *leaver.ranks}))
+        return displacement
+    ranks = (
+        None if displacement.ranks is None else tuple(sorted({*(before.ranks or ()), *displacement.ranks}))
+    )
     return Displaced(before.run, ranks)
 
 

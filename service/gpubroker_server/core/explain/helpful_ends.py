@@ -44,12 +44,12 @@ def first_end(survey: Survey, expected_ends: ExpectedEnds) -> End | None:
     anywhere = _is_limited(survey) or bool(task.demand.bundles)
     runs = _runs(survey, anywhere=anywhere)
     known = ((expected_ends.of(run).within(survey.now), run) for run in runs if run.is_active)
-    soonest = nsmallest(
+    earliest = nsmallest(
         MAX_RUNS_OF_A_GANG if task.demand.bundles else MAX_RUNS,
         ((end, run) for end, run in known if end is not None),
         key=lambda pair: (pair[0].p50_seconds, pair[1].id),
     )
-    for end, run in soonest:
+    for end, run in earliest:
         without = Draft(survey.draft.world)
         without.remove_run(run)
         what_if = WhatIf(without, survey.policy, survey.now, survey.forecasts)

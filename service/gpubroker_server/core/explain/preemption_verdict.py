@@ -193,8 +193,10 @@ def _message(
             return "nothing runs on the nodes that it could use"
         case PreemptionStatus.NOT_ENOUGH:
             unprotected = _runs(counts[Protection.WOULD_NOT_HELP])
-            besides = _protected(counts, "; protected are ")
-            return f"no run is preempted, because without {unprotected} it would still not fit{besides}"
+            protected_text = _protected(counts, "; protected are ")
+            return (
+                f"no run is preempted, because without {unprotected} it would still not fit{protected_text}"
+            )
         case PreemptionStatus.ALL_SHIELDED:
             return f"no run may be preempted for priority {survey.task.priority}{_protected(counts, ': ')}"
         case _:

@@ -40,10 +40,10 @@ def remedies(
     """Remedies for a task without room, the smallest change first: a few plans for this one task. `now`: what
     the planner would decide today; `highest_priority`: the highest that the caller may set."""
     planner = RemedyPlanner(survey, what_if)
-    aside = planner.is_deferred
+    is_deferred = planner.is_deferred
     if not isinstance(now, Wait):
         highest_priority = 0  # it starts without a higher priority
-    found = iter([_release(planner)]) if aside else _others(planner, expected_ends, highest_priority)
+    found = iter([_release(planner)]) if is_deferred else _others(planner, expected_ends, highest_priority)
     return tuple(remedy for remedy in found if remedy is not None)
 
 

@@ -49,11 +49,11 @@ class ArrayWork:
         self, terms: ArrayTerms, done: Iterable[ItemRange], last_page: int, size_bytes: int = 0
     ) -> None:
         self.terms = terms
-        self._status = bytearray(max((behind for _, behind in terms.numbers), default=0))
-        for first, behind in terms.numbers:
-            self._status[first:behind] = bytes([_OPEN]) * (behind - first)
-        for first, behind in done:
-            self._status[first:behind] = bytes([_DONE]) * (behind - first)
+        self._status = bytearray(max((end for _, end in terms.numbers), default=0))
+        for first, end in terms.numbers:
+            self._status[first:end] = bytes([_OPEN]) * (end - first)
+        for first, end in done:
+            self._status[first:end] = bytes([_DONE]) * (end - first)
         self.left = len(self._status) - self._status.count(_DONE) - self._status.count(_ABSENT)
         self.last_page = last_page
         self.size_bytes = size_bytes
@@ -83,15 +83,15 @@ class ArrayWork:
         if run not in self._held:
             # A new leader learns from the report what the run holds. An item that it has given to another run
             # since stays with that one.
-            reported = (
-                n for first, behind in report.held for n in range(first, min(behind, len(self._status)))
-            )
+            reported = (n for first, end in report.held for n in range(first, min(end, len(self._status))))
             items = frozenset(n for n in reported if self._status[n] == _OPEN)
             self._mark(items, _HELD)
             self._held[run] = items
-        told_of = {result.number: result for result in report.results if self._is_left(result.number)}
+        new_results = {result.number: result for result in report.results if self._is_left(result.number)}
         new = [
-            self._with_tries(result) for result in told_of.values() if not self._is_tried_again(run, result)
+            self._with_tries(result)
+            for result in new_results.values()
+            if not self._is_tried_again(run, result)
         ]
         new += [self._killed(number) for number in self._crashed_too_often if self._is_left(number)]
         self._crashed_too_often = []
@@ -151,10 +151,10 @@ class ArrayWork:
         self._mark(items, _HELD)
         self._held[run] = frozenset(items)
 
-    def _next_open(self, most: int) -> list[int]:
+    def _next_open(self, limit: int) -> list[int]:
         found: list[int] = []
         number = self._lowest_open
-        while len(found) < most and (number := self._status.find(_OPEN, number)) >= 0:
+        while len(found) < limit and (number := self._status.find(_OPEN, number)) >= 0:
             found.append(number)
             number += 1
         self._lowest_open = number if number >= 0 else len(self._status)
@@ -246,10 +246,10 @@ def ranges_of(numbers: Sequence[int]) -> Iterator[ItemRange]:
 
 def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes: int) -> Iterator[ItemPage]:
     results = {result.number: result for result in new}
-    for first, behind in ranges_of(sorted(results)):
+    for first, end in ranges_of(sorted(results)):
         size_bytes, start = 0, first
         lines: list[bytes] = []
-        for number in range(first, behind):
+        for number in range(first, end):
             line = line_of(results[number], work.terms.result_format)
             if work.size_bytes + len(line) > most_bytes:
                 results[number] = _without_result(results[number], most_bytes)
@@ -257,7 +257,7 @@ def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes:
             lines.append(line)
             size_bytes += len(line)
             work.size_bytes += len(line)
-            if size_bytes > PAGE_BYTES or number + 1 == behind:
+            if size_bytes > PAGE_BYTES or number + 1 == end:
                 work.last_page += 1
                 failed = sum(results[n].failure is not None for n in range(start, number + 1))
                 about = work.terms.id, start, work.last_page, work.terms.tenant

@@ -101,9 +101,9 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         if preemptor in expiring:
             continue  # its expiry ends its pledges
         deadline_at = max(pledge.deadline_at for pledge in pledges.values())
-        mover = world.tasks.get(preemptor)
+        moving_task = world.tasks.get(preemptor)
         is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
-        if mover is not None and mover.is_moving:
+        if moving_task is not None and moving_task.is_moving:
             is_late = False  # while its run stops, it has had no turn
         if is_late:
             dissolved = _dissolve(world, preemptor, moved)
@@ -143,8 +143,8 @@ def _late(members: Iterable[Member], now: Instant) -> list[Member]:
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
     """Return the active tasks past a limit, or STOPPING past their grace period, ordered by id."""
-    perhaps = map(world.tasks.__getitem__, world.active.due(now))
-    late = (task for task in perhaps if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
+    due = map(world.tasks.__getitem__, world.active.due(now))
+    late = (task for task in due if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
     return sorted(late, key=lambda task: task.id)
 
 

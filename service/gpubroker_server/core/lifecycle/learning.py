@@ -42,7 +42,7 @@ def learn(
     later run would lease enough. Each rank of a gang teaches its use when it ends, the gang its duration.
     """
     known: dict[SketchKey, Sketch] = {}
-    taught: list[Decision] = []
+    observed: list[Decision] = []
     for decision in decisions:
         lessons: list[Observation] = []
         for write in decision.tasks:
@@ -50,11 +50,11 @@ def learn(
                 sketch = known.get(topic) or world.learned.sketch(topic)
                 known[topic] = sketch.add(value)
                 lessons.append(Observation(topic, value, known[topic], now))
-        taught.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
+        observed.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
     if known and (forgotten := _too_many(world, known, most_topics)):
-        last = max(index for index, decision in enumerate(taught) if decision.lessons)
-        taught[last] = replace(taught[last], forgotten=forgotten)
-    return taught
+        last = max(index for index, decision in enumerate(observed) if decision.lessons)
+        observed[last] = replace(observed[last], forgotten=forgotten)
+    return observed
 
 
 def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]:

@@ -259,9 +259,9 @@ def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
     changes: dict[str, Any] = {"holder": terms, "expires_at": expires_at}
     if task.state is TaskState.RUNNING:
         changes["priority"] = standing(replace(task, **changes), now)
-    said = "model.pin" if is_pinned else "model.unpin"
+    action = "model.pin" if is_pinned else "model.unpin"
     name = f"{terms.server}/{terms.model}"
-    note = AuditNote(now, task.tenant, str(request.fields.get("by", "")), said, name, "")
+    note = AuditNote(now, task.tenant, str(request.fields.get("by", "")), action, name, "")
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), audit=(note,))
 
 

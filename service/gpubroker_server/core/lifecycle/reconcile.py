@@ -84,8 +84,8 @@ def reconcile(
     decisions = []
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
     if nodes or devices:
-        gone = [device.key for device in devices if not device.present]
-        pledges = dissolved_pledges(world, gone)
+        removed = [device.key for device in devices if not device.present]
+        pledges = dissolved_pledges(world, removed)
         decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
     absent = apply_reports(world, _absences(world, seen), now, policy)
     absent = [replace(decision, orders=tuple(_still_of_use(decision.orders, seen))) for decision in absent]
@@ -191,8 +191,8 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
     listed = set(seen.runs)
     node_proof = _node_proof(known, seen.node)
     if node_proof is Proof.BOOT_CHANGED:
-        for outsider in external_leases.holders_on(world, seen.node.name):
-            yield Gone(outsider.id, outsider.fence, seen.at, node_proof)
+        for external in external_leases.holders_on(world, seen.node.name):
+            yield Gone(external.id, external.fence, seen.at, node_proof)
     expected = set()
     for task, rank in _active_on(world, seen):
         run = (task.id, task.fence, rank)
@@ -255,8 +255,8 @@ def _still_of_use(orders: Iterable[AnyOrder], seen: NodeReport) -> Iterator[AnyO
 def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
     """Stop, go and watch orders may have been lost with the leader or the agent."""
     listed = set(seen.runs)
-    for outsider in external_leases.holders_on(world, seen.node.name):
-        for watch in external_leases.watch_orders(world, outsider, world.leases_of(outsider)):
+    for external in external_leases.holders_on(world, seen.node.name):
+        for watch in external_leases.watch_orders(world, external, world.leases_of(external)):
             if (watch.task, watch.fence, watch.rank) not in listed:
                 yield replace(watch, incarnation=seen.node.incarnation)
     for task, rank in _active_on(world, seen):
@@ -283,7 +283,7 @@ def _unwanted(world: World, seen: NodeReport) -> Iterator[Order]:
     """Kill runs of tasks that ended, moved on or are unknown: their outcome is not accepted."""
     name, incarnation = seen.node.name, seen.node.incarnation
     wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
-    wanted |= {(outsider.id, outsider.fence, 0) for outsider in external_leases.holders_on(world, name)}
+    wanted |= {(external.id, external.fence, 0) for external in external_leases.holders_on(world, name)}
     for task, fence, rank in seen.runs:
         if (task, fence, rank) not in wanted:
             yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0), rank)

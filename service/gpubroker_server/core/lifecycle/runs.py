@@ -91,8 +91,8 @@ def apply_reports(
             case Checkpointed():
                 _checkpointed(updates[report.task], report, now)
             case ItemsReported():
-                most = policy.array_result_bytes
-                array_items.reported(updates[report.task], world, arrays, report, now, most)
+                limit_bytes = policy.array_result_bytes
+                array_items.reported(updates[report.task], world, arrays, report, now, limit_bytes)
             case Ended():
                 _ended(updates[report.task], world, report, now, policy)
             case Gone():

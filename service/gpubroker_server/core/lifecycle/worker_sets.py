@@ -94,11 +94,11 @@ class Autoscaler:
         if scaling is None:
             return count
         load, is_complete = _load(scaling, workers, alive, loads)
-        up = _within(workers, ceil(load / scaling.target))
+        higher = _within(workers, ceil(load / scaling.target))
         down = _within(workers, ceil(load / (scaling.target * DOWN_SHARE)))
-        if up > count or down >= count or not is_complete:
+        if higher > count or down >= count or not is_complete:
             self._low_since.pop(workers.id, None)
-            return max(up, count)
+            return max(higher, count)
         since = self._low_since.setdefault(workers.id, now)
         if now - since < scaling.down_after_seconds:
             return count

@@ -115,9 +115,9 @@ class _ModelQueue:
 
     def take(self, head: _QueueHead) -> None:
         self._given[head.group.tenant] += 1
-        behind = head.group.after(head.member)
-        if behind is not None:
-            heappush(self._heads, self._head(head.group, behind))
+        next_member = head.group.after(head.member)
+        if next_member is not None:
+            heappush(self._heads, self._head(head.group, next_member))
 
     def _head(self, group: QueueGroup, member: Member) -> _QueueHead:
         own, tenant = group.order_within_tenant(member, self._now, self._policy), group.tenant
@@ -149,8 +149,8 @@ def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decis
     for model in sorted(urgency):
         for holder in holders(world, policy, model):
             if model_lifecycle.needs_want_request(holder, urgency[model], now, queued=True):
-                said = {"priority": urgency[model], "queued": True}
-                asked = Request("", holder.id, holder.tenant, "want", said, now)
+                fields = {"priority": urgency[model], "queued": True}
+                asked = Request("", holder.id, holder.tenant, "want", fields, now)
                 decisions.append(
                     model_lifecycle.want(world, holder, asked, now, Decision(holder.id, "wanted"))
                 )
@@ -169,9 +169,9 @@ def check_failed_models(
     }
     decisions = []
     for holder in (holder for model in sorted(models) for holder in holders(world, policy, model)):
-        said = {"priority": model_of(holder).asked_priority, "uses": 0, "doubted": True}
-        doubt = Request("", holder.id, holder.tenant, "want", said, now)
-        decisions.append(model_lifecycle.want(world, holder, doubt, now, Decision(holder.id, "doubted")))
+        fields = {"priority": model_of(holder).asked_priority, "uses": 0, "doubted": True}
+        request = Request("", holder.id, holder.tenant, "want", fields, now)
+        decisions.append(model_lifecycle.want(world, holder, request, now, Decision(holder.id, "doubted")))
     return decisions
 
 

@@ -215,16 +215,16 @@ class Places:
 
     def _in(self, room: Room, node: NodeName, task: Task, allows: Allows | None) -> Found | None:
         demand = task.demand
-        far = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
+        penalty = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
         if demand.gpus == 0:
-            far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
+            penalty += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
-            return self._by_room(room, node, task, far, allows)
+            return self._by_room(room, node, task, penalty, allows)
         allowed = _allowed(room, task, allows) if allows else room.rows
-        return self._by_worth(node, task, far, self._scores, allowed)
+        return self._by_worth(node, task, penalty, self._scores, allowed)
 
     def _by_room(
-        self, room: Room, node: NodeName, task: Task, far: int, allows: Allows | None
+        self, room: Room, node: NodeName, task: Task, penalty: int, allows: Allows | None
     ) -> Found | None:
         demand = task.demand
         is_spread = "spread" in (demand.placement, self._policy.placement)
@@ -237,22 +237,22 @@ class Places:
             return None
         devices = tuple(sorted((key, mb) for *_, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
-        rank, share = far + sum(row[0] for row in chosen), sum(row[1] for row in chosen)
+        rank, share = penalty + sum(row[0] for row in chosen), sum(row[1] for row in chosen)
         return (rank, share, runs, sign * room.beside.cpu, names), Placement(node, devices)
 
     def _devices(self, room: Room, task: Task, *, is_spread: bool) -> Iterator[Option]:
         for device, mb in room.devices:
             need = need_mb(task.demand, device)
             if need is not None and need <= mb:
-                far = FAR_MB * device_preference_rank(task.demand, device)
+                penalty = FAR_MB * device_preference_rank(task.demand, device)
                 if is_spread:
                     holders = len(self._draft.ledger(device.key).holdings)
-                    yield far + holders, taken_share(device, mb), device.key, need
+                    yield penalty + holders, taken_share(device, mb), device.key, need
                 else:
-                    yield far + mb - need, 0, device.key, need
+                    yield penalty + mb - need, 0, device.key, need
 
     def _by_worth(
-        self, node: NodeName, task: Task, far: int, worth: PlacementScorer, rows: tuple[Row, ...]
+        self, node: NodeName, task: Task, penalty: int, worth: PlacementScorer, rows: tuple[Row, ...]
     ) -> Found | None:
         spot = worth.spot(task.demand, rows)
         if spot is None:
@@ -262,7 +262,7 @@ class Places:
             need = need_mb(task.demand, self._draft.ledger(key).device)
             assert need is not None, "it was found to fit"
             devices.append((key, need))
-        rank = far + FAR_MB * spot.unwanted - spot.score
+        rank = penalty + FAR_MB * spot.unwanted - spot.score
         return (rank, 0, 0, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
     def _nodes_kept_for(self, task: Task) -> Set[NodeName]:

@@ -167,8 +167,8 @@ class Refusals:
         """Nodes with room that is being given back, for which a task waits."""
 
     def __len__(self) -> int:
-        ruled = len(self.everywhere.out) + len(self.unreserved.out)
-        return ruled + len(self.answers) + len(self.behind) + len(self.joining)
+        ruled_out = len(self.everywhere.out) + len(self.unreserved.out)
+        return ruled_out + len(self.answers) + len(self.behind) + len(self.joining)
 
 
 class RefusalCache:
@@ -272,11 +272,11 @@ class RefusalCache:
         """The usable nodes without those that had nothing when they were last probed."""
         nodes = self._view.offers.nodes
         ruled_out = self._ruled_out_at(self._known.everywhere, task)
-        beside = self._ruled_out_at(self._known.unreserved, task)
+        unreserved_at = self._ruled_out_at(self._known.unreserved, task)
         if ruled_out:
             nodes = nodes & set(self._revisions.growth.since(ruled_out))
-        if beside > ruled_out:
-            nodes = nodes & {*self._view.reservations.on, *self._revisions.growth.since(beside)}
+        if unreserved_at > ruled_out:
+            nodes = nodes & {*self._view.reservations.on, *self._revisions.growth.since(unreserved_at)}
         return nodes
 
     def nodes_to_join(self, rank: Task) -> list[NodeName]:

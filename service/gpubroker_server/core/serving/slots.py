@@ -84,9 +84,9 @@ class SlotShares:
 def goal_shares(slots: int, wants: Mapping[str, int]) -> Shares:
     """Give one slot to each gateway, the rest by what each wants beyond that, and what none wants evenly."""
     left = max(0, slots - len(wants))
-    lacks = {gateway: max(0, wanted - 1) for gateway, wanted in wants.items()}
-    lacked = min(left, sum(lacks.values()))
-    by_lack, evenly = _split(lacked, lacks), _split(left - lacked, dict.fromkeys(wants, 1))
+    shortages = {gateway: max(0, wanted - 1) for gateway, wanted in wants.items()}
+    lacked = min(left, sum(shortages.values()))
+    by_lack, evenly = _split(lacked, shortages), _split(left - lacked, dict.fromkeys(wants, 1))
     return {gateway: 1 + by_lack[gateway] + evenly[gateway] for gateway in wants}
 
 

@@ -236,19 +236,19 @@ def _cascade(awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instan
     agenda = deque((name, *awaited.unsatisfiable[name]) for name in sorted(awaited.unsatisfiable))
     decisions: dict[TaskId, Decision] = {}
     while agenda and len(decisions) < MAX_DECISIONS:
-        name, by, end = agenda.popleft()
+        name, failed, end = agenda.popleft()
         if name in decisions:
             continue
-        first = end.failed_by or by
-        decisions[name] = _fail(tasks[name], by, end, first, now)
+        first = end.failed_by or failed
+        decisions[name] = _fail(tasks[name], failed, end, first, now)
         for dependent, on_failure in sorted(awaited.dependents.get(name, {}).items()):
             if on_failure is OnFailure.FAIL:
                 agenda.append((dependent, name, TaskEnd(TaskState.FAILED, first)))
     return list(decisions.values())
 
 
-def _fail(task: Task, by: TaskId, end: TaskEnd, first: TaskId, now: Instant) -> Decision:
-    failure = Failure("dependency", f"it runs after {by}, which {_how(end)}")
+def _fail(task: Task, failed: TaskId, end: TaskEnd, first: TaskId, now: Instant) -> Decision:
+    failure = Failure("dependency", f"it runs after {failed}, which {_how(end)}")
     return Decision(
         task.id,
         "dependency",

@@ -144,8 +144,8 @@ class FragmentationMeasure:
         steps = max(-700.0, gain / self._step)  # exp(710) overflows
         return math.floor(100 / (1 + math.exp(-steps)))
 
-    def _score(self, before: Remainder, behind: Remainder) -> int:
-        return self.rate(self.lost(before) - self.lost(behind))
+    def _score(self, before: Remainder, after: Remainder) -> int:
+        return self.rate(self.lost(before) - self.lost(after))
 
     def _table(self, left: tuple[int, ...], kind: str) -> "Table":
         table = self._tables.get((left, kind))

@@ -221,8 +221,8 @@ class PendingQueue:
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
-        apart = (self.delayed, self.held, self.awaiting, self.paused)
-        return len(self._where) + sum(map(len, apart))
+        outside = (self.delayed, self.held, self.awaiting, self.paused)
+        return len(self._where) + sum(map(len, outside))
 
     def __contains__(self, task: TaskId) -> bool:
         return task in self._where

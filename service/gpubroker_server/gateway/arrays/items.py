@@ -100,9 +100,9 @@ async def _lines_of(blobs: BlobStore, page: ItemPage) -> list[bytes]:
 
 async def items_without_success(store: TaskStore, blobs: BlobStore, terms: ArrayTerms) -> list[ItemRange]:
     """Return the items that have failed or are not done."""
-    is_left = bytearray(max(behind for _, behind in terms.numbers))
-    for first, behind in terms.numbers:
-        is_left[first:behind] = b"\1" * (behind - first)
+    is_left = bytearray(max(end for _, end in terms.numbers))
+    for first, end in terms.numbers:
+        is_left[first:end] = b"\1" * (end - first)
     after = -1
     while pages := await store.item_pages(PageFilter(terms.id, False, after, None, PAGES_AT_ONCE)):
         for page in pages:
@@ -115,8 +115,8 @@ async def items_without_success(store: TaskStore, blobs: BlobStore, terms: Array
 
 
 def _ranges_in(is_left: bytearray) -> Iterator[ItemRange]:
-    behind = 0
-    while (first := is_left.find(1, behind)) >= 0:
+    end = 0
+    while (first := is_left.find(1, end)) >= 0:
         found = is_left.find(0, first)
-        behind = found if found >= 0 else len(is_left)
-        yield first, behind
+        end = found if found >= 0 else len(is_left)
+        yield first, end

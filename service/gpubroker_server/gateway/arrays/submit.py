@@ -203,9 +203,7 @@ async def objects_left(spec: RunSpec, terms: ArrayTerms, numbers: Sequence[ItemR
         return in_common
     items = await asyncio.to_thread(from_json, packed)
     left = (
-        (number, items[number])
-        for first, behind in numbers
-        for number in range(first, min(behind, len(items)))
+        (number, items[number]) for first, end in numbers for number in range(first, min(end, len(items)))
     )
     return {**in_common, **objects_among(left, "/items")}
 

@@ -24,11 +24,13 @@ def shown_plan(components: Sequence[Component], plan: FleetPlan, view: Viewpoint
     )
 
 
-def _component(component: Component, lacks: Unplaced | None) -> ComponentPlan:
+def _component(component: Component, unplaced: Unplaced | None) -> ComponentPlan:
     name, count = component.name, component.count
-    if lacks is None:
+    if unplaced is None:
         return ComponentPlan(name, count, count, 0, None, None)
-    return ComponentPlan(name, count, count - lacks.count, lacks.count, lacks.reason, lacks.message)
+    return ComponentPlan(
+        name, count, count - unplaced.count, unplaced.count, unplaced.reason, unplaced.message
+    )
 
 
 def _places(placed: Placed, view: Viewpoint) -> Iterator[ComponentPlace]:

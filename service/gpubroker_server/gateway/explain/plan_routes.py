@@ -104,15 +104,15 @@ class PlanFleet(Body):
     def _check_names_and_size(self) -> Self:
         named: dict[str, Sequence[PlannedComponent | PlannedNodes]]
         named = {"components": self.components, "fleet": self.fleet or []}
-        for what, items in named.items():
+        for noun, items in named.items():
             if len({item.name for item in items}) < len(items):
-                raise PydanticCustomError("same_name", "{what} must have different names", {"what": what})
+                raise PydanticCustomError("same_name", "{what} must have different names", {"what": noun})
         machines = sum(nodes.count for nodes in self.fleet or [])
         gpus = sum(nodes.count * sum(gpu.count for gpu in nodes.gpus) for nodes in self.fleet or [])
         if machines > MAX_MACHINES or gpus > MAX_GPUS:
-            most = {"machines": MAX_MACHINES, "gpus": MAX_GPUS}
+            maximum = {"machines": MAX_MACHINES, "gpus": MAX_GPUS}
             raise PydanticCustomError(
-                "fleet_too_large", "fleet must have at most {machines} nodes and {gpus} GPUs", most
+                "fleet_too_large", "fleet must have at most {machines} nodes and {gpus} GPUs", maximum
             )
         return self
 
@@ -157,15 +157,15 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
 
 
 def _tenant(caller: Identity, parts: Parts, body: PlanFleet) -> str:
-    mine = caller.tenant
-    if body.tenant is None or body.tenant == mine:
-        return mine
+    tenant = caller.tenant
+    if body.tenant is None or body.tenant == tenant:
+        return tenant
     if not caller.may(Scope.ADMIN):
         raise Problem(
             "forbidden",
-            f'token "{caller.name}" is of tenant "{mine}"; planning for tenant "{body.tenant}" needs '
+            f'token "{caller.name}" is of tenant "{tenant}"; planning for tenant "{body.tenant}" needs '
             "the scope admin; leave tenant out, or name your own",
-            errors=[Fault(pointer="/tenant", detail=f'only "{mine}"', code="other-tenant")],
+            errors=[Fault(pointer="/tenant", detail=f'only "{tenant}"', code="other-tenant")],
         )
     if detail := unknown_tenant(body.tenant, parts.world, parts.policy, parts.tokens):
         raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown"))

@@ -94,18 +94,20 @@ async def _of_whole(parts: Parts, viewer: Identity, whole: Whole) -> ShownExplan
     record = first if waiting is None else await store.record(waiting) or first
     found = await _of_task(parts, viewer, record)
     is_alone = len(words) == 1 and not counts[_NOT_WANTED]
-    said = [] if is_alone else [f"workers: {', '.join(f'{count} {word}' for word, count in counts.items())}"]
+    sentences = (
+        [] if is_alone else [f"workers: {', '.join(f'{count} {word}' for word, count in counts.items())}"]
+    )
     if is_alone:
-        said.append(found.message)
+        sentences.append(found.message)
     elif waiting is not None:
-        said.append(f"{waiting}: {found.message}")
+        sentences.append(f"{waiting}: {found.message}")
     if (failure := failure_of_whole(whole, standing)) is not None:
-        said.append(failure.message)
+        sentences.append(failure.message)
     return replace(
         found,
         id=first.task.id,
         state=ShownState(standing.state),
-        message="; ".join(said),
+        message="; ".join(sentences),
         worker=None if is_alone else waiting,
         **({} if waiting else _NOT_WAITING),
     )

@@ -69,13 +69,19 @@ class Viewpoint(Struct, frozen=True):
             "message": found.message,
             "position": found.position,
             "start": expected,
-            "start_record": next((it for it in records if expected and it.basis == expected.basis), None),
+            "start_record": next(
+                (record for record in records if expected and record.basis == expected.basis), None
+            ),
             "preemption": None if advice is None else self._preemption(advice.preemption),
             "remedies": () if advice is None else self.remedies(advice),
-            "blockers": tuple(Blocker(it.reason, it.reason.tier, it.message) for it in found.blockers),
+            "blockers": tuple(
+                Blocker(blocker.reason, blocker.reason.tier, blocker.message) for blocker in found.blockers
+            ),
             "quota": found.quota,
             "ranks": tuple(map(self._rank, found.ranks)) or None,
-            "devices": () if advice is None else tuple(self._device(it, advice) for it in found.devices),
+            "devices": ()
+            if advice is None
+            else tuple(self._device(device, advice) for device in found.devices),
             "evaluated_at": Time.at(self.now),
             "queue_length": found.queue_length,
             "as_of": self.moment["as_of"],

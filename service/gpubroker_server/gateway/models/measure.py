@@ -116,14 +116,14 @@ async def _home(parts: ModelParts, name: str, server: str | None) -> ModelReside
     if server is not None:
         return parts.at(server)
     known = {residency: await residency.repository() for residency in parts.residencies}
-    having = [residency for residency in known if name in (known[residency] or ())]
-    having = having or [residency for residency in known if known[residency] is None]
-    if len(having) > 1:
-        servers = [residency.rules.name for residency in having]
+    holders = [residency for residency in known if name in (known[residency] or ())]
+    holders = holders or [residency for residency in known if known[residency] is None]
+    if len(holders) > 1:
+        servers = [residency.rules.name for residency in holders]
         raise Problem("model-ambiguous", model=name[:100], servers=", ".join(servers), first=servers[0])
-    if not having:
+    if not holders:
         raise no_such_model(name, "it is in no repository")
-    return having[0]
+    return holders[0]
 
 
 async def _ledger(parts: ModelParts, residency: ModelResidency, name: str) -> DeviceLedger:
@@ -132,8 +132,8 @@ async def _ledger(parts: ModelParts, residency: ModelResidency, name: str) -> De
         raise Problem("model-in-use", model=name[:100], state=task.state.value, task=task.id)
     demand = (await residency.demand_of(name))[0]
     if demand.gpus != 1:
-        on = f"it is spread over {demand.gpus} GPUs" if demand.gpus else "it runs on CPUs"
-        raise Problem("not-measurable", f"model {name[:100]} leases what its settings say: {on}")
+        placement = f"it is spread over {demand.gpus} GPUs" if demand.gpus else "it runs on CPUs"
+        raise Problem("not-measurable", f"model {name[:100]} leases what its settings say: {placement}")
     ledgers = gpus_of(parts.app.world, residency.rules)
     candidates = [
         ledger for ledger in ledgers if not demand.where.devices or ledger.device.uuid in demand.where.devices

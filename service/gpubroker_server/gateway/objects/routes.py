@@ -115,8 +115,8 @@ class ObjectStorage(Struct, frozen=True):
                 raise self._damaged(kept) from None
             offset += len(part)
             await asyncio.to_thread(digest.update, part)
-            is_wrong = offset == span.end_byte and digest.hexdigest() != kept.digest
-            if not part or (is_wrong and span.size_bytes == kept.size_bytes):
+            is_damaged = offset == span.end_byte and digest.hexdigest() != kept.digest
+            if not part or (is_damaged and span.size_bytes == kept.size_bytes):
                 raise self._damaged(kept)
             yield part
 
@@ -144,10 +144,10 @@ class ObjectStorage(Struct, frozen=True):
         return await self.read(kept)
 
     def _check_copied(self, size_bytes: int, pointer: str) -> None:
-        most = self.limits.copied_object_bytes
-        if size_bytes > most:
+        limit_bytes = self.limits.copied_object_bytes
+        if size_bytes > limit_bytes:
             detail = (
-                f"the objects that one request copies may have {most} bytes, and here they have "
+                f"the objects that one request copies may have {limit_bytes} bytes, and here they have "
                 f"{size_bytes}; split the request, or raise limits.copied_object_bytes"
             )
             raise invalid(Fault(pointer=pointer, detail=detail, code="objects-too-large"))

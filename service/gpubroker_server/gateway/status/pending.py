@@ -122,7 +122,7 @@ class PendingReasons:
 
 def _without_leader(view: Pending, blocker: Blocker) -> Pending:
     """A more structural reason still comes first. Without a leader no start can be forecast."""
-    reason = min(Reason(view.reason), blocker.reason, key=lambda each: each.tier)
+    reason = min(Reason(view.reason), blocker.reason, key=lambda reason: reason.tier)
     message = blocker.message
     if reason is not blocker.reason:
         message = f"{view.message}; {message}"

@@ -186,7 +186,7 @@ def failure_of_whole(whole: Whole, standing: WholeState) -> Failure | None:
     """Return why an array has failed; None if it has not."""
     if whole.terms is None or standing.state is not TaskState.FAILED:
         return None
-    said: Sequence[str] = [
+    sentences: Sequence[str] = [
         text
         for count, text in (
             (standing.failed_items, f"{standing.failed_items} of its {whole.terms.total} items failed"),
@@ -194,5 +194,5 @@ def failure_of_whole(whole: Whole, standing: WholeState) -> Failure | None:
         )
         if count
     ]
-    message = f"{' and '.join(said)}; GET /arrays/{whole.terms.id}/items has their errors"
+    message = f"{' and '.join(sentences)}; GET /arrays/{whole.terms.id}/items has their errors"
     return Failure(kind="items", message=message, traceback="")

@@ -226,13 +226,13 @@ class Submissions(Struct, frozen=True):
             size_bytes += task.queued_bytes
             if task.priority < lowest:
                 lowest = task.priority
-        pending, most = self.world.pending[tenant], self.limits.tenant_pending_tasks
-        if pending + len(more) > most:
-            raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=most)
-        pending_bytes, most = self.world.pending_bytes[tenant], self.limits.tenant_pending_bytes
-        if pending_bytes + size_bytes > most:
+        pending, limit = self.world.pending[tenant], self.limits.tenant_pending_tasks
+        if pending + len(more) > limit:
+            raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=limit)
+        pending_bytes, limit = self.world.pending_bytes[tenant], self.limits.tenant_pending_bytes
+        if pending_bytes + size_bytes > limit:
             raise Problem(
-                "tenant-queue-bytes", tenant=tenant, pending=pending_bytes, more=size_bytes, most=most
+                "tenant-queue-bytes", tenant=tenant, pending=pending_bytes, more=size_bytes, most=limit
             )
         if self.permissions.policy.autoscaler:
             self._check_nodes_to_come(tenant, more)
@@ -241,11 +241,11 @@ class Submissions(Struct, frozen=True):
     def _check_nodes_to_come(self, tenant: str, more: Sequence[Task]) -> None:
         """Check how many tasks wait that no node could take yet. Raises Problem if there are too many."""
         new = sum(self.capacity.lacks_node(task.demand) for task in more)
-        most = self.permissions.policy.autoscaler_tasks
-        if new and (waiting := self.capacity.waiting_for_nodes(tenant)) + new > most:
+        limit = self.permissions.policy.autoscaler_tasks
+        if new and (waiting := self.capacity.waiting_for_nodes(tenant)) + new > limit:
             detail = (
                 f'tenant "{tenant}" has {waiting} tasks that wait for nodes which autoscaler '
-                f"{self.permissions.policy.autoscaler} may add, and may have {most} "
+                f"{self.permissions.policy.autoscaler} may add, and may have {limit} "
                 "(policy.autoscaler_tasks); nothing was stored; send it again when there are such nodes"
             )
             raise Problem("tenant-queue-full", detail)

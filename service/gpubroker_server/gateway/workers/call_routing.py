@@ -188,15 +188,15 @@ class WorkersOfSet:
         self._turn += 1
         start = self._turn % len(runs)
         in_turn = runs[start:] + runs[:start]
-        most = workers.max_concurrency + MOST_WAITING
+        limit = workers.max_concurrency + MOST_WAITING
         free = [
             run
             for run in in_turn
             if not self._open[run]
-            or (self._open[run] < most and self._open_bytes[run] + size_bytes <= MOST_BYTES)
+            or (self._open[run] < limit and self._open_bytes[run] + size_bytes <= MOST_BYTES)
         ]
         if not free:
-            waits = f"{most} calls, or {MOST_BYTES >> 20} MiB of arguments"
+            waits = f"{limit} calls, or {MOST_BYTES >> 20} MiB of arguments"
             raise Problem("worker-queue-full", set=workers.id, most=waits, workers=len(runs))
         return free[0] if routing == "round_robin" else min(free, key=self._open.__getitem__)
 
@@ -216,8 +216,8 @@ class WorkersOfSet:
         for run in runs:
             if run.task not in self._ready and run not in self._asked:
                 self._asked[run] = asyncio.create_task(self._ask(run))
-        for gone in set(self._asked) - set(runs):
-            self._asked.pop(gone).cancel()
+        for ended in set(self._asked) - set(runs):
+            self._asked.pop(ended).cancel()
 
     async def _ask(self, run: WorkerRun) -> None:
         try:

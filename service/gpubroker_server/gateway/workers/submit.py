@@ -263,9 +263,9 @@ def _seat(body: SubmitWorkerSet, worker: Submission, workers: WorkerSet) -> Subm
     )
     labels = {**worker.spec.labels, WORKER_SET_LABEL: workers.id}
     spec = replace(worker.spec, seat=seat, labels=labels)
-    told_bytes = len(told_variables(spec)[WORKER_SET_VARIABLE])
-    if told_bytes > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
-        detail = f"the roles and their arguments have {told_bytes} bytes of JSON, and may have {ENV_BYTES}"
+    size_bytes = len(told_variables(spec)[WORKER_SET_VARIABLE])
+    if size_bytes > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
+        detail = f"the roles and their arguments have {size_bytes} bytes of JSON, and may have {ENV_BYTES}"
         remedy = "; upload large arguments, and name the objects"
         raise invalid(Fault(pointer="/colocate_with", detail=detail + remedy, code="too-long"))
     restarts = UNLIMITED_RESTARTS if body.max_restarts is None else body.max_restarts

@@ -138,10 +138,10 @@ class DiskCleaner:
             working = loop.run_in_executor(self._thread, self.answer, asked)
             self._tell(task, await asyncio.wait_for(asyncio.shield(working), seconds))
         except TimeoutError:
-            away = await self._away(task)
-            subject = ", ".join(away) or "its disks"
+            unanswered = await self._away(task)
+            subject = ", ".join(unanswered) or "its disks"
             self._tell(task, Answer(message=f"{subject} did not answer within {seconds:g} s"))
-            if away:
+            if unanswered:
                 self._thread = ThreadPoolExecutor(1, "disk guard")
             else:
                 await asyncio.wait([working])
@@ -152,8 +152,8 @@ class DiskCleaner:
         asked = {path: question.begin() for path, question in self._questions.items()}
         if waited := [answer for answer in asked.values() if answer is not None]:
             await asyncio.wait(waited, timeout=ANSWER_SECONDS)
-        hung = (path for path, answer in asked.items() if answer is None or not answer.done())
-        return tuple(sorted({mount_point_of(path) for path in hung}))
+        unanswered = (path for path, answer in asked.items() if answer is None or not answer.done())
+        return tuple(sorted({mount_point_of(path) for path in unanswered}))
 
     def answer(self, task: DiskTask) -> Answer:
         try:
@@ -221,10 +221,10 @@ class DiskCleaner:
         if root.file_class is FileClass.REDUNDANT and task.runs_sync:
             synced = listing_of(root)  # of files that are known by now: what takes the place of one stays
         if not walk.is_complete:
-            said = f"not all of it could be read, or it has more than {MOST_FILES} files"
+            message = f"not all of it could be read, or it has more than {MOST_FILES} files"
             if root.file_class is FileClass.CHECKPOINT:
-                raise Unsafe(said)  # the newest one may be among what was not seen
-            messages.append(f"{root.path}: {said}")
+                raise Unsafe(message)  # the newest one may be among what was not seen
+            messages.append(f"{root.path}: {message}")
         for path, status, has_journal in walk.entries:
             may_be_empty = root.file_class is FileClass.EMPTY_DATABASE and not has_journal
             is_old = time.time() - status.st_mtime >= task.old_seconds
@@ -251,7 +251,7 @@ class DiskCleaner:
         live: set[str] = set()
         for root in {file.root for file in files if not is_at(file.root, task.away)}:
             live |= task.live_at(root, (file.path for file in files if file.root == root))
-        gone: list[FoundFile] = []
+        deleted: list[FoundFile] = []
         kept: Counter[str] = Counter()
         until = time.monotonic() + PASS_SECONDS
         for file in files[:MOST_DELETED]:
@@ -264,9 +264,9 @@ class DiskCleaner:
             elif why := self._left_because(file, task, spared, deletes=True):
                 kept[why] += 1
             else:
-                gone.append(file)
+                deleted.append(file)
                 log.info("deleted", path=file.whole_path)
-        return Answer(gone, kept)
+        return Answer(deleted, kept)
 
     def _left_because(
         self, file: FoundFile, task: DiskTask, spared: frozenset[FileId], *, deletes: bool
@@ -326,7 +326,7 @@ class DiskCleaner:
 def listing_of(root: WatchedRoot) -> Mapping[str, int]:
     """Run the sync command in the root. Path below the root -> size, of each file that its copy has. Raises
     Unsafe if it fails, or prints anything else than `SIZE PATH` and a NUL for each: names may have lines."""
-    said = f"its sync command {root.sync_command[0]}"
+    command = f"its sync command {root.sync_command[0]}"
     try:
         with subprocess.Popen(  # noqa: S603  # the operator's
             root.sync_command, cwd=root.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -338,17 +338,17 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
                 raise
     except (OSError, Unsafe, subprocess.TimeoutExpired) as fault:
-        raise Unsafe(f"{said} failed: {fault}") from None
+        raise Unsafe(f"{command} failed: {fault}") from None
     if process.returncode:
-        raise Unsafe(f"{said} ended with {process.returncode}")
+        raise Unsafe(f"{command} ended with {process.returncode}")
     listing = {}
     *entries, rest = os.fsdecode(printed).split("\0")
     for entry in [*entries, *([rest] if rest else [])]:
         size, _, path = entry.partition(" ")
         if rest or not size.isdecimal() or not path:
             raise Unsafe(
-                f"{said} printed {entry[:80]!r}; each file has to be a size in bytes, a space, its path and "
-                "a NUL byte"
+                f"{command} printed {entry[:80]!r}; each file has to be a size in bytes, a space, its path "
+                "and a NUL byte"
             )
         listing[path] = int(size)
     return listing
@@ -371,9 +371,9 @@ def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def _has_journal(name: str, directory: int) -> bool:
-    for beside in (f"{name}-wal", f"{name}-journal"):
+    for journal in (f"{name}-wal", f"{name}-journal"):
         try:
-            os.stat(beside, dir_fd=directory, follow_symlinks=False)
+            os.stat(journal, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             continue
         return True

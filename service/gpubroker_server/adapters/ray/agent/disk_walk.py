@@ -181,12 +181,12 @@ def is_named(held: int, name: str, directory: int) -> bool:
 def deleted(held: int, name: str, directory: int) -> bool:
     """Delete the file, unless the name stands for another one by now, or something waits to open it, which a
     lease holds up. It gets a name of its own first, for whatever has the name is what `unlink` deletes."""
-    aside = f".gpubroker-{os.urandom(8).hex()}"
-    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
-    may_go = is_named(held, aside, directory) and fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK
+    moved_name = f".gpubroker-{os.urandom(8).hex()}"
+    os.rename(name, moved_name, src_dir_fd=directory, dst_dir_fd=directory)
+    may_go = is_named(held, moved_name, directory) and fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK
     if not may_go:
-        os.link(aside, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
-    os.unlink(aside, dir_fd=directory)
+        os.link(moved_name, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+    os.unlink(moved_name, dir_fd=directory)
     return may_go
 
 

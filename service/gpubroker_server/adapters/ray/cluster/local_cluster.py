@@ -148,28 +148,28 @@ def _check_gpus(data_dir: Path, layout: ClusterLayout) -> None:
 
 def _supervise(folder: Path, tell: Tell) -> str:
     """Why the cluster ended by itself; empty if it was told to end."""
-    saying, says = os.pipe()
+    read_end, write_end = os.pipe()
     living, life = os.pipe()
     environment = inherited() | token_environment(folder) | {"PYTHONUNBUFFERED": "1"}
-    with (folder / LOG).open("wb") as output, os.fdopen(life, "wb", 0), os.fdopen(saying, "r") as messages:
+    with (folder / LOG).open("wb") as output, os.fdopen(life, "wb", 0), os.fdopen(read_end, "r") as messages:
         supervisor = subprocess.Popen(  # noqa: S603  # our own module
-            [sys.executable, "-m", SUPERVISOR, str(folder), str(says), str(living)],
+            [sys.executable, "-m", SUPERVISOR, str(folder), str(write_end), str(living)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment,
-            pass_fds=(says, living),
+            pass_fds=(write_end, living),
             start_new_session=True,
         )
-        os.close(says)
+        os.close(write_end)
         os.close(living)
         fault = ""
         with _interruptible(supervisor):
             for line in messages:
-                said = json.loads(line)
-                fault = said.get("fault", "")
+                message = json.loads(line)
+                fault = message.get("fault", "")
                 if not fault:
-                    tell(said)
+                    tell(message)
         with contextlib.suppress(subprocess.TimeoutExpired):
             supervisor.wait(END_SECONDS)
         if supervisor.returncode == 0:

@@ -43,16 +43,16 @@ class ClusterEnded(Exception):
 
 
 def main() -> int:
-    folder, saying, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, descriptor, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     signals = SignalPipe()
     adopt_orphans()
-    with os.fdopen(saying, "w", buffering=1) as output, os.fdopen(life, "rb", 0) as lifeline:
+    with os.fdopen(descriptor, "w", buffering=1) as output, os.fdopen(life, "rb", 0) as lifeline:
         state = begin(folder)
         cluster = Supervisor(ClusterLayout.from_json((folder / LAYOUT).read_text()), state, signals)
         try:
             with _listening(Path(state.temp_dir) / CONTROL) as control:
-                for said in cluster.start(folder):
-                    output.write(json.dumps(said) + "\n")
+                for message in cluster.start(folder):
+                    output.write(json.dumps(message) + "\n")
                 cluster.watch(control, lifeline)
         except (ClusterEnded, BrokenPipeError) as ended:
             print(ended, file=sys.stderr, flush=True)

@@ -54,10 +54,10 @@ class AnsweringAgent:
     """How far its clock seemed to be ahead in its last messages."""
 
     def note(self, run: RunId, occurrence: str) -> None:
-        happened = self.runs.get(run)
-        if happened is not None:
-            happened.add(occurrence)
-            if happened == {_GONE, _FORGOTTEN}:
+        occurrences = self.runs.get(run)
+        if occurrences is not None:
+            occurrences.add(occurrence)
+            if occurrences == {_GONE, _FORGOTTEN}:
                 del self.runs[run]
 
 

@@ -153,10 +153,10 @@ class NodeSeenForm(NodeReportForm, tag="node_seen"):
 def _held(_source: Source, ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ...]:
     """Check the ranges: the leader looks at each of these items."""
     last = count = 0
-    for first, behind in ranges:
-        if not last <= first < behind:
+    for first, end in ranges:
+        if not last <= first < end:
             raise MalformedReport("the items that a worker holds are ranges in ascending order, none twice")
-        last, count = behind, count + behind - first
+        last, count = end, count + end - first
     if count > MOST_HELD:
         raise MalformedReport(f"a worker holds at most {MOST_HELD} items, this one says {count}")
     return ranges

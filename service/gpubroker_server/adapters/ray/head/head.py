@@ -294,14 +294,14 @@ def _check_access(data_dir: Path) -> None:
 
 async def _start(options: RayOptions) -> HeadState:
     log_file = options.data_dir / LOG
-    said = await asyncio.to_thread(_run_supervisor, options, log_file)
+    answer = await asyncio.to_thread(_run_supervisor, options, log_file)
     state = read_state(options.data_dir)
-    if said == READY and state is not None:
+    if answer == READY and state is not None:
         return state
     if state is not None:
         await asyncio.to_thread(_clear_away, options.data_dir, state)
-    if said not in (b"", READY):
-        raise HeadRefused(said.decode())
+    if answer not in (b"", READY):
+        raise HeadRefused(answer.decode())
     tail = log_file.read_text(errors="replace")[-1000:]
     raise HeadRefused(
         f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service tries again. "

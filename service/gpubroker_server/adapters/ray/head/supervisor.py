@@ -140,9 +140,9 @@ def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Map
     """Back when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
     lost, lost_at = "", math.inf
     while not (signals.stop or _is_idle(state, LOST_IDLE_SECONDS if lost else orders.idle_stop_seconds)):
-        gone = [vital[pid] for pid in reap() if pid in vital]
-        if gone and not lost:
-            lost, lost_at = gone[0], time.monotonic()
+        ended = [vital[pid] for pid in reap() if pid in vital]
+        if ended and not lost:
+            lost, lost_at = ended[0], time.monotonic()
             print(
                 f"{HEAD_LOST} {lost}; it ends when its runs have had their notice",
                 file=sys.stderr,
@@ -192,11 +192,11 @@ def start_ray(
     while not signals.stop:
         ended, status = os.waitpid(starting, os.WNOHANG)
         seen |= _vital_processes(node, others)
-        gone = {name for process, name in seen.items() if not is_alive(process)}
+        missing = {name for process, name in seen.items() if not is_alive(process)}
         if ended and status == 0:
-            gone |= node.vital.difference(seen.values())
-        if gone:
-            names = " and ".join(sorted(gone))
+            missing |= node.vital.difference(seen.values())
+        if missing:
+            names = " and ".join(sorted(missing))
             raise HeadLost(f"{HEAD_LOST} {names} while it started; it was ended, and another one is started")
         if ended:
             return {process.pid: name for process, name in seen.items()} if status == 0 else {}

@@ -116,10 +116,10 @@ def _usable(world: World) -> frozenset[NodeName]:
     return frozenset(Draft(world).usable_nodes())
 
 
-def _values(said_at: Instant, said: Forecast, now: Instant) -> tuple[tuple[What, float], ...]:
-    waited, at_most = now - said_at, said.p90_at - said_at
+def _values(forecast_at: Instant, forecast: Forecast, now: Instant) -> tuple[tuple[What, float], ...]:
+    waited, at_most = now - forecast_at, forecast.p90_at - forecast_at
     return (
-        (What.START_ERROR, round(abs(now - said.start_at), 3)),
+        (What.START_ERROR, round(abs(now - forecast.start_at), 3)),
         (What.START_SHARE, round(waited / at_most, 3)),
     )
 

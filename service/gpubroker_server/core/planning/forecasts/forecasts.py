@@ -143,8 +143,8 @@ class _Forecasting:
                 yield best
         yield best
 
-    def _to_beat(self, stood: Forecast | None) -> float:
-        return inf if stood is None else self._now + CLEARLY * (stood.start_at - self._now)
+    def _to_beat(self, previous: Forecast | None) -> float:
+        return inf if previous is None else self._now + CLEARLY * (previous.start_at - self._now)
 
     def _gang(self, task: Task) -> Iterator[Forecast | None]:
         """The best so far, after each search."""
@@ -235,8 +235,8 @@ class _Forecasting:
         """Return the possible starts: each time at which a run ends, from the first instant with enough room
         in sum."""
         gpus = task.demand.gpus
-        firsts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
-        earliest = max(self._limits_allow_at, firsts[gpus - 1] if gpus else self._now)
+        starts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
+        earliest = max(self._limits_allow_at, starts[gpus - 1] if gpus else self._now)
         earliest = max(earliest, next((at for at, room in profile.room if room.fits(task)), inf))
         if earliest == inf:
             return []

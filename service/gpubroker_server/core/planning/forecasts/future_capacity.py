@@ -214,8 +214,8 @@ class _CapacityReleases:
     def _out_of_the_way_at(self, run: Task, expected_end: ExpectedEnd, waiter: _WaitingTask) -> float:
         now, policy = self._expected_ends.now, self._expected_ends.policy
         came_after = (run.admitted_at or now) > waiter.since
-        stays = expected_end.is_guess and came_after and not self._for_plans
-        leaves_at = inf if stays else expected_end.p50_at
+        never_leaves = expected_end.is_guess and came_after and not self._for_plans
+        leaves_at = inf if never_leaves else expected_end.p50_at
         is_protected = run.tenant in waiter.spared and needs_gpus(run.demand)
         if is_protected or run.state is TaskState.STOPPING:
             return leaves_at

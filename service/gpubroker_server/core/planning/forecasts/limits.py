@@ -58,17 +58,17 @@ class Limits:
         ]
         for other in others:
             balance.change(other.run, +1)
-        gone: list[EndingRun] = []
+        ended: list[EndingRun] = []
         if balance.is_short:
             balance.count_releasing()
         for run_end in (
             sorted((*self._limiting_runs(task), *others), key=_in_order) if balance.is_short else ()
         ):
-            gone.append(run_end)
+            ended.append(run_end)
             balance.change(run_end.run, -1)
             if not balance.is_short:
                 break
-        return None if balance.is_short or (gone and gone[-1].at == inf) else gone
+        return None if balance.is_short or (ended and ended[-1].at == inf) else ended
 
     def _limiting_runs(self, task: Task) -> Iterator[EndingRun]:
         """Yield the active runs that count against one of the task's limits or its quota."""

@@ -282,7 +282,7 @@ class Reservations:
         found = {}
         for node in self.nodes_closed_to(task):
             closing = [reservation.task for reservation in self.closing(node, task)]
-            if not any(needs_gpus(one.demand) for one in closing):
+            if not any(needs_gpus(reserving.demand) for reserving in closing):
                 found[node] = max(map(stops_below, closing))
         return found
 

@@ -167,13 +167,13 @@ class _Search:
     def _in_order(self, part: Task, left: int) -> list[GangNode]:
         """The nodes for a rank, the best first: preferred labels, strategy, least stranded memory, name."""
         demand = part.demand
-        by: dict[str, Callable[[GangNode], tuple[float, ...]]] = {
+        keys: dict[str, Callable[[GangNode], tuple[float, ...]]] = {
             "pack": lambda gang_node: self._packed(gang_node, part, left),
             "strict_pack": lambda gang_node: self._packed(gang_node, part, left),
             "spread": lambda gang_node: (len(gang_node.ranks), *self._apart(gang_node, part)),
             "strict_spread": lambda gang_node: self._apart(gang_node, part),
         }
-        key = by[self._strategy]
+        key = keys[self._strategy]
         usable = (g for g in self._gang_nodes if not (self._strategy == "strict_spread" and g.ranks))
         return sorted(usable, key=lambda g: (node_preference_rank(demand, g.node), *key(g), g.node.name))
 
@@ -234,50 +234,54 @@ def _turns(
 ) -> Iterator[GangNode]:
     """The node of each rank, in rank order; preferred labels come first."""
     able = [gang_node for gang_node in gang_nodes if most[gang_node.node.name]]
-    wishes = {gang_node.node.name: node_preference_rank(part.demand, gang_node.node) for gang_node in able}
+    preferences = {
+        gang_node.node.name: node_preference_rank(part.demand, gang_node.node) for gang_node in able
+    }
     match strategy:
         case "spread":
-            yield from _one_each_in_turn(part, count, able, wishes, most)
+            yield from _one_each_in_turn(part, count, able, preferences, most)
         case "strict_spread":
-            able.sort(key=lambda g: (wishes[g.node.name], -g.score(part), -most[g.node.name], g.node.name))
+            able.sort(
+                key=lambda g: (preferences[g.node.name], -g.score(part), -most[g.node.name], g.node.name)
+            )
             yield from able[:count]
         case _:
-            yield from _one_after_the_other(part, count, able, wishes, most)
+            yield from _one_after_the_other(part, count, able, preferences, most)
 
 
 def _one_each_in_turn(
-    part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
+    part: Task, count: int, gang_nodes: Sequence[GangNode], preferences: Counts, most: Counts
 ) -> Iterator[GangNode]:
     """Yield the node of the next rank: always that with the fewest ranks, then with least stranded memory,
     then with room for most ranks."""
     known = {gang_node.node.name: gang_node for gang_node in gang_nodes}
     turns = [
-        (wishes[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()
+        (preferences[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()
     ]
     heapify(turns)
     for _ in range(count):
         if not turns:
             return
-        wish, has, _, room, name = heappop(turns)
+        preference, taken, _, room, name = heappop(turns)
         yield known[name]
-        if has + 1 < -room:
-            heappush(turns, (wish, has + 1, -known[name].score(part), room, name))
+        if taken + 1 < -room:
+            heappush(turns, (preference, taken + 1, -known[name].score(part), room, name))
 
 
 def _one_after_the_other(
-    part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
+    part: Task, count: int, gang_nodes: Sequence[GangNode], preferences: Counts, most: Counts
 ) -> Iterator[GangNode]:
     """Fill the largest nodes one by one; the rest goes, among nodes that take all of it, to the one with the
     least stranded memory, then to the fullest."""
     order = [
-        (wishes[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
+        (preferences[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
         for g in gang_nodes
     ]
     order.sort(key=lambda place: place[:5])
     left = count
-    for index, (wish, room, *_, gang_node) in enumerate(order):
+    for index, (preference, room, *_, gang_node) in enumerate(order):
         if left <= -room:
-            enough = (place for place in order[index:] if place[0] == wish and left <= -place[1])
+            enough = (place for place in order[index:] if place[0] == preference and left <= -place[1])
             *_, gang_node = min(enough, key=lambda place: place[2:5])
             yield from [gang_node] * left
             return

@@ -122,7 +122,7 @@ class Draft:
         others. A preemptor with pledges needs a run slot, CPU and host memory too when its devices are
         free."""
         row, use = self.world.nodes[node], self.use(node)
-        custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
+        custom = tuple((name, round(amount - use.custom.get(name, 0.0), 6)) for name, amount in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
         is_closed = priority <= BACKGROUND_TOP and self.background.is_closed(node)
         is_open = task in self._pledges or not is_closed

@@ -62,7 +62,7 @@ class NodeRevisions:
         if cycle_at != self._cycle_at:
             grown |= {node for node, at in self._young.items() if at < cycle_at}
         self._now, self._cycle_at = now, cycle_at
-        grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node)}
+        grown |= {node for node, due_at in self._due.items() if due_at <= now and self._has_turned(node)}
         # What a dropped decision took of its nodes in the draft is there after all.
         if not all(_is_committed(world, decision) for decision in self._decided):
             grown |= set(self.changes.since(self._opened))

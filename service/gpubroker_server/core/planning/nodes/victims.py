@@ -171,7 +171,7 @@ def any_may_leave(_gone: Sequence[Candidate]) -> bool:
 
 def all_of(together: Together) -> Suffices:
     """True if all of them may leave together."""
-    return lambda gone: len(together(gone)) == len(gone)
+    return lambda removed: len(together(removed)) == len(removed)
 
 
 def cheapest(

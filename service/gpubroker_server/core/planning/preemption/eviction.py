@@ -246,9 +246,9 @@ def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
 def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
     """True if the task fits on enough of these devices once the victims have left."""
 
-    def suffices(gone: Sequence[Candidate]) -> bool:
-        roomy = sum(site.after_mb(gone) >= need for site, need in targets)
-        return roomy >= task.demand.gpus and after(offer.room, offer.node, gone).fits(task)
+    def suffices(removed: Sequence[Candidate]) -> bool:
+        roomy = sum(site.after_mb(removed) >= need for site, need in targets)
+        return roomy >= task.demand.gpus and after(offer.room, offer.node, removed).fits(task)
 
     return suffices
 
@@ -286,8 +286,8 @@ def _cheapest_devices(
     return [target for _, _, target, _ in priced[:gpus]], first + rest
 
 
-def _clears(site: Site, need: Mib, gone: Sequence[Candidate]) -> bool:
-    return site.after_mb(gone) >= need
+def _clears(site: Site, need: Mib, removed: Sequence[Candidate]) -> bool:
+    return site.after_mb(removed) >= need
 
 
 def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:

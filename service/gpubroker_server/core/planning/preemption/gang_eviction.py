@@ -98,7 +98,8 @@ class _Site:
         found = self._found
         if len(found) <= EXACT_LIMIT and len(self._offers) << len(found) <= EXACT_NODES:
             found = (
-                cheapest(found, lambda gone: self.places(gone) is not None, may_leave=all_of(together)) or []
+                cheapest(found, lambda removed: self.places(removed) is not None, may_leave=all_of(together))
+                or []
             )
             gang = self.places(found) if found else None
             return None if gang is None else (found, gang)
@@ -120,14 +121,14 @@ class _Site:
         gang_nodes = self._gang_nodes(self._offers, gone)
         return place_ranks(self._task, self._task.demand.least_ranks or 1, gang_nodes)
 
-    def _gang_nodes(self, nodes: Iterable[NodeName], gone: Iterable[Candidate]) -> list[GangNode]:
+    def _gang_nodes(self, nodes: Iterable[NodeName], removed: Iterable[Candidate]) -> list[GangNode]:
         """These nodes once such victims have left."""
         room = {node: self._offers[node].room for node in nodes}
         free = {
             node: {site.device.key: site.free_after_releases_mb for site in self._offers[node].sites}
             for node in room
         }
-        for candidate in gone:
+        for candidate in removed:
             for node, part in candidate.runs:
                 if node in room:
                     room[node] = room[node].with_room_of(part)
@@ -135,17 +136,17 @@ class _Site:
                 free_mb = free.get(self._draft.ledger(key).device.node, {})
                 if key in free_mb:
                     free_mb[key] += mb
-        nodes_of, holders = self._draft.world.nodes, self._holders(free, gone)
+        nodes_of, holders = self._draft.world.nodes, self._holders(free, removed)
         return [
             GangNode(nodes_of[node], room[node], free[node], self._devices[node], holders=holders[node])
             for node in room
         ]
 
     def _holders(
-        self, free: Mapping[NodeName, Mapping[DeviceKey, int]], gone: Iterable[Candidate]
+        self, free: Mapping[NodeName, Mapping[DeviceKey, int]], removed: Iterable[Candidate]
     ) -> dict[NodeName, dict[DeviceKey, int]]:
         """Count what holds memory of these devices once such victims, and all leaving runs, have left."""
-        left = Counter(key for candidate in gone for key in candidate.frees)
+        left = Counter(key for candidate in removed for key in candidate.frees)
         return {
             node: {
                 key: sum(not holding.is_leaving for holding in self._draft.ledger(key).holdings.values())
@@ -155,10 +156,10 @@ class _Site:
             for node, devices in free.items()
         }
 
-    def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
+    def _only_needed(self, removed: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
         """The victims without which the gang has no place: first those that these places need; then, if they
         are few, those without which no other places exist."""
-        victims = self._needed_for(gang, gone)
+        victims = self._needed_for(gang, removed)
         if len(victims) > EXACT_LIMIT:
             return victims, gang
         for victim in costliest_first(victims):
@@ -167,17 +168,19 @@ class _Site:
                 victims, gang = rest, other_places
         return victims, gang
 
-    def _needed_for(self, gang: Gang, gone: Sequence[Candidate]) -> list[Candidate]:
+    def _needed_for(self, gang: Gang, removed: Sequence[Candidate]) -> list[Candidate]:
         """The victims without which these very places are not free; the costliest is put back first. Only its
         nodes are looked at again: there may be thousands of victims."""
         ranks: dict[NodeName, list[int]] = {}
         for rank, place in enumerate(gang):
             ranks.setdefault(place.node, []).append(rank)
         candidates: dict[NodeName, list[Candidate]] = {node: [] for node in ranks}
-        for candidate in gone:
+        for candidate in removed:
             for node in {node for node, _ in candidate.runs} & ranks.keys():
                 candidates[node].append(candidate)
-        helpers = gone if self._gives_enough else [c for c in gone if any(n in ranks for n, _ in c.runs)]
+        helpers = (
+            removed if self._gives_enough else [c for c in removed if any(n in ranks for n, _ in c.runs)]
+        )
         taken = {candidate.key: candidate for candidate in helpers}
 
         def put_back(candidate: Candidate) -> bool:
@@ -196,9 +199,11 @@ class _Site:
             put_back(candidate)
         return list(taken.values())
 
-    def _has_room(self, gang: Gang, node: NodeName, ranks: Iterable[int], gone: Iterable[Candidate]) -> bool:
+    def _has_room(
+        self, gang: Gang, node: NodeName, ranks: Iterable[int], removed: Iterable[Candidate]
+    ) -> bool:
         """True if these places on a node are free once such victims have left."""
-        [gang_node] = self._gang_nodes((node,), gone)
+        [gang_node] = self._gang_nodes((node,), removed)
         for rank in ranks:
             place, part = gang[rank], rank_task(self._task, rank)
             if not gang_node.room.fits(part) or any(gang_node.free[key] < mb for key, mb in place.devices):

@@ -110,7 +110,7 @@ def make_room_in_quota(
         offers.draft,
         task,
         now,
-        gives_enough=lambda gone: leased_mb(gone, offers.draft) >= missing_mb,
+        gives_enough=lambda removed: leased_mb(removed, offers.draft) >= missing_mb,
     )
     assert not isinstance(found, RoomBeingFreed), "with no victim the quota is still short"
     return found
@@ -127,8 +127,8 @@ def make_room_in_limit(
         return None
     found = [offers.of(node, task) for node in sorted(nodes)]
 
-    def gives_enough(gone: Sequence[Candidate]) -> bool:
-        return all(amount <= _used_of(name, gone) for name, amount in missing.items())
+    def gives_enough(removed: Sequence[Candidate]) -> bool:
+        return all(amount <= _used_of(name, removed) for name, amount in missing.items())
 
     if not gives_enough([candidate for offer in found for candidate in offer.found]):
         return None
@@ -167,9 +167,9 @@ def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
     }
 
 
-def _used_of(name: str, gone: Iterable[Candidate]) -> float:
+def _used_of(name: str, removed: Iterable[Candidate]) -> float:
     """Return how much of it these give back; a gang that goes on gives back what its leaving ranks hold."""
-    victims = list(gone)
+    victims = list(removed)
     whole = {
         victim.task.id: _sums(_given_back(victim.task)).get(name, 0.0)
         for victim in victims

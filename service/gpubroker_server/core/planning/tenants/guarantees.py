@@ -199,5 +199,5 @@ def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
     """Return the memory held by the run, or by one of its ranks, without leases that are leaving already."""
     leases = draft.world.leases_of(run)
     holdings = [draft.ledger(lease.device).holdings.get(lease.key) for lease in leases]
-    stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
-    return sum(lease.mb for lease in stay if rank is None or lease.rank == rank)
+    remaining = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
+    return sum(lease.mb for lease in remaining if rank is None or lease.rank == rank)
