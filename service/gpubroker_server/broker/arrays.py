@@ -46,7 +46,8 @@ class Arrays:
             self._works.pop(array, None)
 
     def committed(self) -> None:
-        """All that was decided from the drafts is so. Arrays whose workers have ended are forgotten."""
+        """Keep what was decided from the drafts, which is committed now. Arrays whose workers have ended are
+        forgotten."""
         works = {**self._works, **self._drafts}
         self._works = {array: work for array, work in works.items() if self._is_at_work(work)}
         self._drafts = {}

@@ -1,5 +1,5 @@
-"""What the leader does beside its cycles: publish last values, divide slots of models, prune, ask for
-gateways, and ask an autoscaler for room."""
+"""The leader's work beside its cycles: publish last values, divide slots of models, prune, ask for gateways,
+and ask an autoscaler for room."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -138,8 +138,8 @@ def _apart(leader: LeaderSeen) -> tuple[LeaderSeen, Sequence[Idle]]:
 async def keep_for_the_next_start(
     store: LastValueStore, leader: Callable[[Term], LeaderSeen], term: ReadTerm, every_seconds: Seconds
 ) -> None:
-    """Where no other process reads it, publish the leader when the log has heard more of the fleet, until
-    cancelled. Without what is idle: it may be in use until the next start."""
+    """Publish the leader, where no other process reads it, when the log has heard more of the fleet, until
+    cancelled. Idle devices are left out: they may be in use until the next start."""
     published: tuple[Term, Mapping[str, int]] | None = None
     for number in count(1):
         await asyncio.sleep(every_seconds)
@@ -217,7 +217,7 @@ class Pruner:
                 log.warning("pruning was interrupted; it continues later", fault=str(fault))
 
     async def prune(self) -> None:
-        """All that has expired by now. Raises StaleTerm, StoreUnavailable."""
+        """Delete all that has expired by now. Raises StaleTerm, StoreUnavailable."""
         while (term := self.term()) is not None and self.may_prune():
             cutoffs = self.retention.cutoffs(self.clock.now(), self.heard())
             if not await self.store.prune(term, cutoffs):

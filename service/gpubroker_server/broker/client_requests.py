@@ -14,7 +14,7 @@ from gpubroker_server.ports.store import BlobStore
 
 
 class ClientRequests:
-    """In one leader's memory: the next leader asks agents again."""
+    """The requests that this leader has asked agents about. The next leader asks them again."""
 
     def __init__(self, world: World, policy: Policy, blobs: BlobStore) -> None:
         self._world = world
@@ -24,7 +24,7 @@ class ClientRequests:
         """The requests that were passed on to an agent."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
-        """All, except those that an agent may still answer."""
+        """Carry out all requests except those that an agent may still answer."""
         given_up = now - STACK_SECONDS
         requests = self._world.requests.values()
         due = [

@@ -45,7 +45,7 @@ class PictureDiverged(Exception):
 
 @dataclass(eq=False)
 class Committer:
-    """Of one term."""
+    """Commits the decisions of one term and dispatches their orders."""
 
     leader_term: LeaderTerm
     ticks: ReadTicks
@@ -63,9 +63,9 @@ class Committer:
         self._undispatched: list[Decision] = []
         """Committed, but their orders were not sent yet."""
         self._began_at: float | None = None
-        """When the commit began that is under way."""
+        """The time when the commit that is under way began."""
         self._last = (-inf, 0.0)
-        """When the last commit ended, and how long it took."""
+        """The time when the last commit ended, and how long it took."""
         self._refused: set[str] = set()
         """Subjects that the database refused in this cycle, and did not accept in it either."""
         self._refusals: Mapping[str, int] = {}

@@ -52,7 +52,7 @@ class _Pass:
 
 
 class DiskPasses:
-    """In one leader's memory: the next leader asks again."""
+    """The passes of the disk guard that this leader has ordered. The next leader asks for them again."""
 
     def __init__(self, world: World, policy: Policy, guard: DiskGuard, blobs: BlobStore) -> None:
         self._world = world
@@ -63,7 +63,7 @@ class DiskPasses:
         self._passes: dict[str, _Pass] = {}
         """Request -> pass. The leader's own passes are named `auto/` and the node."""
         self._since = Instant(0.0)
-        """When this leader first looked at requests."""
+        """The time when this leader first looked at requests."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
         """The requests of clients."""

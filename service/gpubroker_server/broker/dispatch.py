@@ -74,9 +74,9 @@ class Dispatcher:
     entrypoints: EntrypointPatterns
     """The entrypoints that are allowed now."""
     desk: ModelDispatcher | None = None
-    """For leased models."""
+    """Dispatches the orders of leased models."""
     inferences: InferenceDispatcher | None = None
-    """For queued ones."""
+    """Dispatches queued inferences."""
     env_of: Callable[[Task], Mapping[str, str]] = lambda _: {}
     """Variables that a run gets besides those of its task."""
     secrets: SecretStore | None = None
@@ -134,7 +134,7 @@ class Dispatcher:
             self.inferences.send(order, payloads[order.task].arguments)
 
     def _is_over(self, order: Start) -> bool:
-        """It ended between commit and dispatch: its agent must not start it."""
+        """True if the run ended between commit and dispatch: its agent must not start it."""
         task = self.world.tasks.get(order.task)
         return task is None or task.fence > order.fence or (task.fence == order.fence and not task.is_active)
 

@@ -56,10 +56,10 @@ _MOVES: Mapping[str, Move] = {f"task.{move}": move for move in Move}
 
 
 class HostUse(NamedTuple):
-    """Of the machine of this process, in percent; None: not known."""
+    """The use of the machine of this process, in percent; None if it is not known."""
 
     disk_percent: float | None
-    """How full the fullest disk is that the service writes to."""
+    """The use of the fullest disk that the service writes to."""
     memory_percent: float | None
 
 
@@ -71,7 +71,7 @@ class FleetKeeper:
     clock: Clock
     host_use: Callable[[], HostUse]
     commit_seconds: Callable[[], float]
-    """How long commits take now."""
+    """Returns how long commits take now."""
     templates: IdleTemplates
     before: InitVar[FleetSeen | None] = None
     """The fleet that the last leader published."""
@@ -79,7 +79,7 @@ class FleetKeeper:
     def __post_init__(self, rules: FleetRules, before: FleetSeen | None) -> None:
         self._control = FleetControl(rules, self.policy, before)
         self._asked: asyncio.Future[HostUse] | None = None
-        """Until it is answered."""
+        """The question that is not answered yet."""
         self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []
         self._room: BackgroundRoom | None = None
@@ -139,7 +139,7 @@ class FleetKeeper:
         return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
 
     def told(self, decisions: Sequence[Decision]) -> None:
-        """These are committed, or refused for good."""
+        """Forget the notices of these decisions, which are committed or refused for good."""
         published = {id(notice) for decision in decisions for notice in decision.notices}
         self._news = [notice for notice in self._news if id(notice) not in published]
 

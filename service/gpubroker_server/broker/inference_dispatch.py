@@ -35,10 +35,11 @@ Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
 
 BATCHING_SECONDS = 60.0
-"""How long the batch size of a model is cached: it may be loaded again with another configuration."""
+"""The time for which the batch size of a model is cached: it may be loaded again with another
+configuration."""
 
 MOST_QUEUES = 1024
-"""More idle queues are removed: the names of models come from clients."""
+"""Idle queues beyond this number are removed: the names of models come from clients."""
 
 _OF_ONE = frozenset(
     {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
@@ -58,7 +59,7 @@ class _QueuedInference:
 
 
 class InferenceDispatcher:
-    """Of one leader, for one term."""
+    """Sends queued inferences to model servers for one leader, during one term."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class InferenceDispatcher:
 
 @dataclass(eq=False)
 class _ModelQueue:
-    """One model of one server."""
+    """The queue of one model of one server."""
 
     client: InferenceClient
     model: str
@@ -164,7 +165,7 @@ class _ModelQueue:
         self._is_full = asyncio.Event()
         self._most_rows = 1
         self._asked_at: float | None = None
-        """When `_most_rows` was read."""
+        """The time when `_most_rows` was read."""
         self._answers_by_rows = True
         self._under_way = 0
         self._is_over = False

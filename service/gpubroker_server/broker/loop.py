@@ -57,7 +57,7 @@ MOST_ENDS_ASKED = 1000
 """Ends of other tasks that one cycle reads from the database."""
 
 NewFleet = Callable[[Callable[[], float]], FleetKeeper]
-"""Given how long commits take now."""
+"""Makes a FleetKeeper of a function that tells how long commits take now."""
 
 _NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
 """The gateway that accepted a task says so."""
@@ -338,10 +338,10 @@ class CycleTimer:
         self._is_urgent = asyncio.Event()
         self._began_at = -inf
         self._urgent_at = -inf
-        """When the last urgent cycle began."""
+        """The time when the last urgent cycle began."""
 
     def wake(self, *, urgent: bool = False) -> None:
-        """There is something to do. `urgent`: a client waits for the next plan."""
+        """Wake the loop, since there is something to do. `urgent`: a client waits for the next plan."""
         self._woken.set()
         if urgent:
             self._is_urgent.set()

@@ -50,7 +50,7 @@ _MESSAGES = {
 
 class ModelDispatchRules(Struct, frozen=True):
     look_seconds: Seconds = Seconds(2.0)
-    """How often each index is read at least."""
+    """The longest time between two reads of an index."""
     busy_look_seconds: Seconds = Seconds(0.25)
     """The same while an order is under way."""
     call_seconds: Seconds = Seconds(10.0)
@@ -58,12 +58,12 @@ class ModelDispatchRules(Struct, frozen=True):
     load_seconds: Seconds = Seconds(600.0)
     """The timeout of a load; then the index shows its result."""
     gone_seconds: Seconds = Seconds(3.0)
-    """How long the unload of a model with a dead process may take, before it is loaded again anyway."""
+    """The time that the unload of a model with a dead process may take, before it is loaded again anyway."""
     loads_at_once: Mapping[str, int] = {}
     """Server -> loads at once, where that is not LOADS_AT_ONCE."""
     drain_look_seconds: Seconds = Seconds(0.05)
-    """How often gateways are asked whether they still use a model that leaves. After its grace period it is
-    unloaded anyway; the server finishes the requests that it has."""
+    """The time between two questions to gateways whether they still use a model that leaves. After its grace
+    period it is unloaded anyway; the server finishes the requests that it has."""
 
 
 async def _no_gateways(_claim: str) -> bool:
@@ -71,7 +71,7 @@ async def _no_gateways(_claim: str) -> bool:
 
 
 class ModelDispatcher:
-    """Of one leader, for one term."""
+    """Sends orders to model servers for one leader, during one term."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ModelDispatcher:
 class _Leaving(NamedTuple):
     order: UnloadOrder
     until: float
-    """On the loop's clock; then it is unloaded anyway."""
+    """The deadline on the loop's clock; then the model is unloaded anyway."""
 
 
 @dataclass(eq=False)
@@ -159,7 +159,7 @@ class _ServerQueue:
     def __post_init__(self) -> None:
         self._loads_at_once = self.rules.loads_at_once.get(self.host.name, LOADS_AT_ONCE)
         self._leaving: dict[Claim, _Leaving] = {}
-        """To be unloaded when no gateway uses them any more."""
+        """The unloads that wait until no gateway uses the model any more."""
         self._left = asyncio.Event()
         self._waiting: list[ModelOrder] = []
         self._woken = asyncio.Event()
@@ -205,7 +205,8 @@ class _ServerQueue:
             group.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Not in turn with the orders: it may take as long as a response of the model."""
+        """Unload models that gateways let go. It runs beside the orders: it may take as long as a response of
+        the model."""
         loop = asyncio.get_running_loop()
         while True:
             self._left.clear()
@@ -331,7 +332,7 @@ class _ServerQueue:
         return min(most_seconds, max(unchanged_seconds, busy_seconds) / 10)
 
     async def _read(self) -> Index | None:
-        """None if the server does not answer."""
+        """Read the index; None if the server does not answer."""
         try:
             index = await self.host.index(self.rules.call_seconds)
         except HostRefused as refused:

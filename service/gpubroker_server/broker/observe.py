@@ -1,4 +1,4 @@
-"""What happened since the last cycle: reports, requests and deadlines, which the core turns into
+"""Observes what happened since the last cycle: reports, requests and deadlines. The core turns them into
 decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -214,7 +214,7 @@ class Observer:
                 reports = [report for report in kept if report is not None]
 
     def hear(self, reports: Iterable[Report]) -> None:
-        """Any report is a sign of life of its node, before its turn comes."""
+        """Note that the node of a report lives, before the report's turn comes."""
         heard_at = self.ticks()
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
@@ -268,7 +268,8 @@ class Observer:
         return self._sample_requests.due(self.world, self.ticks())
 
     def _name_unknown_nodes(self, watch: deadlines.ObservationWindow) -> None:
-        """Once, when each node has had the time to join. A misspelled name would have no effect unseen."""
+        """Warn of nodes that never joined, once, after each had the time to. A misspelled name would go
+        unnoticed."""
         if not self._named_unknown and watch.last - watch.since >= NODE_PATIENCE_SECONDS:
             self._named_unknown = True
             for name in never_joined(self.world, self.inventory):

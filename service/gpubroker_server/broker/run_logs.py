@@ -25,7 +25,7 @@ AGAIN_SECONDS = Seconds(2.0)
 
 @dataclass(eq=False)
 class LogKeeper:
-    """Of one term."""
+    """Keeps the logs of runs during one term."""
 
     term: Term
     world: World
@@ -44,7 +44,7 @@ class LogKeeper:
         self._known: dict[LogName, KnownLog] = {}
         """What is known of the logs that are wanted."""
         self._asked: dict[LogName, float] = {}
-        """When an agent was asked that has not answered."""
+        """The time when an agent was asked, for logs that it has not answered yet."""
 
     async def follow(self) -> None:
         """Ask nodes for the logs that are wanted, until cancelled."""
@@ -79,7 +79,7 @@ class LogKeeper:
         replaced: set[LogName] = set()
         cut: dict[LogName, tuple[int, int]] = {}
         kept: list[tuple[Logged, str]] = []
-        """With the tenant."""
+        """The logs to keep, each with its tenant."""
         for logged in logs:
             task = self.world.tasks.get(logged.task)
             if task is None or not is_kept(

@@ -66,7 +66,7 @@ class TaskObjects:
 
     def __post_init__(self) -> None:
         self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
-        """With how often each was tried in vain."""
+        """The questions, each with the number of times it was tried in vain."""
         self._uploads: dict[str, ObjectPart] = {}
         """Results that come here and are no objects yet: the last part of each."""
 
@@ -129,7 +129,7 @@ class TaskObjects:
                 self.executor.answer(PartAnswer(node, asked, *kept))
 
     def _run_of(self, asked: ObjectQuestion) -> Task | None:
-        """None if it is over."""
+        """Return the run; None if it is over."""
         task = self.world.tasks.get(asked.task)
         return task if task is not None and task.fence == asked.fence and task.is_active else None
 

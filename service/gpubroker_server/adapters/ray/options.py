@@ -22,7 +22,7 @@ _LIMITS = ServiceLimits()
 
 
 class RayOptions(RaySettings, frozen=True):
-    """What the operator says of Ray, and what its executor is told besides."""
+    """The operator's settings for Ray, and what else its executor is told."""
 
     data_dir: Path
     devices: tuple[ReportedDevice, ...] | None = None

@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 class ProcessId(NamedTuple):
-    """With the machine's boot id this names one process for ever."""
+    """A process's pid and start time. With the machine's boot id they name one process for ever."""
 
     pid: int
     start_ticks: int
@@ -49,7 +49,7 @@ class ProcessEntry(Struct, frozen=True):
     id: ProcessId
     parent: int
     state: str
-    """One letter, as in ps."""
+    """The state of the process as one letter, as in ps."""
 
     @property
     def has_ended(self) -> bool:
@@ -58,7 +58,7 @@ class ProcessEntry(Struct, frozen=True):
 
 
 def entry_of(pid: int) -> ProcessEntry | None:
-    """None if there is no such process."""
+    """Return the entry of a process; None if there is no such process."""
     try:
         stat = _read(f"/proc/{pid}/stat")
     except OSError:
@@ -76,7 +76,7 @@ def process_id(pid: int) -> ProcessId:
 
 
 def process_table(*, with_ended: bool = False) -> dict[int, ProcessEntry]:
-    """All processes that have not ended, by pid; also those that wait to be reaped, if asked for."""
+    """Return all processes that have not ended, by pid; also those that wait to be reaped, if asked for."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     entries = (entry_of(pid) for pid in pids)
     return {
@@ -269,7 +269,7 @@ class WatchedProcess:
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Never reaches another process that got its pid. Nothing happens if it is gone."""
+    """Send a signal to the process if it still exists. Never reaches another process that got its pid."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(process.pid)
         try:

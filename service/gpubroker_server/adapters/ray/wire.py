@@ -48,18 +48,19 @@ SPOKEN = (8, 9, PROTOCOL)
 release also speaks the forms since the last release. Both sides take the newest that they share."""
 
 TELLS_LOGS = 9
-"""From this form on, agents report the output of runs."""
+"""The first form in which agents report the output of runs."""
 GUARDS_DISKS = 9
-"""From this form on, agents look for files that may go, and delete them."""
+"""The first form in which agents look for files that may go, and delete them."""
 TRIES_PEERS = 9
-"""From this form on, agents try the ports of other nodes."""
+"""The first form in which agents try the ports of other nodes."""
 TELLS_UNPROVEN_ENDS = 10
-"""From this form on, agents say of each end whether it is unproven (`Ended.is_unproven`)."""
+"""The first form in which agents say of each end whether it is unproven (`Ended.is_unproven`)."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
-"""From this form on. An earlier agent would run a worker's function or command once, without an item, give a
-function the name of an object in its place, and end the worker of a set with the object that it has made."""
+"""The first form in which agents know arrays and objects. An earlier agent would run a worker's function or
+command once, without an item, give a function the name of an object in its place, and end the worker of a set
+with the object that it has made."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
-"""In JSON, and as a pickle has it: there any text of 64 hexadecimal digits."""
+"""Matches the id of an object in JSON, and in a pickle, where any text of 64 hexadecimal digits matches."""
 
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
@@ -125,7 +126,7 @@ def frame(*parts: Any) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
-    """None when the other side is gone."""
+    """Read one frame; None when the other side is gone."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         parts: tuple[Any, ...] = unpack(await reader.readexactly(length))

@@ -48,9 +48,9 @@ log = structlog.get_logger("gpubroker.agent")
 MOST_FILES = 100_000
 """Files that one look counts in each root."""
 MOST_DELETED = 1_000
-"""In one pass."""
+"""The most files that one pass deletes."""
 PASS_SECONDS = 600.0
-"""Besides the sync commands."""
+"""The time limit of a pass, not counting the sync commands."""
 LISTING_BYTES = 64 * 2**20
 ANSWER_SECONDS = 5.0
 """A root that takes longer to say how much room it has is left out."""
@@ -271,7 +271,7 @@ class DiskCleaner:
     def _left_because(
         self, file: FoundFile, task: DiskTask, spared: frozenset[FileId], *, deletes: bool
     ) -> str:
-        """Empty: it may go, and has gone if this `deletes`."""
+        """Return the reason why the file stays. Empty: it may go, and has been deleted if `deletes`."""
         name = file.path.rpartition("/")[2]
         try:
             with (
@@ -355,7 +355,8 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
 
 
 def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """All that it prints until it ends. Raises TimeoutExpired, and Unsafe if that is too much."""
+    """Return all that the process prints until it ends. Raises TimeoutExpired, and Unsafe if that is too
+    much."""
     assert process.stdout is not None
     output, printed, until = process.stdout.fileno(), bytearray(), time.monotonic() + seconds
     readable = select.poll()

@@ -49,7 +49,7 @@ class Walk:
     spared: frozenset[FileId]
     """Directories that are not entered."""
     is_complete: bool = True
-    """It has seen all that is there."""
+    """True if the walk saw everything below the root."""
     entries: list[Entry] = field(default_factory=list)
 
     def run(self) -> None:
@@ -146,7 +146,7 @@ def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[Fi
 
 
 def mount_point_of(path: str) -> str:
-    """Told from their names alone: what is mounted there may hang."""
+    """Return the mount point of a path, told from names alone: what is mounted there may hang."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
         points = [mount.split()[4] for mount in mounts]
     return max((point for point in points if is_at(path, (point,))), key=len, default="/")

@@ -32,7 +32,7 @@ Answer = tuple[int, ...] | None
 
 
 class FileQuestion:
-    """One question about files, asked in a thread of its own: on a mount that hangs it hangs."""
+    """One question about files, asked in a thread of its own, since a file on a hung mount blocks it."""
 
     def __init__(self, path: str, ask: Callable[[str], tuple[int, ...]]) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class FileQuestion:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=path)
         self._asked: Future[Answer] | None = None
         self._fault = ""
-        """Why the last answer is missing."""
+        """The reason why the last answer is missing."""
 
     def begin(self) -> "asyncio.Future[Answer] | None":
         """The answer is None if there is none; no question while the last one has no answer yet."""
@@ -66,11 +66,11 @@ class FileQuestion:
 
 
 class RaySession(NamedTuple):
-    """Of the Ray of a node."""
+    """The session of Ray on a node."""
 
     directory: str
     spill_directory: str
-    """Where it puts objects for lack of memory, unless it is configured otherwise."""
+    """The directory into which Ray spills objects for lack of memory, unless it is configured otherwise."""
     object_store_bytes: int
     """0: it has none, or it is unknown."""
 
@@ -84,7 +84,7 @@ class Network(NamedTuple):
 
 
 class NetworkMeter:
-    """All interfaces but loopback."""
+    """Measures the traffic of all interfaces but loopback."""
 
     def __init__(self) -> None:
         self._bytes: Mapping[str, tuple[int, int]] = {}

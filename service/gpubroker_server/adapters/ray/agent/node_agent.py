@@ -36,7 +36,8 @@ from gpubroker_server.telemetry.logs import configure_logs
 log = structlog.get_logger("gpubroker.agent")
 
 DESERTED_SECONDS = 30.0
-"""Without a poll for so long there is no broker: reports are not collected, and the next broker announces."""
+"""If no poll comes for this time there is no broker: reports are not collected, and the next broker announces
+itself."""
 
 FIRST_SAMPLE_SECONDS = 0.2
 """Samples come quickly after an announcement, so that new devices are placeable at once."""
@@ -50,14 +51,14 @@ LOST_HEAD_GRACE_SECONDS = 30.0
 
 
 class LineageTerm(NamedTuple):
-    """Any term of a later lineage is above all terms of an earlier one."""
+    """A lineage and a term of it. Any term of a later lineage is above all terms of an earlier one."""
 
     lineage: int
     term: int
 
 
 class NodeAgent:
-    """All methods run on the actor's event loop."""
+    """The agent of one node. All methods run on the actor's event loop."""
 
     def __init__(self, config: str, runners: RayRunners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
@@ -75,7 +76,8 @@ class NodeAgent:
         self._is_replaced = False
         """The leader wants another configuration, and waits for the reports that only this agent has."""
         self._head_is_lost = False
-        """Nothing new starts here; the agent ends when its runs have left."""
+        """True if the node has lost Ray's head: nothing new starts here, and the agent ends when its runs
+        have left."""
         self._mailbox: Mailbox | None = None
         self._acknowledged = 0
         """Reports of the mailbox that its reader has."""
@@ -198,7 +200,7 @@ class NodeAgent:
             journal.add(report, delay_seconds)
 
     def _note(self, report: Report) -> None:
-        """Only the newest of its kind waits for the next poll."""
+        """Keep a report for the next poll, in place of an earlier one of its kind."""
         if self._mailbox is not None:
             self._mailbox.journal.note(report[0], report, AT_ONCE)
 
@@ -207,8 +209,8 @@ class NodeAgent:
         return f"{self._id}.{self._announcements}"
 
     def _carry_out(self, runs: NodeRuns, order: tuple[Any, ...], *, is_over: bool) -> None:
-        """All orders but a start name one claim, so they are right for every incarnation. `is_over`: the
-        order is of a term that is."""
+        """Carry out an order. All orders but a start name one claim, so they are right for every incarnation.
+        `is_over`: the order is of a term that is over."""
         match order:
             case ("start", incarnation, shareable, run):
                 wanted = RunOrder.from_wire(run)
@@ -322,7 +324,7 @@ class NodeAgent:
         return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], run_keys
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
-        """None if the devices cannot be measured."""
+        """Return the samples; None if the devices cannot be measured."""
         try:
             return await runs.measure(timeout_seconds=timeout_seconds)
         except Exception:

@@ -34,11 +34,11 @@ _PUNCH_HOLE = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 KEPT_LOGS = 2000
 KEPT_LOG_BYTES = 2**30
-"""Only the newest logs of ended runs are kept: at most so many files, and at most so many bytes in all."""
+"""The newest logs of ended runs are kept: at most this many files, and at most this many bytes in all."""
 
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 _is_plain = re.compile("[A-Za-z0-9_.~-]+").fullmatch
-"""Such an id is not quoted in the name of a file."""
+"""True for an id that is not quoted in the name of a file."""
 _SUFFIXES: Mapping[Stream, str] = {stream: file_of(Path("run.log"), stream).suffix for stream in STREAMS}
 
 
@@ -216,7 +216,7 @@ def _cut(log: Path) -> None:
 
 
 def _read_own(path: Path) -> bytes:
-    """Only a file that this user made: it says which processes are killed."""
+    """Read a file if this user made it: it says which processes are killed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -268,8 +268,8 @@ class Piece(NamedTuple):
 
 
 class RunLogs:
-    """What a node tells of the output of its runs: what is new in a log that somebody reads, and all that is
-    kept of it when the run has ended."""
+    """Reports the output of a node's runs: what is new in a log that somebody reads, and all that is kept of
+    a log when its run has ended."""
 
     def __init__(self, files: RunFiles, limit_bytes: int) -> None:
         """`limit_bytes`: of each stream of a run only the first and the last half of it are told."""

@@ -1,4 +1,4 @@
-"""What user code in a worker of Ray gets of Ray: nothing. A run is no part of the service's own cluster."""
+"""Keeps user code in a worker of Ray away from Ray. A run is no part of the service's own cluster."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

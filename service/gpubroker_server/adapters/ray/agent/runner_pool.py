@@ -22,7 +22,7 @@ from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, 
 log = structlog.get_logger("gpubroker.agent")
 
 GPU_FILES = tuple(f"/dev/nvidia{number}" for number in range(10))
-"""How the names of GPUs' files begin; every user of CUDA opens other files there too."""
+"""The beginnings of the names of GPU files; every user of CUDA opens other files there too."""
 STARTING_AT_ONCE = 2
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
@@ -49,7 +49,7 @@ class RayRunners:
         """Another id means another Ray."""
         about = _about(self.node)
         self.host = str(about["NodeManagerAddress"])
-        """Where other nodes reach this one."""
+        """The address at which other nodes reach this one."""
         store_bytes = int(about["Resources"].get("object_store_memory", 0))
         self.object_cache_bytes = int(store_bytes * OBJECT_CACHE_SHARE)
         context = ray.get_runtime_context()
@@ -170,7 +170,7 @@ class RunnerPool:
             process.watched.signal(signal.SIGKILL)
 
     def forget(self, process: RunnerProcess) -> None:
-        """It ended; start another if it was one of those kept ready."""
+        """Forget a process that has ended, and start another if it was one of those kept ready."""
         if process in self._shared:
             self._shared.remove(process)
         if process in self._spares:

@@ -128,7 +128,7 @@ class NodeRuns:
             self.pool.refill()
 
     def refuse(self, key: RunKey) -> None:
-        """It never will be started by this order; one that is here says by itself what becomes of it."""
+        """Note that this order never starts the run. A run that is already here reports its own outcome."""
         if key not in self.table.runs:
             self.table.note_fence(key)
             self._report(ended(key, NEVER_STARTED, b""))
@@ -150,7 +150,7 @@ class NodeRuns:
             self._kill_later(run, grace_seconds)
 
     def go(self, key: RunKey, rank_zero_address: str) -> None:
-        """All ranks are ready. Repeated in case the first order was lost; a run begins once."""
+        """Begin the run, since all ranks are ready. The order may be repeated; a run begins once."""
         run = self.table.runs.get(key)
         if run is not None:
             run.go = rank_zero_address

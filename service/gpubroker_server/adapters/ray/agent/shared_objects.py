@@ -31,13 +31,13 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    """One object of a tenant that runs wait for; the leader is asked on behalf of the first."""
+    """One object of a tenant that runs wait for; the leader is asked on behalf of the first run."""
 
     runs: list[RunKey]
     kept: Kept | None
     data: bytearray = field(default_factory=bytearray)
     waits: bool = False
-    """For another object that comes in parts."""
+    """True while the object waits for another one that comes in parts."""
     storing: "asyncio.Task[None] | None" = None
 
     @property

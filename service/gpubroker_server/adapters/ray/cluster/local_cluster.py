@@ -147,7 +147,7 @@ def _check_gpus(data_dir: Path, layout: ClusterLayout) -> None:
 
 
 def _supervise(folder: Path, tell: Tell) -> str:
-    """Why the cluster ended by itself; empty if it was told to end."""
+    """Return why the cluster ended by itself; empty if it was told to end."""
     read_end, write_end = os.pipe()
     living, life = os.pipe()
     environment = inherited() | token_environment(folder) | {"PYTHONUNBUFFERED": "1"}

@@ -82,7 +82,7 @@ class Supervisor:
         """Pid of the raylet, by the worker's number."""
 
     def start(self, folder: Path) -> Iterable[Mapping[str, Any]]:
-        """All nodes, one after the other; what to say of each. Raises ClusterEnded."""
+        """Start all nodes, one after the other, and yield what to say of each. Raises ClusterEnded."""
         self._head = self._start(0)
         self._state = replace(self._state, address=self._state.address_file.read_text().splitlines()[0])
         write_state(folder, self._state)

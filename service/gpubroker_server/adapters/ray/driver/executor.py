@@ -95,7 +95,7 @@ class RayExecutor:
         )
         self.calls = RayWorkerCalls(self._driver.send, self._driver.room)
         self._leader_term: LeaderTerm | None = None
-        """None while another process leads."""
+        """The term of the leader in this process; None while another process leads."""
         self._lineage = Lineage(0)
         self._agents = NodeAgents(boot_seconds)
         self._held: dict[NodeName, deque[bytes]] = {}
@@ -136,7 +136,8 @@ class RayExecutor:
                 await self._ready.wait()
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Never waits. Skips a start without a payload: its run ended between commit and dispatch."""
+        """Send orders without waiting. Skips a start without a payload: its run ended between commit and
+        dispatch."""
         urgent = set()
         for order in orders:
             payload = payloads.get(order.task)

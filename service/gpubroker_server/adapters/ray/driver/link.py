@@ -37,8 +37,8 @@ CONNECT_PATIENCE_SECONDS = 90.0
 PINGS = 5
 """Sent within the driver's patience."""
 KEEPALIVE_SECONDS = 5.0
-"""After this time without traffic Ray's connections are probed, and after as long without an answer they are
-made again. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
+"""Ray's connections are probed after this time without traffic, and made again after as long without an
+answer. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
 KILL_SECONDS = 5.0
 LOGS = ("ray-driver.log", "ray-driver.out")
 """The driver's own lines, and the lines that Ray prints in the driver."""
@@ -64,7 +64,7 @@ class DriverLink:
         self._connected = False
         self._heard = False
         self.fault = ENDED
-        """Why it ended, as far as it is known."""
+        """The reason why the driver ended, as far as it is known."""
 
     @classmethod
     async def open(cls, options: RayOptions, address: str) -> "DriverLink":
@@ -80,7 +80,8 @@ class DriverLink:
         return cls(child, reader, writer, options.driver_patience_seconds)
 
     def send(self, *parts: Any) -> None:
-        """Never waits: a driver that reads nothing is silent too, and is killed before much has gathered."""
+        """Send without waiting: a driver that reads nothing is silent too, and is killed before much has
+        gathered."""
         self._writer.write(frame(*parts))
 
     async def room(self) -> None:
@@ -156,7 +157,7 @@ class DriverKeeper:
             self._keeping = asyncio.create_task(self._keep())
 
     def send(self, *parts: Any) -> None:
-        """Nothing happens while there is no driver."""
+        """Send to the driver; without a driver nothing happens."""
         if self._driver is not None:
             self._driver.send(*parts)
 
@@ -206,7 +207,7 @@ class DriverKeeper:
         return head
 
     async def _drive(self, head: HeadState | None) -> tuple[str, bool]:
-        """Why the driver has ended, and whether the head ended and took the driver with it."""
+        """Return why the driver has ended, and True if the head ended and took the driver with it."""
         driver = await DriverLink.open(self._options, self.address)
         watched = None
         try:

@@ -30,11 +30,11 @@ POLL_SECONDS = 20.0
 ANSWER_SECONDS = 20.0
 """An answer may be so much later than asked for. An agent that hangs is replaced; its runs go on."""
 ANNOUNCE_SECONDS = 60.0
-"""For an agent to start, to find what an earlier one left, and to answer."""
+"""The time that an agent gets to start, to find what an earlier one left, and to answer."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 AGENT_PATIENCE_SECONDS = 20.0
-"""If the agent is away for longer, its node is reported lost, even if Ray says that it is alive."""
+"""The node of an agent that is away for longer is reported lost, even if Ray says that it is alive."""
 CALLS_AT_ONCE = 4
 
 
@@ -70,7 +70,7 @@ class NodeLink:
         self._listener = listener
         self._tasks = tasks
         self._agent: Any = None
-        """None while no agent has answered this term."""
+        """The agent; None while none has answered this term."""
         self._last_agent: Any = None
         """The one of the last term in which an agent answered."""
         self._incarnation = ""

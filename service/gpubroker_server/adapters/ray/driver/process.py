@@ -44,15 +44,15 @@ WITHOUT_HEAD = (
     "(RAY_gcs_rpc_server_reconnect_timeout_s) Ray ends its nodes with all that runs there"
 )
 LOOK_SECONDS = 0.25
-"""Between two questions to Ray for its nodes; each takes half a millisecond where they are few."""
+"""The time between two questions to Ray for its nodes; each takes half a millisecond where they are few."""
 LOOK_SHARE = 0.01
-"""In a large cluster the questions are rarer, so that they take no more of a core than this ..."""
+"""The most of one core that these questions take: in a large cluster they are rarer."""
 LONGEST_LOOK_SECONDS = 1.0
-"""... but never as rare as to see a node later than this."""
+"""The longest time between two such questions, however large the cluster is."""
 TELL_SECONDS = 5.0
-"""The service is told so often which nodes Ray has."""
+"""The time between two messages that tell the service which nodes Ray has."""
 TRY_SECONDS = 30.0
-"""Nodes try other nodes' ports so often, and when they join."""
+"""The time between two rounds in which nodes try other nodes' ports. They also try when they join."""
 LOOK_PATIENCE_SECONDS = 3.0
 """A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
@@ -63,7 +63,7 @@ class Opening(NamedTuple):
     """The first frame."""
 
     address: str
-    """Where to connect."""
+    """The address to connect to."""
     local_node: str
     """Name of the only node of a local head; empty for a joined cluster."""
     agent_config: str
@@ -219,7 +219,7 @@ class Driver:
             self._has_room.set()
 
     async def _request_resources(self) -> None:
-        """Only the newest request counts, so those that come while Ray does not answer are left out."""
+        """Pass the newest request on to Ray: those that come while Ray does not answer are superseded."""
         while True:
             await self._bundles_changed.wait()
             self._bundles_changed.clear()
@@ -281,7 +281,7 @@ class Driver:
                 self._link(ray_node, node)
 
     def _give_peers(self, nodes: list[dict[str, Any]], turn: int, *, to_all: bool) -> None:
-        """Or to those only that have none yet."""
+        """Give the links their peers; unless `to_all`, only the links that have none yet."""
         if not to_all and all(link.has_peers for link in self._links.values()):
             return
         about = {node["NodeID"]: node for node in nodes}

@@ -69,8 +69,8 @@ class AgentReports(NamedTuple):
     protocol: int
     reports: list[Report | ObjectQuestion]
     ahead_seconds: float
-    """How far the node's clock is ahead of the reader's; never too little, and too much by at most the time
-    that the message and the question before it took."""
+    """The seconds by which the node's clock is ahead of the reader's; never too little, and too much by at
+    most the time that the message and the question before it took."""
 
 
 class ReportReader:
@@ -97,7 +97,7 @@ class Source(NamedTuple):
     cluster: str
     node: NodeName
     sent_at: float
-    """On the node's clock."""
+    """The time of the message on the node's clock."""
     arrived_at: float
     """The same instant on the reader's clock."""
 
@@ -210,7 +210,7 @@ _MADE: Mapping[str, Callable[[Source, Any], Any]] = {
 
 
 class FormReading(NamedTuple):
-    """How a form becomes the value that has its fields."""
+    """Describes how a form becomes the value that has its fields."""
 
     kind: Callable[..., Any]
     values: Callable[[Any], Any]

@@ -58,7 +58,7 @@ class RayWorkerCalls:
             self._open.pop(number, None)
 
     def on_answer(self, number: int, packed: bytes) -> None:
-        """Nothing happens if no request waits for it any more."""
+        """Answer the request that waits for the call, if one still does."""
         answered = self._open.get(number)
         if answered is not None and not answered.done():
             answered.set_result(packed)

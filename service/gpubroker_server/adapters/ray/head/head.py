@@ -68,7 +68,7 @@ EVERYWHERE: Final = {
     # Ray ends a driver that has not heard from its control service for this time.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
-"""For each process of Ray, and each that talks to it."""
+"""The environment of each process of Ray, and of each that talks to it."""
 
 ON_LOOPBACK: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1: without it Ray puts the machine's outward address in its place."""
@@ -85,7 +85,7 @@ class HeadState(Struct, frozen=True):
     start_ticks: int
     boot_id: str
     address: str
-    """Empty until Ray is up."""
+    """The address of Ray; empty until Ray is up."""
     temp_dir: str
     """Mode 0700, whatever modes Ray gives to the files in it."""
     ray: str
@@ -109,7 +109,7 @@ class HeadState(Struct, frozen=True):
 
     @property
     def address_file(self) -> Path:
-        """Where the supervisor reads the addresses of Ray and of its dashboard once Ray is up."""
+        """The file from which the supervisor reads the addresses of Ray and its dashboard once Ray is up."""
         return Path(self.temp_dir) / "address"
 
     @property
@@ -360,7 +360,7 @@ def _clear_away(data_dir: Path, state: HeadState) -> None:
 
 
 def _processes_of(state: HeadState) -> list[ProcessId]:
-    """They are in a session of their own, which no other process joins."""
+    """Return the processes of the head: they are in a session of their own, which no other process joins."""
     if state.boot_id != boot_id():
         return []
     return [

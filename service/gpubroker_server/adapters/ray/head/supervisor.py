@@ -53,7 +53,7 @@ LOST_IDLE_SECONDS = 5.0
 """A head that has lost a vital process stays while its agent says more often than this that runs are left."""
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 AGENT = "ray::NodeAgent"
-"""How the name of an agent's process begins."""
+"""The beginning of the name of an agent's process."""
 
 
 class HeadLost(Exception):
