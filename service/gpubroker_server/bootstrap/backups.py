@@ -33,7 +33,7 @@ _ROWS, _OBJECTS, _ABOUT = "gpubroker.db", "blobs", "backup.json"
 _FORM = 1
 _TRIES = 3
 _RESTORING = ".restoring"
-"""In a directory of objects whose restore broke off, and may begin again."""
+"""The mark in a directory of objects whose restore broke off, and may begin again."""
 
 
 def back_up(settings: Settings, folder: Path, report: Report) -> bool:

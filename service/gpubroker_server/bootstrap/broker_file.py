@@ -22,7 +22,7 @@ LATE_SECONDS = 30.0
 
 
 class BrokerFile:
-    """Of this process; it is there within the `with` block."""
+    """The lock file of this process. It exists within the `with` block."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / f"broker-{os.getpid()}.lock"

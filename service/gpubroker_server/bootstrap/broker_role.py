@@ -142,7 +142,7 @@ class BrokerRole:
             raise StartRefused(fault)
 
     def term(self) -> Term | None:
-        """None while it does not lead."""
+        """Return the term that this process leads; None while it does not lead."""
         return self.candidate.term
 
     def seen(self, term: Term) -> LeaderSeen:

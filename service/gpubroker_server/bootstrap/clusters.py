@@ -1,4 +1,4 @@
-"""What `gpubroker cluster` does, and its words."""
+"""Carries out `gpubroker cluster`, and words what it prints."""
 
 import os
 import re

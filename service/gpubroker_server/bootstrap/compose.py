@@ -1,4 +1,4 @@
-"""From settings to the parts they describe."""
+"""Builds from settings the parts that they describe."""
 
 import os
 from collections.abc import Iterable

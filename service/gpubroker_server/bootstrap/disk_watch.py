@@ -1,4 +1,5 @@
-"""Whether the local disks that this process writes to have room: said before a write has to fail."""
+"""Checks if the local disks that this process writes to have room, so that it is known before a write
+fails."""
 
 import asyncio
 import errno
@@ -23,7 +24,7 @@ class DiskWatch:
     by what needs the disk."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        """They exist."""
+        """`directories` must exist."""
         self._directories = list({path.stat().st_dev: path for path in reversed(directories)}.values())
         self._full: dict[Path, str] = {}
 
@@ -53,7 +54,7 @@ class DiskWatch:
 
 
 def _why_full(directory: Path) -> str:
-    """Empty if there is room, or something else is wrong."""
+    """Return why the disk is full. Empty if there is room, or something else is wrong."""
     probe = directory / f".room-{os.getpid()}"
     try:
         with probe.open("wb") as file:

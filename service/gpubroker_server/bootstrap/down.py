@@ -20,7 +20,7 @@ from gpubroker_server.settings.loading import Settings
 ANSWER_SECONDS = 30.0
 CLOSE_SECONDS = 30.0
 TAKEOVER_SECONDS = 1.5
-"""After a leader resigned, another one leads sooner."""
+"""The time within which another process leads after a leader resigned."""
 _LEADER = "SELECT holder FROM leadership WHERE lease_until > extract(epoch FROM clock_timestamp())"
 
 

@@ -1,4 +1,4 @@
-"""From settings to Triton's gRPC protocol. Loaded only if it is used: the library is large."""
+"""Builds Triton's gRPC protocol from settings. Loaded only if it is used: the library is large."""
 
 import os
 import ssl

@@ -1,4 +1,4 @@
-"""What a process knows of the leader: its own broker, or what another leader last published."""
+"""The leader as a process knows it: its own broker, or what another leader last published."""
 
 import asyncio
 import time
@@ -24,10 +24,10 @@ from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LineageChanged, LogShortened, StoreUnavailable
 
 SILENT_SECONDS = 5.0
-"""After so long without a publication there is no known leader."""
+"""A leader that has published nothing for this time is not known any more."""
 
 PAUSE_FACTOR = 2.0
-"""After each step of forecasting, a pause so many times as long: answers go first."""
+"""Each step of forecasting is followed by a pause of its length times this factor: answers go first."""
 
 
 class LeaderStatus:
@@ -63,7 +63,7 @@ class LeaderStatus:
         return [("last values", self._keep_reading(every_seconds)), ("forecasts", self._keep_forecasting())]
 
     def leader(self) -> LeaderSeen | None:
-        """None if none is known."""
+        """Return the leader; None if none is known."""
         if (leader := self._here()) is not None:
             return None if (term := leader.term()) is None else leader.seen(term)
         last = self._published

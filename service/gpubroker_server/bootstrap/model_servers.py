@@ -1,5 +1,5 @@
-"""From settings to the servers of models: as the gateway asks them over HTTP, and as the leader sends queued
-inferences."""
+"""Builds the servers of models from settings: as the gateway asks them over HTTP, and as the leader sends
+queued inferences."""
 
 import ssl
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def _is_alone(settings: Settings) -> bool:
 
 
 def _id_of(folder: Path) -> str:
-    """Empty if it has none."""
+    """Return the id of the store in a folder; empty if it has none."""
     with suppress(FileNotFoundError):
         return (folder / _ID).read_text(encoding="ascii").strip()
     return ""

@@ -33,8 +33,8 @@ log = structlog.get_logger("gpubroker")
 
 
 WIND_UP_SECONDS = 0.1
-"""How long the leader may take to commit reports and send orders; another one shall lead within half a
-second. The next leader gets what is left again."""
+"""The time in which the leader commits reports and sends orders before it stops; another one shall lead
+within half a second. The next leader gets what is left again."""
 
 MOST_NAMED = 5
 """Entrypoints that one line of a start names."""
@@ -69,7 +69,7 @@ class Process:
         self._stop = asyncio.Event()
         self._stop_cluster = False
         self._fault: BaseException | None = None
-        """Why this process must stop."""
+        """The reason why this process must stop."""
         half_life_seconds = settings.policy.usage_half_life_seconds
         self._follower = follower = LogFollower(store, half_life_seconds, self._fail)
         self._runs = runs = RunAccess(settings, listener)

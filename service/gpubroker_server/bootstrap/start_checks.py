@@ -221,7 +221,7 @@ def own_host(bound: str) -> str:
 
 
 def port_owner(port: int) -> str:
-    """Which process listens there; empty if this user may not know it."""
+    """Return which process listens there; empty if this user may not know it."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN

@@ -36,7 +36,7 @@ PATTERNS_IN_WORDS = {
     ENTRYPOINT: "must be module:function",
     NAME: "must be letters, digits, dots, dashes and underscores, at most 63",
 }
-"""How a refusal describes a pattern."""
+"""The text with which a refusal describes a pattern."""
 
 
 def is_name(text: str) -> bool:
@@ -182,7 +182,7 @@ _NUMBER_BEFORE = re.compile(r"^-?[0-9]{1,15}(?:\.[0-9]{1,20})?:")
 
 
 class Paging(NamedTuple):
-    """Which part of a sorted list a query asks for. A place in the list is numbers and an id."""
+    """The part of a sorted list that a query asks for. A place in the list is numbers and an id."""
 
     limit: int
     after: SortKey

@@ -1,4 +1,4 @@
-"""What is wrong with a request: one fault per field, with what was found and what to send instead."""
+"""Describes the faults of a request: one per field, with what was found and what to send instead."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +47,7 @@ _SHOWN_CHARACTERS = 60
 
 
 class InvalidPart(Exception):
-    """One part of a request is invalid; all its faults together."""
+    """One part of a request is invalid. The exception carries all faults of that part."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__(faults)
@@ -194,7 +194,7 @@ def _meant_value(path: Sequence[int | str], found: ErrorDetails) -> str:
 
 
 def _meant_kind(run: Any) -> str:
-    """Which of entrypoint, command and function was probably meant."""
+    """Return which of entrypoint, command and function was probably meant."""
     if not isinstance(run, dict) or not run:
         return ""
     for name in run:

@@ -28,7 +28,7 @@ _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1
 
 
 class Scope(StrEnum):
-    """What a token may do. `*` stands for all of them."""
+    """A permission of a token. `*` stands for all of them."""
 
     TASKS_READ = "tasks:read"
     TASKS_WRITE = "tasks:write"
@@ -172,7 +172,7 @@ class Tokens:
                 log.warning("tokens not refreshed; the known ones stay valid", fault=str(fault))
 
     def identify(self, secret: str) -> Identity | None:
-        """None if there is no such token or it has expired."""
+        """Return the token; None if there is no such token or it has expired."""
         return self.holder(hash_of(secret)) or self._of_run(secret)
 
     def holder(self, sha256: str) -> Identity | None:
@@ -184,7 +184,7 @@ class Tokens:
         return None
 
     def hash_named(self, name: str) -> str:
-        """Empty if there is no such token."""
+        """Return the hash of the token with this name; empty if there is none."""
         return next((sha256 for sha256, identity in self._by_hash.items() if identity.name == name), "")
 
 

@@ -1,4 +1,5 @@
-"""What the leader knows: while a service is upgraded, it may be of an earlier release than this gateway."""
+"""Refuses requests that the leader does not know: during an upgrade it may be of an earlier release than this
+gateway."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple

@@ -1,4 +1,4 @@
-"""What every request passes before its route (host, token, encoding, size), and answers to exceptions."""
+"""The checks before a request's route (host, token, encoding, size), and the answers to exceptions."""
 
 import asyncio
 import time

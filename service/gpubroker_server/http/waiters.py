@@ -103,7 +103,8 @@ def moves_of(task: str) -> str:
 
 
 class Expectation:
-    """One wait for one key. Create it before reading the row, so that no event falls in between."""
+    """An expectation of one key's next event. Create it before reading the row, so that no event falls in
+    between."""
 
     def __init__(self) -> None:
         self._happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -217,10 +218,10 @@ class Waiters:
 
 
 class Leadership(Protocol):
-    """What this process knows of the leader, which may be in this process or in another one."""
+    """The leader as this process knows it; it may be in this process or in another one."""
 
     def leader(self) -> LeaderSeen | None:
-        """None if no leader is known."""
+        """Return the leader; None if none is known."""
 
     def last_fleet(self) -> FleetSeen | None:
         """Return what the leader makes of the fleet, or what the last one did."""

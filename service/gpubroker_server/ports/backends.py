@@ -8,19 +8,19 @@ Header = tuple[bytes, bytes]
 
 
 class RequestHead(NamedTuple):
-    """What is passed on of a request's head. The backend adds what concerns its own connection: Host, the
-    length of the body, and credentials."""
+    """The parts of a request's head that are passed on. The backend adds what concerns its own connection:
+    Host, the length of the body, and credentials."""
 
     method: bytes
     target: bytes
     """Path and query as they came, still encoded."""
     headers: Sequence[Header]
     body_bytes: int | None
-    """None: it is not known before its end."""
+    """The length of the body; None if it is not known before its end."""
 
 
 class Trouble(StrEnum):
-    """Why there is no answer, or only a part of one."""
+    """The reason why there is no answer, or only a part of one."""
 
     UNREACHABLE = "unreachable"
     """Nothing was sent: the very same request may be sent again."""
@@ -49,7 +49,7 @@ class ResponseHandler(Protocol):
     def on_end(self) -> None: ...
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
-        """Nothing more comes."""
+        """Report that nothing more comes."""
 
     def on_pause(self) -> None:
         """This was all that has come for now; the client should have it."""
@@ -116,7 +116,7 @@ class ModelBackend(Protocol):
         whole answer. Raises NotFetched."""
 
     async def close(self) -> None:
-        """All connections; requests on them end in trouble."""
+        """Close all connections; requests on them end in trouble."""
 
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -155,12 +155,12 @@ class CallStream(Protocol):
         """Returns when the server can take it."""
 
     async def end(self) -> None:
-        """Nothing more is written; the server may still answer."""
+        """End the writing; the server may still answer."""
 
     async def first(self) -> Metadata: ...
 
     async def read(self) -> bytes | None:
-        """None after the last one. Raises CallFailed."""
+        """Return the next message; None after the last one. Raises CallFailed."""
 
     async def last(self) -> Metadata: ...
 
@@ -175,7 +175,7 @@ class CallBackend(Protocol):
     def name(self) -> str: ...
 
     async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallReply:
-        """One message, one answer, before so many seconds are over. Raises CallFailed."""
+        """Send one message and return its answer, within `seconds`. Raises CallFailed."""
 
     def open(self, method: str, metadata: Metadata, seconds: float | None) -> CallStream: ...
 

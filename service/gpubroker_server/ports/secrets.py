@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class SecretStore(Protocol):
-    """By tenant and name. Every process on one database sees the same. Each call may raise
+    """The secrets by tenant and name. Every process on one database sees the same. Each call may raise
     StoreUnavailable."""
 
     async def put(self, tenant: str, name: str, text: str) -> None:

@@ -128,7 +128,7 @@ class StoredCheckpoint(Struct, frozen=True):
 
 
 class TaskSort(StrEnum):
-    """What lists of tasks are sorted by; equal ones by id. The values are fields of Task."""
+    """The sort keys of lists of tasks; equal tasks are sorted by id. The values are fields of Task."""
 
     SUBMITTED = "id"
     """Ids follow the times of submission."""
@@ -148,7 +148,7 @@ class TaskFilter(Struct, frozen=True):
     """The filter and the order of `GET /tasks`. All `labels` must match."""
 
     tenant: str | None
-    """None: of all tenants."""
+    """The tenant whose tasks are wanted; None for all tenants."""
     states: tuple[TaskState, ...] = ()
     min_priority: int | None = None
     max_priority: int | None = None
@@ -157,7 +157,7 @@ class TaskFilter(Struct, frozen=True):
     model_type: str | None = None
     stream: str | None = None
     runs_after: TaskId | None = None
-    """Only tasks that run after this one."""
+    """Selects tasks that run after this one."""
     submitted_from: Instant | None = None
     submitted_before: Instant | None = None
     finished_from: Instant | None = None
@@ -253,7 +253,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
         """End the lease, so that others can take the next term at once. Does nothing for an old term."""
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        """One verdict per decision, in order. Each decision is written whole or not at all.
+        """Write each decision whole or not at all, and return one verdict per decision, in order.
 
         Raises StaleTerm, and StoreUnavailable after `close`; then nothing was written.
         """
@@ -313,7 +313,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
     async def database_time(self) -> Instant: ...
 
     async def held_back(self) -> HeldBack | None:
-        """None on SQLite."""
+        """Return what holds back the cleaning of old row versions; None on SQLite."""
 
     async def close(self) -> None: ...
 
@@ -347,7 +347,8 @@ class BlobStore(Protocol):
     async def discard(self, upload: str) -> None: ...
 
     async def delete(self, digest: str) -> None:
-        """After the row that named it. What others may have put too is left, to be deleted later."""
+        """Delete an object after the row that named it. An object that others may have put too stays, to be
+        deleted later."""
 
 
 class BlobTooLarge(Exception):

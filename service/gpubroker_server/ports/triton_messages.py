@@ -95,10 +95,10 @@ _MESSAGES: Final[dict[str, _Fields]] = {
 }
 
 _ENUMS: Final = {"InstanceKind": ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL")}
-"""Their values count from 0."""
+"""The values of each enum, counted from 0."""
 
 _PACKAGE: Final = "gpubroker"
-"""Not Triton's own: a process may have that from tritonclient as well."""
+"""The package differs from Triton's own, which a process may have from tritonclient as well."""
 
 
 def _file() -> Any:

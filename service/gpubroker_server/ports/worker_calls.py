@@ -41,7 +41,7 @@ class MethodFailed(Struct, frozen=True):
 
 
 class NotBegun(Struct, frozen=True):
-    """Nothing of it has begun: it may be sent to another worker, unless its time is over."""
+    """The call has not begun: it may be sent to another worker, unless its time is over."""
 
     why: str
     is_late: bool = False

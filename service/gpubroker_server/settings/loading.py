@@ -55,7 +55,7 @@ class SettingsRefused(Exception):
 
 
 def default_data_dir() -> Path:
-    """Where the service keeps its files, and the CLI looks for the token."""
+    """Return the directory where the service keeps its files, and the CLI looks for the token."""
     if given := os.environ.get("GPUBROKER_DATA_DIR"):
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")

@@ -37,7 +37,7 @@ LOCAL_RAY_ONLY: Final = {
 
 
 def client_server_refused(address: str) -> str:
-    """Why an address such as `ray://host:10001` is refused, and what to write."""
+    """Return why an address such as `ray://host:10001` is refused, and what to write."""
     host = address.partition("://")[2].partition("/")[0].rpartition(":")[0] or "host"
     return (
         f"{address!r} is the address of a Ray Client server, through which runs cannot be followed; write "

@@ -42,7 +42,7 @@ def _labels_have_values(labels: dict[str, int]) -> dict[str, int]:
 
 
 class RunningLimits(Struct, frozen=True):
-    """How many tasks may run at once. Labels are `key=value` or `key=*`."""
+    """The number of tasks that may run at once. Labels are `key=value` or `key=*`."""
 
     tenants: Mapping[str, Count] = field(default_factory=dict)
     labels: Annotated[Mapping[str, Count], check(_labels_have_values)] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a scrape reads, and how Prometheus's library writes it."""
+"""Reads the metrics of a scrape, and writes them with Prometheus's library."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence

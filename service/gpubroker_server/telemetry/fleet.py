@@ -20,7 +20,7 @@ def _seen(
     *,
     is_counter: bool = False,
 ) -> MetricRow:
-    """Left out before a leader has looked."""
+    """Make a metric of the fleet. It is left out before a leader has looked."""
 
     def samples(scrape: Scrape) -> Samples | None:
         return None if scrape.fleet is None else read(scrape.fleet, scrape)

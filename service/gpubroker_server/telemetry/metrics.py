@@ -86,7 +86,7 @@ def _used_byte_seconds(scrape: Scrape) -> Samples:
 
 
 def _of_leader(name: str, about: str, read: Callable[[LeaderSeen], float]) -> MetricRow:
-    """Left out without a known leader."""
+    """Make a metric of the leader. It is left out without a known leader."""
     return MetricRow(
         name, about, (), lambda scrape: None if scrape.leader is None else [((), read(scrape.leader))]
     )
@@ -99,7 +99,7 @@ def _of_database(name: str, about: str, read: Callable[[HeldBack], float]) -> Me
 
 
 def _of_lanes(name: str, about: str, column: int) -> MetricRow:
-    """Only models that are asked have metrics: their names come from clients."""
+    """Make a metric of lanes. Only models that are asked have one: their names come from clients."""
 
     def samples(scrape: Scrape) -> Samples | None:
         return None if scrape.lanes is None else [((row[0],), float(row[column])) for row in scrape.lanes]
@@ -361,7 +361,7 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Telemetry:
-    """One per app, so that two apps in one process do not mix their figures."""
+    """The metrics of one app. Two apps in one process do not mix their figures."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources

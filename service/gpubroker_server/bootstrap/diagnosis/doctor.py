@@ -165,7 +165,7 @@ def _target(file: Path) -> str:
 
 
 def _place(path: Path) -> DiskRoom | None:
-    """None if it is not there."""
+    """Return the place; None if it does not exist."""
     try:
         use = shutil.disk_usage(path)
     except OSError:
