@@ -86,7 +86,8 @@ class AdminApi(Operations):
 
     @operation
     def disk(self, node: str) -> Steps[NodeDisk]:
-        """How full the node's disks are, which files its disk guard would delete, and why others stay."""
+        """Return how full the node's disks are, which files its disk guard would delete, and why others
+        stay."""
         return decode(NodeDisk, (yield from self._ask("GET", f"/nodes/{path_part(node)}/disk")))
 
     @operation
@@ -102,7 +103,7 @@ class AdminApi(Operations):
 
     @operation
     def tokens(self) -> Steps[tuple[Token, ...]]:
-        """All tokens, without their secrets."""
+        """Return all tokens, without their secrets."""
         raw = yield from self._ask("GET", "/tokens")
         return tuple(decode(Token, item) for item in raw["items"])
 
@@ -172,7 +173,7 @@ class AdminApi(Operations):
 
     @operation
     def delete_idle_template(self, name: str) -> Steps[None]:
-        """Nothing of it is submitted any more; its tasks that run go on."""
+        """Delete an idle template. No more tasks of it are submitted; those that run go on."""
         yield from self._ask_once("DELETE", f"/idle-templates/{path_part(name)}")
 
     @operation

@@ -27,7 +27,7 @@ class Progress(NamedTuple):
 
 class Checkpoint(NamedTuple):
     uri: str | None
-    """Where the state is saved; None: the command itself knows."""
+    """The place where the state is saved; None if the command itself knows it."""
 
 
 class Complete(NamedTuple):

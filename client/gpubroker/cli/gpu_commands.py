@@ -57,7 +57,7 @@ def _why_none(broker: Broker) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuTable:
-    """One line per GPU below its node, with a bar of its memory."""
+    """A table with one line per GPU below its node, and a bar of its memory."""
 
     listed: Sequence[Gpu]
 

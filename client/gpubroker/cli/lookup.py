@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _TASK_ID_LENGTH = len("task_") + 26
 _TASKS_SEARCHED = 2000
 _RETRY_SECONDS = 3.0
-"""At a terminal, a quick error is better than a long wait for a service that may come back."""
+"""The time for which a command retries. At a terminal, a quick error is better than a long wait for a service
+that may come back."""
 UNFINISHED = ("pending", "admitted", "running", "stopping")
 UNFINISHED_LEASES = "pending,held,stopping,quarantined"
 
@@ -66,7 +67,8 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
 
 
 def _token_source(url: str, given: str | None) -> str:
-    """Where the refused token came from. The usual mistake is the data directory of another service."""
+    """Return where the refused token came from. The usual mistake is the data directory of another
+    service."""
     variable = os.environ.get(TOKEN_VARIABLE)
     source = "--token" if given else TOKEN_VARIABLE if variable else str(client_file())
     return (
@@ -135,7 +137,7 @@ def is_part_of_id(word: str) -> bool:
 
 
 def matches(id: str, word: str) -> bool:
-    """Whether the word is long enough, and the beginning or the end of this id."""
+    """Return True if the word is long enough, and the beginning or the end of this id."""
     return is_part_of_id(word) and (id.startswith((word, f"task_{word}")) or id.endswith(word))
 
 
@@ -193,7 +195,7 @@ def _last_file() -> Path:
 
 
 def stats_if_allowed(broker: "Broker") -> "Stats | None":
-    """For a hint only: None if the token may not see the cluster."""
+    """Return the stats for a hint; None if the token may not see the cluster."""
     try:
         return broker.stats()
     except Refused:

@@ -179,7 +179,7 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
 
 
 def _measured(node: Node) -> tuple[str, str, str]:
-    """How busy its CPUs are, and how full its memory and its fullest disk."""
+    """Return how busy its CPUs are, and how full its memory and its fullest disk."""
     now = node.measured
     if now is None or now.stale:
         return "", "", ""

@@ -89,7 +89,7 @@ def _plan(found: FleetPlan) -> RenderableType:
 
 
 def _on(nodes: Counter[str]) -> str:
-    """How many on which nodes; only the first of many nodes."""
+    """Return how many places are on which nodes. Names only the first of many nodes."""
     in_order = sorted(nodes.items(), key=lambda item: (len(item[0]), item[0]))
     named = [f"{node} ×{n}" if n > 1 else node for node, n in in_order[:_MOST_NODES]]
     more = f" and {len(nodes) - _MOST_NODES} more nodes" if len(nodes) > _MOST_NODES else ""

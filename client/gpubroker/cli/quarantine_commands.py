@@ -118,7 +118,7 @@ def _queue(queue: Queue) -> str:
 
 
 def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
-    """All quarantined runs of the holder that a person means."""
+    """Return all quarantined runs of the holder that a person means."""
     found = [
         run for run in broker.quarantine().items if run.id and (matches(run.id, word) or run.name == word)
     ]

@@ -66,7 +66,7 @@ class PlainTable:
 
 
 def details(rows: Iterable[tuple[str, object]]) -> Table:
-    """One line per name and value; empty values are left out."""
+    """Lay out one line per name and value. Empty values are left out."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -93,7 +93,7 @@ def gib(mb: float) -> str:
 
 
 def size(mb: float) -> str:
-    """In GiB; in MiB if that would round to zero."""
+    """Return the size in GiB; in MiB if that would round to zero."""
     return f"{mb:.0f} MiB" if 0 < mb < 103 else f"{gib(mb)} GiB"
 
 

@@ -108,8 +108,8 @@ class LeaseApi(LeaseSteps):
     def leases(
         self, *, state: str | None = None, holder: str | None = None, sort: str | None = None
     ) -> Pages[Lease]:
-        """All leases that match, newest first; `state` may be several, separated by commas. `sort`: submitted
-        or priority; with a `-` the latest, or the highest, first."""
+        """Return all leases that match, newest first; `state` may be several, separated by commas. `sort`:
+        submitted or priority; with a `-` the latest, or the highest, first."""
         return self._pages(Lease, "/leases", state=state, holder=holder, sort=sort)
 
     @operation

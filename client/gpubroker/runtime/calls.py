@@ -32,7 +32,7 @@ WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
 """Set for workers of sets: JSON with how each takes calls."""
 
 DONE, FAILED, REFUSED, LATE = "done", "failed", "refused", "late"
-"""How a call ended; of a refused or late one nothing has begun."""
+"""The ways in which a call ends; of a refused or late one nothing has begun."""
 Answer = tuple[Any, ...]
 """(done, result, seconds), (failed, kind, message, traceback), (refused, why) or (late, why)."""
 IS_READY: Answer = (DONE, b"null", 0.0)
@@ -43,7 +43,7 @@ SENT_SECONDS = 1.0
 """An answer is on its way by then: Ray sends it after its method has returned, and doesn't say when. The
 process of a run that has ended is killed."""
 TELL_SECONDS = 0.5
-"""How often it looks at its load, and tells it if it is another one."""
+"""The time between two looks at its load; a load that has changed is reported."""
 STILL_SECONDS = 10.0
 """A load that stays as it was is told so often."""
 TOLD_CPU_PERCENT = 5.0
@@ -77,13 +77,13 @@ class SetWorker:
         self._answered_at = -inf
         self._set_objects = SetObjects(self._make, self._result_of, task, terms)
         self._made: Objects = {}
-        """Once they are made."""
+        """The objects, once they are made."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop of coroutines."""
         self._news = threading.Event()
 
     def work(self) -> RunOutcome:
-        """Until it has to stop, or is found to be unhealthy."""
+        """Answer calls until the worker has to stop, or is found to be unhealthy."""
         self._task.call_on_stop(self._news.set)
         try:
             made = self._set_objects.made()
@@ -201,7 +201,7 @@ class SetWorker:
         return asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """One for all calls: what a coroutine makes may belong to its loop."""
+        """The event loop of all calls: what a coroutine makes may belong to its loop."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -228,7 +228,7 @@ class SetWorker:
         return RunOutcome("stopped")
 
     def _leave(self) -> None:
-        """What has not begun is refused; what has begun ends within the grace period."""
+        """Refuse the calls that have not begun. Those that have begun end within the grace period."""
         with self._lock:
             self._is_leaving = True
             refused = [*self._asked, *self._waiting]
@@ -242,7 +242,7 @@ class SetWorker:
 
 
 def _not_called(kind: str, message: str) -> RunOutcome:
-    """These kinds end a call, and never a run."""
+    """Return a failure of a kind that ends a call, and never a run."""
     return failed(kind, message)
 
 

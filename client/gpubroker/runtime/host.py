@@ -87,7 +87,7 @@ class RunHost:
             task.give_notice()
 
     def go(self, key: RunKey, rank_zero_address: str) -> None:
-        """All ranks are ready. Nothing happens if the run has begun or ended."""
+        """Begin the run, since all ranks are ready. Nothing happens if the run has begun or ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.go(rank_zero_address)
@@ -110,7 +110,8 @@ class RunHost:
             objects.take(id, shared, failure)
 
     def answer_part(self, key: RunKey, digest: str, stored_bytes: int, failure: str) -> None:
-        """So much of a result that becomes an object is stored. Nothing happens if the run has ended."""
+        """Note how much of a result that becomes an object is stored. Nothing happens if the run has
+        ended."""
         if (objects := self._objects.get(key)) is not None:
             objects.answer_part(digest, stored_bytes, failure)
 

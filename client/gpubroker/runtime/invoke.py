@@ -60,7 +60,7 @@ def called(call: Invocation, order: RunOrder, store: Store, task: RunningTask) -
 
 
 def with_objects(call: Invocation, fetch: Callable[[str], Any]) -> Invocation:
-    """With objects in place of the arguments that name them. Raises what `fetch` raises."""
+    """Put objects in place of the arguments that name them. Raises what `fetch` raises."""
     args = tuple(with_object(value, fetch) for value in call.args)
     return Invocation(
         call.function, args, {name: with_object(value, fetch) for name, value in call.kwargs.items()}

@@ -46,16 +46,16 @@ REPORT_SECONDS = 0.5
 LOW_SECONDS = 0.1
 """... or when there is only so much work, in which the answer comes."""
 AHEAD_SECONDS = 1.0
-"""So much work is wanted here, so that no report has to be waited for."""
+"""The seconds of work that are wanted here, so that no report has to be waited for."""
 AGAIN_SECONDS = 2.0
 """A report without an answer is repeated: it may have been lost."""
 MOST_UNANSWERED_BYTES = 16 * 2**20
-"""With more results on their way, the next item waits."""
+"""The next item waits while more results than this are not acknowledged."""
 TRACEBACK_CHARS = 4096
 STUCK_SECONDS = 2.0
 """An item that does not end after its time limit, because it is not in Python code, ends with its process."""
 PLACEHOLDER = "{}"
-"""In the words of a command, an item takes its place; without it, the item is the last word."""
+"""The part of a command's words that an item replaces; without it, the item becomes the last word."""
 IMPORT_FAILED = "array_import_failed"
 """Failure kind of a worker that would fail as often as it is tried."""
 FAILURE, TIMEOUT = "failure", "timeout"
@@ -110,7 +110,7 @@ class ItemWorker:
         self._current: int | None = None
         self._tries = 0
         self._results: deque[tuple[int, ItemResult]] = deque()
-        """Not answered yet, with the number of the first report that had them."""
+        """The results that are not answered yet, with the number of the first report that had them."""
         self._unanswered_bytes = 0
         self._number = 0
         """The number of the last report."""
@@ -140,7 +140,7 @@ class ItemWorker:
         self._news.set()
 
     def work(self) -> RunOutcome:
-        """Until no item is left for it, or it has to stop."""
+        """Work until no item is left for this worker, or it has to stop."""
         self._task.call_on_stop(self._on_stop)
         try:
             values, call = self._opened()
@@ -221,17 +221,17 @@ class ItemWorker:
 
     @property
     def _runs_low(self) -> bool:
-        """Since the item that was just done; so once for each answer."""
+        """True right after the item with which the work becomes little, so once for each answer."""
         left = len(self._todo)
         return left > 0 and left * self._each_seconds <= LOW_SECONDS < (left + 1) * self._each_seconds
 
     @property
     def _each_seconds(self) -> float:
-        """Of an item."""
+        """The mean time of an item."""
         return self._seconds / self._done if self._done else AHEAD_SECONDS
 
     def _report(self, *, leaving: bool = False) -> None:
-        """All that was not answered, in place of the report before."""
+        """Report all results that are not answered, in place of the report before."""
         with self._lock:
             self._number += 1
             self._reported_at = time.monotonic()
@@ -243,7 +243,7 @@ class ItemWorker:
             self._journal.note(self._order.key, report, AT_ONCE)
 
     def _result_of(self, number: int, values: Sequence[Any], call: Invocation | None) -> ItemResult | None:
-        """None if it was broken off by a notice to stop."""
+        """Return the result of an item; None if a notice to stop broke it off."""
         began, self._tries = time.perf_counter(), 0
         while True:
             self._tries += 1
@@ -343,7 +343,8 @@ class _Watch:
             self._ends_at = time.monotonic() + self._seconds
 
     def end(self) -> bool:
-        """Whether its time was over. Raises _Stuck if the run has been given up meanwhile."""
+        """End the watch, and return True if the time was over. Raises _Stuck if the run has been given up
+        meanwhile."""
         with self._lock:
             self._ends_at = math.inf
             if self._was_interrupted:
@@ -367,7 +368,8 @@ class _Watch:
 
 
 def _raise_in(thread: int, fault: type[BaseException] | None) -> None:
-    """At its next step in Python code. None: take back what has not been raised yet."""
+    """Raise an exception in a thread, at its next step in Python code. None: take back what has not been
+    raised yet."""
     given = None if fault is None else ctypes.py_object(fault)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
 
@@ -387,7 +389,8 @@ def _size_bytes(result: ItemResult) -> int:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Of numbers in order: the first, and the one after the last, of each range without gaps."""
+    """Yield the first number of each range without gaps, and the number after its last. `numbers` are in
+    order."""
     first = 0
     for index in range(1, len(numbers) + 1):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:

@@ -86,7 +86,7 @@ class Journal:
             return self._taken < self._last or bool(self._news)
 
     def is_received(self, acknowledged: int) -> bool:
-        """Whether its reader has everything, having acknowledged so much."""
+        """Return True if its reader, having acknowledged so much, has everything."""
         with self._lock:
             return not self._news and self._last <= acknowledged
 

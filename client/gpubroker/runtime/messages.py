@@ -19,14 +19,14 @@ an agent starts processes of the software that is installed by then, so a releas
 the last release. Both sides take the newest that they share."""
 
 TELLS_OUTPUT = 6
-"""From this form on, a shared process reports what its runs print."""
+"""The first form in which a shared process reports what its runs print."""
 
 RESIZES = 6
-"""From this form on, a process knows that ranks may join its task."""
+"""The first form in which a process knows that ranks may join its task."""
 
 KNOWS_NOTICE = 7
-"""From this form on, a process says that a command which ended after the stop notice was stopped, unless the
-command reported completion. Before, exit code 0 was success in any case."""
+"""The first form in which a process says that a command which ended after the stop notice was stopped, unless
+the command reported completion. Before, exit code 0 was success in any case."""
 
 ENDED_WELL = b'{"exit_code":0}'
 """The result of a command that ended with exit code 0."""
@@ -101,7 +101,7 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True)
 class RunFault:
-    """Why a run failed. `kind` is a stable token; `message` says what to do, if that is known."""
+    """The reason why a run failed. `kind` is a stable token; `message` says what to do, if that is known."""
 
     kind: str
     message: str
@@ -119,8 +119,8 @@ class RunOutcome:
 
 
 def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a constructor takes of a message that another release may have written: a field that this release
-    does not know is left out, and one that the other did not know gets its default."""
+    """Return the fields of a message that a constructor takes. Another release may have written it: a field
+    that this release does not know is left out, and one that the other did not know gets its default."""
     return {name: given[name] for name in _names_of(cls) if name in given}
 
 
@@ -158,7 +158,8 @@ def progressed(key: RunKey, fraction: float | None, message: str) -> Report:
 
 
 def loaded(key: RunKey, running: int, waiting: int, cpu_percent: float, answered: int) -> Report:
-    """Of a worker of a set: its calls, what it uses of one core, and how many calls it has answered."""
+    """Report the load of a worker of a set: its calls, its use of one core, and the number of calls it has
+    answered."""
     return ("loaded", *key, time.time(), running, waiting, cpu_percent, answered)
 
 
@@ -182,12 +183,12 @@ def wanted(key: RunKey, id: str) -> Report:
 
 
 def part(key: RunKey, digest: str, size_bytes: int, first_byte: int, data: bytes) -> Report:
-    """Of a result that becomes an object with this digest and size."""
+    """Report a part of a result that becomes an object with this digest and size."""
     return ("part", *key, time.time(), digest, size_bytes, first_byte, data)
 
 
 def printed(key: RunKey, output: bytes, errors: bytes) -> Report:
-    """What a run in a shared process wrote to its two streams since the last such report."""
+    """Report what a run in a shared process wrote to its two streams since the last such report."""
     return ("printed", *key, time.time(), output, errors)
 
 

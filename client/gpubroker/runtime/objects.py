@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 ARRAY_MARK = b"\x93NUMPY"
-"""How a .npy file begins."""
+"""The beginning of a .npy file."""
 PICKLE_MARK = b"\x93GPUBROKER1\n"
 _PYTHON_BYTES = 8
 _NUMBER_BYTES = 8

@@ -61,8 +61,9 @@ def _opened(path: Path) -> int:
 
 
 def _tail_of(*descriptors: int) -> bytes:
-    """Of the last file at most half, as what went wrong often stands there; the others get the rest.
-    Nothing of one that cannot be read: user code may have closed it, or the disk may be damaged."""
+    """Return the ends of these files: of the last one at most half, as what went wrong often stands there;
+    the others get the rest. A file that cannot be read adds nothing: user code may have closed it, or the
+    disk may be damaged."""
     tails: list[bytes] = []
     for descriptor in reversed(descriptors):
         room = TAIL_BYTES - sum(map(len, tails))
@@ -79,7 +80,7 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 class MemoryOutput:
-    """What one of several runs in this process prints through `sys.stdout` and `sys.stderr`."""
+    """The output that one of several runs in this process prints through `sys.stdout` and `sys.stderr`."""
 
     def __init__(self, on_print: Callable[[], None] | None = None) -> None:
         """`on_print` is called when there is something to take. None: nothing will be taken."""
@@ -101,7 +102,7 @@ class MemoryOutput:
             self._on_print()
 
     def take(self) -> tuple[bytes, bytes]:
-        """What was printed since the last call, by stream."""
+        """Return what was printed since the last call, by stream."""
         with self._lock:
             marks = (_mark(self._lost_bytes.pop(stream, 0)) for stream in STREAMS)
             output, errors = (

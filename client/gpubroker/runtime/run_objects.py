@@ -1,4 +1,4 @@
-"""What one run reads of the node's objects, and the results that it makes objects of."""
+"""Reads the node's objects for one run, and makes objects of its results."""
 
 import hashlib
 from collections.abc import Callable

@@ -134,7 +134,7 @@ class RunningTask:
 
     @property
     def rank(self) -> int:
-        """Its place among the processes of the task, from 0; always 0 if there is only one."""
+        """The task's place among its processes, from 0; always 0 if there is only one."""
         return self._order.rank
 
     @property
@@ -227,7 +227,7 @@ class RunningTask:
         return self._stop.wait(timeout_seconds)
 
     def give_notice(self) -> None:
-        """For the process that runs the task, not for the task."""
+        """Give the stop notice. This is for the process that runs the task, not for the task."""
         with self._lock:
             self._stop.set()
             callbacks, self._on_stop = self._on_stop, []
@@ -236,14 +236,15 @@ class RunningTask:
             callback()
 
     def go(self, rank_zero_address: str) -> None:
-        """All ranks are ready; for the process that runs the task. Only the first call counts."""
+        """Let the task begin, since all ranks are ready. This is for the process that runs the task. Only the
+        first call counts."""
         if not self._rank_zero_address:
             self._rank_zero_address = rank_zero_address
             self._released.set()
 
     def resize(self, ranks: Iterable[int], number: int | None = None) -> None:
-        """These are at work; for the process that runs the task. Without a number some have only left. An
-        older world than that known is ignored."""
+        """Note the ranks that are at work. This is for the process that runs the task. Without a number some
+        have only left. A world that is older than the known one is ignored."""
         at_work = tuple(sorted(ranks))
         if number is None:
             number = self._order.world_size - len(at_work)

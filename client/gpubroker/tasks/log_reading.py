@@ -20,10 +20,10 @@ reader's mark, by which it is told from what the run printed."""
 
 
 class LogOptions(TypedDict, total=False):
-    """Which output of a task."""
+    """Selects the output of a task."""
 
     attempt: int
-    """Left out: the newest; with `follow`, that one and all later ones."""
+    """The attempt. Default: the newest; with `follow`, that one and all later ones."""
     stream: Stream
     """stdout (the default) or stderr."""
     rank: int
@@ -112,7 +112,8 @@ class LogReading(Reading[str]):
         return (self._counted(line),)
 
     def _note_break(self, broken: bool) -> None:
-        """One that stayed open for long and had nothing to tell may have been ended by a proxy."""
+        """Count breaks that follow one another. A call that stayed open for long with nothing to tell may
+        have been ended by a proxy, and does not count."""
         now = time.monotonic()
         at_once = self._offset == self._called_for and now - self._called_at < LONGEST_PAUSE_SECONDS
         if not broken or not at_once:

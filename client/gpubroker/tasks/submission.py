@@ -19,7 +19,7 @@ is pickled with its arguments."""
 
 
 class SubmitOptions(TypedDict, total=False):
-    """What `submit` takes by name. All may be left out."""
+    """The keyword arguments of `submit`. All may be left out."""
 
     kwargs: Mapping[str, Any]
     """The task's own keyword arguments."""
@@ -37,19 +37,19 @@ class SubmitOptions(TypedDict, total=False):
     exclusive: bool
     """Share the devices with no other holder."""
     cpu: float
-    """Default: 1, and 0 for tasks with a GPU."""
+    """The number of CPUs. Default: 1, and 0 for tasks with a GPU."""
     memory_mb: int
     """Host memory, in MiB."""
     custom: Mapping[str, float]
     """Amounts of custom resources that the operator defined."""
     kinds: Sequence[str]
-    """Only GPUs of one of these kinds, such as `["H100", "A100"]`."""
+    """The kinds of GPU that the task may use, such as `["H100", "A100"]`."""
     min_power: int
-    """Only kinds of at least this rank; the operator ranks them."""
+    """The lowest rank of kinds that the task may use; the operator ranks them."""
     min_device_mb: int
-    """Only GPUs with at least this much memory in total, in MiB."""
+    """The least memory in total, in MiB, of a GPU that the task may use."""
     nodes: Mapping[str, Sequence[str]]
-    """Only nodes that have one of the values for each label; the label `node` is the node's name."""
+    """The values of each label of which a node must have one; the label `node` is the node's name."""
     prefer_kinds: Sequence[str]
     """Preferred kinds, best first."""
     prefer_nodes: Mapping[str, Sequence[str]]
@@ -63,8 +63,8 @@ class SubmitOptions(TypedDict, total=False):
     """A gang: the demand of each rank, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
     or none does. `gpu_mb` of a rank may be `"learned"`."""
     strategy: str
-    """How ranks are placed: `pack` (default) on as few nodes as possible, `spread` on as many as possible,
-    `strict_pack` on one node, `strict_spread` each on its own node."""
+    """The way in which ranks are placed: `pack` (default) on as few nodes as possible, `spread` on as many as
+    possible, `strict_pack` on one node, `strict_spread` each on its own node."""
     min_ranks: int
     """The gang may start with only this many ranks, counted from the first."""
     placement: str
@@ -75,15 +75,16 @@ class SubmitOptions(TypedDict, total=False):
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
-    """For the task's own code, which finds it in GPUBROKER_MAX_CONCURRENCY; it has no other effect."""
+    """A number for the task's own code, which finds it in GPUBROKER_MAX_CONCURRENCY; it has no other
+    effect."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
-    """To find the task by."""
+    """The labels by which the task can be found."""
     env: Mapping[str, str]
     """Environment variables of the task's process."""
     max_retries: int
-    """How often a failed run is retried; a preemption does not count."""
+    """The number of times that a failed run is retried; a preemption does not count."""
     retry_on: Sequence[str]
     """The causes that use a retry: `failure` (default), `timeout` (its time limit ended the run), or both. Of
     an array it is about its items, and the default is both."""
@@ -96,21 +97,21 @@ class SubmitOptions(TypedDict, total=False):
     by name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}` starts it
     anyway."""
     held: bool
-    """It stays in the queue until it is released: `change(task, held=False)`."""
+    """The task stays in the queue until it is released: `change(task, held=False)`."""
     not_before: datetime | str
     """The earliest start: an aware datetime, or RFC 3339 with an offset or Z."""
     queue_ttl_seconds: float
-    """How long it waits for its first start, counted from `not_before`; then it expires."""
+    """The longest wait for the first start, counted from `not_before`; then the task expires."""
     deadline_at: datetime | str
-    """At this time it expires if it waits, and is asked to stop if it runs."""
+    """The time at which the task expires if it waits, and is asked to stop if it runs."""
     deadline_seconds: float
     """`deadline_at`, counted from now."""
     expected_seconds: float
-    """How long one run takes, for forecasts only."""
+    """The time that one run takes, for forecasts only."""
     result_format: str
     """`json` (default) or `cloudpickle` (default for functions)."""
     working_directory: str
-    """Only for commands."""
+    """The working directory of a command."""
     idempotency_key: str
     """Submits with the same key and body make one task. Default: a new key."""
 
@@ -320,7 +321,8 @@ def batches(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 def parts_of(bodies: Sequence[bytes], *, together: bool) -> list[list[bytes]]:
-    """In parts for one request each; in one if tasks run after others of them. Raises WrongArgument."""
+    """Divide the tasks into parts for one request each; into one part if tasks run after others of them.
+    Raises WrongArgument."""
     refer = not together and any(b'"after"' in body and _refers_to_batch(body) for body in bodies)
     if (together or refer) and len(bodies) > MOST_TASKS_TOGETHER:
         why = (

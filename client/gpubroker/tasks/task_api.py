@@ -48,7 +48,7 @@ _FOLLOW_PAUSE_SECONDS = 0.5
 
 
 class Filters(TypedDict, total=False):
-    """Which tasks; a task must match all that are given."""
+    """Selects tasks; a task must match all filters that are given."""
 
     state: Sequence[str] | str
     kind: str
@@ -63,7 +63,7 @@ class Filters(TypedDict, total=False):
     model_type: str
     stream: str
     after: AnyTask
-    """Only tasks that run after this one."""
+    """The task after which the tasks run."""
     submitted_from: datetime
     submitted_before: datetime
     finished_from: datetime
@@ -84,7 +84,7 @@ class ListOptions(Filters, total=False):
 
 
 class ChangeOptions(TypedDict, total=False):
-    """What `change` changes. None removes a time; what is left out stays."""
+    """The changes that `change` makes. None removes a time; what is left out stays."""
 
     priority: int | str
     """0 to 100, or the name of a band."""
@@ -92,12 +92,12 @@ class ChangeOptions(TypedDict, total=False):
     """A held task stays in the queue until it is released (False)."""
     not_before: datetime | str | None
     queue_ttl_seconds: float | None
-    """Counted from the change, or from `not_before`."""
+    """The longest wait for the first start, counted from the change, or from `not_before`."""
     deadline_at: datetime | str | None
 
 
 class EventStart(TypedDict, total=False):
-    """Where `events` begins: at one of these."""
+    """The position where `events` begins: one of these."""
 
     after: int
     last: int
@@ -168,9 +168,9 @@ class TaskApi(ObjectApi):
     def simulate(
         self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]
     ) -> Steps[Simulation]:
-        """What would become of this task if it were submitted now; nothing is stored.
+        """Return what would become of this task if it were submitted now; nothing is stored.
 
-        Without a target, of a demand alone. A refusal is part of the answer; raises Refused if the token may
+        Without a target it is about a demand alone. A refusal is part of the answer; raises Refused if the token may
         not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
@@ -207,7 +207,7 @@ class TaskApi(ObjectApi):
 
     @operation
     def outcome(self, task: AnyTask) -> Steps[Outcome]:
-        """How a finished task ended, with its pickled result as bytes and the end of its log."""
+        """Return how a finished task ended, with its pickled result as bytes and the end of its log."""
         return (yield from self._outcome(task))
 
     @operation
@@ -265,14 +265,14 @@ class TaskApi(ObjectApi):
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
-        """All tasks that match, fetched page by page as they are used; newest first, if not sorted."""
+        """Return all tasks that match, fetched page by page as they are used; newest first, if not sorted."""
         params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
         return self._pages(Task, "/tasks", context={"told_by": ref(self)}, **params)
 
     @operation
     def explain(self, task: AnyTask) -> Steps[Explanation]:
-        """Why the task waits, with a verdict per device; or where it runs."""
+        """Return why the task waits, with a verdict per device; or where it runs."""
         return decode(Explanation, (yield from self._ask("GET", f"{_path(task)}/explain")))
 
     @listing
@@ -298,7 +298,7 @@ class TaskApi(ObjectApi):
 
     @listing
     def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[str]:
-        """What a task has printed, line by line with their ends, while it runs and afterwards.
+        """Yield what a task has printed, line by line with their ends, while it runs and afterwards.
 
             for line in broker.logs(task, follow=True):
                 print(line, end="")
@@ -312,7 +312,7 @@ class TaskApi(ObjectApi):
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
-        """What your past runs used, by model type (else name, else entrypoint) and kind of device."""
+        """Return what your past runs used, by model type (else name, else entrypoint) and kind of device."""
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
 
     def _task(self, raw: Mapping[str, Any]) -> Task:
@@ -337,7 +337,7 @@ class TaskApi(ObjectApi):
 
 
 def opened_result(data: bytes) -> Any:
-    """Of a result that has become an object."""
+    """Return a result that has become an object."""
     is_pickled = data[: len(PICKLE_MARK)] == PICKLE_MARK
     return opened_object(memoryview(data), unpickles=True) if is_pickled else json.loads(data)
 
@@ -349,7 +349,7 @@ def value_of(outcome: Outcome) -> Any:
 
 
 def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are given. States are a list."""
+    """Return the filters that are given. States are a list."""
     given = {
         name: id_of(value) if name == "after" else plain(name, value)
         for name, value in wanted.items()

@@ -17,12 +17,13 @@ from gpubroker.wire.worker_sets import WorkerSet
 
 
 class WorkerSetOptions(SubmitOptions, total=False):
-    """What `create_worker_set` takes by name. All may be left out. Resources are those of one worker."""
+    """The keyword arguments of `create_worker_set`. All may be left out. Resources are those of one
+    worker."""
 
     count: int
-    """How many workers are wanted. Default: 1."""
+    """The number of workers that are wanted. Default: 1."""
     min_count: int
-    """Default: `count`."""
+    """The least number of workers. Default: `count`."""
     max_count: int
     """The set gets so many places, each a task, and never more. Default: `count`."""
     scale: Mapping[str, Any]

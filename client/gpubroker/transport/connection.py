@@ -20,7 +20,7 @@ class Connection:
     url: str
     token: str | None = field(repr=False)
     source: str
-    """Where the address came from, for error messages."""
+    """The source of the address, for error messages."""
 
 
 def find_service(
@@ -64,7 +64,8 @@ def find_service(
 
 
 def _environment() -> Mapping[str, str]:
-    """Of the task that this code runs in, if the runtime of tasks is loaded; else of the process."""
+    """Return the environment of the task that this code runs in, if the runtime of tasks is loaded; else of
+    the process."""
     runtime = sys.modules.get("gpubroker.runtime.task")
     return os.environ if runtime is None else runtime.environment()
 

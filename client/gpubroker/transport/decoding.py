@@ -1,4 +1,4 @@
-"""From the service's JSON to the types of `gpubroker.wire`, by field name.
+"""Decodes the service's JSON to the types of `gpubroker.wire`, by field name.
 
 Nothing is validated: a newer service may send fields and values that this version does not know, and an older
 one may leave fields out.

@@ -107,7 +107,7 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
 
 
 def pause_seconds(attempt: int) -> float:
-    """Before the next, of attempts counted from 0."""
+    """Return the pause after an attempt, counted from 0."""
     longest = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(attempt, 16), LONGEST_PAUSE_SECONDS)
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
 

@@ -242,7 +242,7 @@ def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
 
 
 def check_listening(http: SyncHttp) -> None:
-    """Whether the address takes connections at all, at once. Raises Unreachable if it refuses them; knows
+    """Check at once that the address takes connections at all. Raises Unreachable if it refuses them; knows
     nothing of an address that is reached through a proxy, or by a transport of one's own."""
     connection = http.connection
     url = httpx.URL(connection.url)

@@ -81,7 +81,7 @@ Listed = Pages[T] | Reading[T]
 
 
 class Operations:
-    """What the operations share."""
+    """The methods that all operations use."""
 
     _retry_seconds: float
 
@@ -145,7 +145,7 @@ class SyncCaller(ABC):
 
     @abstractmethod
     def _items(self, listed: Listed[T]) -> Iterator[T]:
-        """Of all pages, each fetched when it is needed, or of all lines as they come."""
+        """Yield the items of all pages, each fetched when it is needed, or all lines as they come."""
 
 
 class AsyncCaller(ABC):

@@ -44,7 +44,8 @@ class Answered(Struct, frozen=True, dict=True):
 
     @property
     def raw(self) -> Raw:
-        """All that the service answered, fields that this version of the SDK does not know included."""
+        """All fields that the service answered, including those that this version of the SDK does not
+        know."""
         raw: Raw | None = self.__dict__.get("raw")
         return to_builtins(self, enc_hook=plain) if raw is None else raw
 

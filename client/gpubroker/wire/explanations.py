@@ -1,4 +1,4 @@
-"""Why a task waits, what would help, and what would become of a task if it were submitted."""
+"""The reasons why a task waits, what would help, and what would become of a task if it were submitted."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ class PlacedDevice(Answered, frozen=True):
 
 
 class Place(Answered, frozen=True):
-    """Where a task, or a rank of one, would run."""
+    """The place where a task, or a rank of one, would run."""
 
     node: str
     devices: tuple[PlacedDevice, ...]
@@ -72,7 +72,7 @@ class ProtectedRun(OtherRun, frozen=True):
 
 
 class PreemptionCounts(Answered, frozen=True):
-    """Why no run is stopped for a task, or that some would be."""
+    """The reason why no run is stopped for a task, or the statement that some would be."""
 
     why: Annotated[str, Meta(description="A stable token, such as all_shielded or not_enough.")]
     message: str
@@ -80,7 +80,7 @@ class PreemptionCounts(Answered, frozen=True):
 
 
 class Preemption(PreemptionCounts, frozen=True):
-    """Why no run is stopped for a task, or which runs would be."""
+    """The reason why no run is stopped for a task, or the runs that would be."""
 
     runs: Annotated[tuple[ProtectedRun, ...], Meta(description="The most relevant of them, at most 20.")]
 
@@ -123,8 +123,8 @@ class Quota(Answered, frozen=True):
 
 
 class RankVerdict(Answered, frozen=True):
-    """One rank of a gang. Ranks are judged together as long as they have room together; after the first that
-    has none, each one by itself."""
+    """The verdict on one rank of a gang. Ranks are judged together as long as they have room together; after
+    the first that has none, each is judged by itself."""
 
     rank: int
     place: Annotated[Place | None, Meta(description="Where there is room for it.")]
@@ -181,8 +181,8 @@ class Outlook(Answered, frozen=True, kw_only=True):
 
 
 class Explanation(Outlook, frozen=True, kw_only=True):
-    """Why a task waits, or what it is doing. `blockers` has everything that it waits for, `remedies` what
-    would help, each found by planning the task again with that change."""
+    """The reasons why a task waits, or what it is doing. `blockers` has everything that it waits for,
+    `remedies` the changes that would help, each found by planning the task again with that change."""
 
     id: str
     name: str

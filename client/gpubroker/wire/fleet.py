@@ -1,4 +1,5 @@
-"""What is wrong with the fleet, what fills it when it is idle, and what an autoscaler should know of it."""
+"""Findings about the fleet, the templates that fill it when it is idle, and the demand that an autoscaler
+should know."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -76,7 +77,8 @@ class Spare(Capacity, frozen=True):
 
 
 class AutoscalingDemand(AsOf, frozen=True):
-    """What waiting tasks lack, what all tasks need together, and what could be given back."""
+    """The demand that waiting tasks lack, the capacity that all tasks need together, and what could be given
+    back."""
 
     unmet: Annotated[
         Unmet, Meta(description="Of tasks that wait for room, each in full, and of missing ranks.")

@@ -1,4 +1,4 @@
-"""What is expected, from earlier runs and stated times."""
+"""Forecasts from earlier runs and stated times."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from gpubroker.wire.answered import Answered, Time
 
 
 class Expected(Answered, frozen=True):
-    """When something is likely to happen; the same for every forecast of the API."""
+    """The time at which something is likely to happen; the same for every forecast of the API."""
 
     p50_at: Time
     p90_at: Time
@@ -25,7 +25,7 @@ class Expected(Answered, frozen=True):
 
 
 class ForecastsKept(Answered, frozen=True):
-    """How accurate the first forecasts of starts were, by what they rested on."""
+    """The accuracy of the first forecasts of starts, by what they rested on."""
 
     basis: Annotated[str, Meta(description="stated, learned or guess.")]
     n: Annotated[int, Meta(description="Starts with a forecast, at most 1000; recent ones count more.")]
@@ -53,9 +53,9 @@ class Estimate(Answered, frozen=True):
 
 
 class Sizing(Struct, frozen=True):
-    """How the size of a task, or of the ranks of a gang, was learned from earlier runs when it was submitted.
+    """The size of a task, or of the ranks of a gang, as it was learned from earlier runs at submit.
 
-    Of ranks that may use different devices: the largest, and the message has each.
+    If the ranks may use different devices, it is the largest size, and the message has each.
     """
 
     gpu_mb: Annotated[int | None, Meta(description="Per device; null: whole devices.")]

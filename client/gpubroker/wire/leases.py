@@ -17,13 +17,13 @@ class LeaseState(KnownState):
     STOPPING = "stopping"
     """The holder is asked to leave."""
     QUARANTINED = "quarantined"
-    """It has ended without a release: its memory still counts as used."""
+    """The lease has ended without a release: its memory still counts as used."""
     ENDED = "ended"
     UNKNOWN = "unknown"
 
 
 class Notice(Answered, frozen=True):
-    """Why and by when the holder must free its memory and release the lease."""
+    """The reason and the deadline for the holder to free its memory and release the lease."""
 
     reason: Annotated[str, Meta(description="preempt, deadline (it was not renewed), cancel or overuse.")]
     deadline_at: Time

@@ -21,7 +21,7 @@ class ComponentPlan(Answered, frozen=True):
 
 
 class ComponentPlace(Place, frozen=True):
-    """Where one task of a component, or one rank of it, would run."""
+    """The place where one task of a component, or one rank of it, would run."""
 
     component: str
     number: Annotated[int, Meta(description="Which of the component's tasks, from 0.")]

@@ -1,4 +1,4 @@
-"""What the operator has configured, and what each tenant has of it.
+"""The operator's configuration, and each tenant's part of it.
 
 The settings are read into `GpuKind`, `Pool`, `TaskMaximum`, `TenantPolicy` and `Profile`: the bounds of their
 fields are those of the settings.
@@ -172,8 +172,8 @@ class PreemptionRules(Answered, frozen=True):
 
 
 class Policy(Answered, frozen=True):
-    """What the operator has configured, as far as it concerns this token's tenant; with the scope
-    cluster:read all of it."""
+    """The operator's configuration, as far as it concerns this token's tenant; with the scope cluster:read
+    all of it."""
 
     bands: tuple[Band, ...]
     ageing_seconds_per_point: float

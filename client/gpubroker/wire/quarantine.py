@@ -8,7 +8,7 @@ from gpubroker.wire.answered import Answered, Time
 
 
 class Awaited(Answered, frozen=True):
-    """What ends the quarantine of memory that has a holder which is not confirmed to be gone."""
+    """The proofs that end the quarantine of memory whose holder is not confirmed to be gone."""
 
     quarantined_at: Time
     awaits: Annotated[

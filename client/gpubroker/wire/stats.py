@@ -20,7 +20,7 @@ class KindPieces(Answered, frozen=True):
 
 
 class Scattered(Struct, frozen=True):
-    """What most waiting GPU tasks ask for is free in total, but on no GPU in one piece."""
+    """The demand that most waiting GPU tasks have, if it is free in total, but on no GPU in one piece."""
 
     gpus: int
     gpu_mb: Annotated[int, Meta(description="Needed on each, with the cost of a process.")]
@@ -30,7 +30,8 @@ class Scattered(Struct, frozen=True):
 
 
 class Fragmentation(Answered, frozen=True):
-    """Of the GPUs that take tasks now: what is free, and what of that the usual demands cannot use."""
+    """The free memory of the GPUs that take tasks now, and the part of it that the usual demands cannot
+    use."""
 
     free_mb: int
     stranded_mb: Annotated[int, Meta(description="Each usual demand counts by its share of recent submits.")]

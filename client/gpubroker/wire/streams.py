@@ -8,7 +8,7 @@ from gpubroker.wire.answered import Answered, Time
 
 
 class Factors(Answered, frozen=True):
-    """What multiplies to the weight of a work stream."""
+    """The factors whose product is the weight of a work stream."""
 
     curriculum: Annotated[float, Meta(description="The weight that an operator has given it.")]
     velocity: Annotated[float, Meta(description="Above 1 while its progress rises.")]

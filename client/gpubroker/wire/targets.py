@@ -8,7 +8,7 @@ from gpubroker.wire.answered import Answered, Overview, Time
 
 
 class Target(Answered, frozen=True):
-    """Where a measure of a part of the fleet shall be."""
+    """The bounds within which a measure of a part of the fleet shall stay."""
 
     scope: Annotated[str, Meta(description="`all`, `pool:NAME`, `label:KEY=VALUE` or `node:NAME`.")]
     measure: Annotated[str, Meta(description="`gpu_utilization`, `gpu_memory`, `host_memory` or `disk`.")]

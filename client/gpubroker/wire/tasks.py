@@ -25,7 +25,8 @@ class TaskState(KnownState):
     """Memory is leased; the run is being started."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """Asked to stop, by a cancel, a preemption, its time limit or its deadline; still holds its memory."""
+    """The task is asked to stop, by a cancel, a preemption, its time limit or its deadline; it still holds
+    its memory."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -50,7 +51,7 @@ class Amounts(Answered, frozen=True):
 
 
 class RankDemand(Amounts, frozen=True):
-    """What each of `count` ranks of a gang asks for."""
+    """The demand of each of `count` ranks of a gang."""
 
     count: int
 
@@ -108,7 +109,8 @@ class Progress(Answered, frozen=True):
 
 
 class Phases(Answered, frozen=True):
-    """How long the task has been in each phase, over all its attempts; the present one counts until now."""
+    """The time that the task has spent in each phase, over all its attempts; the present one counts until
+    now."""
 
     queued_seconds: Annotated[float, Meta(description="In the queue; for whatever reason it waited.")]
     admitted_seconds: Annotated[
@@ -134,7 +136,7 @@ class Inherited(Answered, frozen=True):
 
 
 class Pending(Answered, frozen=True):
-    """Why a task waits."""
+    """The reason why a task waits."""
 
     reason: Annotated[str, Meta(description="A stable token.")]
     message: str
@@ -261,7 +263,7 @@ class Outcome(Answered, frozen=True, kw_only=True):
 
 
 class Stack(Answered, frozen=True):
-    """Where the process of a running task was."""
+    """The stack of the process of a running task."""
 
     id: str
     attempt: int
@@ -294,7 +296,7 @@ class Cancelled(Answered, frozen=True):
 
 
 class SubmittedTask(Struct, frozen=True, kw_only=True):
-    """What became of one task of a batch: it is on disk and has an `id`, or its `problem` kept it from being
+    """The outcome of one task of a batch: it is on disk and has an `id`, or its `problem` kept it from being
     stored."""
 
     status: Annotated[int, Meta(description="What it would have got if it were alone.", examples=[202, 422])]

@@ -156,7 +156,7 @@ def _drawn(seen: Array) -> str:
 
 
 def _items_of(path: str, read: Callable[[str], Any]) -> Iterator[Any]:
-    """Empty lines are skipped. Raises BadParameter."""
+    """Read the items, skipping empty lines. Raises BadParameter."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         lines = data.decode().split("\n")  # JSON may hold what else ends a line of text

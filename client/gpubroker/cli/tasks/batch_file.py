@@ -67,7 +67,7 @@ def _row(number: int, answer: str | BrokerError) -> dict[str, Any]:
 
 
 def refused_table(refused: Sequence[tuple[int, BrokerError]]) -> PlainTable:
-    """One row per reason: the lines, and the message for the first of them."""
+    """Build a table with one row per reason: the lines, and the message for the first of them."""
     by_reason: dict[tuple[str, str], list[tuple[int, BrokerError]]] = {}
     for number, error in refused:
         by_reason.setdefault((error.code, _where(error)), []).append((number, error))

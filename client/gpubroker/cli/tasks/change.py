@@ -140,7 +140,7 @@ def priority(
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Also accepts the word none, which removes the value."""
+    """Parse like `parse`, but also accept the word none, which removes the value."""
     return lambda text: _NONE if text == _NONE else parse(text)
 
 

@@ -88,7 +88,7 @@ def _event_line(event: Event) -> Text:
 
 
 def _subject(event: Event) -> tuple[str, str]:
-    """What an event is about, and on which device; for leases and pledges both are in the key."""
+    """Return the subject of an event, and its device; for leases and pledges both are in the key."""
     match event.kind.partition(".")[0], event.key.split(":"):
         case "task", _:
             return short_id(event.key), ""
@@ -158,14 +158,14 @@ def _fact(name: str, value: Any) -> str:
 
 
 def _learned(kind: str, quantity: str, value: float | None) -> str:
-    """What a run used, and on which kind of device; without a value, the estimate was dropped."""
+    """Return what a run used, and on which kind of device; without a value, the estimate was dropped."""
     used = "" if value is None else size(value) if quantity == "gpu_mb" else f"{value:g} s"
     return " ".join(word for word in (used or quantity, f"on {kind}" if kind else "") if word)
 
 
 def past_of(broker: Broker, task: Task) -> dict[str, str]:
-    """What made a task stop, and its attempts if there were several, by subject. Only asks for the events of
-    a task that was stopped or started again."""
+    """Return what made a task stop, and its attempts if there were several, by subject. Asks only for the
+    events of a task that was stopped or started again."""
     has_attempts = task.attempt > 1 or bool(task.preemptions or task.failures)
     if not has_attempts and not task.stop_reason and task.state != "cancelled":
         return {}
@@ -194,7 +194,7 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
 
 
 def attempts_of(events: Iterable[Event]) -> Iterator[str]:
-    """Where each attempt ran, for how long, and why it ended."""
+    """Return where each attempt ran, for how long, and why it ended."""
     number, node, why = 0, "", ""
     began: datetime | None = None
     failures = 0

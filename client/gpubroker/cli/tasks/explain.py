@@ -68,7 +68,7 @@ def explain(task: TaskWord, output: Output = Format.TABLE) -> None:
 
 
 def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
-    """Where the whole error is, which task preempted it, and whether the cluster can run tasks."""
+    """Yield where the whole error is, which task preempted it, and whether the cluster can run tasks."""
     found = broker.get(explained.worker or explained.id, worker=explained.worker)
     if found.error and found.is_finished:
         yield f"details: gpubroker show {short_id(found.id)}"
@@ -120,7 +120,7 @@ def _simulation(simulation: Simulation) -> RenderableType:
 
 
 def _place(explained: Explanation | Simulation) -> Iterator[Text]:
-    """Its place in the queue, and when it is expected to start."""
+    """Yield its place in the queue, and when it is expected to start."""
     parts = []
     if explained.position:
         length = max(explained.queue_length, explained.position)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpubroker.wire.tasks import Outcome
 
 SILENT_SECONDS = 3.0
-"""After that a person who waits is told why the task does."""
+"""The time after which a person who waits is told why the task does."""
 
 Timeout = Annotated[
     float | None,

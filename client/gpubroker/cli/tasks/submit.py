@@ -349,7 +349,7 @@ def _submit_batch(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 
 def dependencies(broker: "Broker", given: Mapping[str, Any]) -> "SubmitOptions":
-    """What --after and --after-end say."""
+    """Return the dependencies that --after and --after-end state."""
     tasks: list[Any] = [task_id(broker, word) for word in given["after"] or []]
     tasks += [{"task": task_id(broker, word), "on_failure": "ignore"} for word in given["after_end"] or []]
     return {"after": tasks} if tasks else {}

@@ -290,7 +290,7 @@ def _notes(listed: Sequence[Task]) -> Iterator[str]:
 
 
 def _now(task: Task, why: str = "") -> str:
-    """What matters about a task in its present state. `why`: why it waits, if the caller says so."""
+    """Return what matters about a task in its present state. `why`: why it waits, if the caller says so."""
     match task.state:
         case "pending" if task.pending:
             position = f" (position {task.pending.position})" if task.pending.position else ""
@@ -313,7 +313,7 @@ def _now(task: Task, why: str = "") -> str:
 
 
 def _phases(task: Task) -> str:
-    """Those that took any time."""
+    """Return the phases that took any time."""
     phases = {} if task.phases is None else task.phases.raw
     words = ((name.removesuffix("_seconds"), seconds) for name, seconds in phases.items())
     return ", ".join(f"{name} {duration(seconds)}" for name, seconds in words if seconds)
@@ -326,7 +326,7 @@ def _progress(task: Task) -> str:
 
 
 def _progress_end(task: Task) -> str:
-    """At the rate of its reports; a run may stall."""
+    """Return when it ends at the rate of its reports; a run may stall."""
     progress = task.progress
     if progress is None or progress.eta_at is None or not progress.rate_per_second:
         return ""
