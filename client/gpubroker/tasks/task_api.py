@@ -170,8 +170,8 @@ class TaskApi(ObjectApi):
     ) -> Steps[Simulation]:
         """Return what would become of this task if it were submitted now; nothing is stored.
 
-        Without a target it is about a demand alone. A refusal is part of the answer; raises Refused if the token may
-        not ask.
+        Without a target it is about a demand alone. A refusal is part of the answer; raises Refused if the
+        token may not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
         body = simulation_body(target, args, cast("SubmitOptions", known))

@@ -90,8 +90,10 @@ class Page(Listed[T], Generic[T], frozen=True):
 class AsOf(Answered, frozen=True):
     """An overview of the cluster, which may be a little older than the answer."""
 
-    as_of: Annotated[Time, Meta(description="When the newest event in this overview was committed.")]
-    age_seconds: Annotated[float, Meta(description="Since the overview was last known to be current.")]
+    as_of: Annotated[Time, Meta(description="The commit time of the newest event in this overview.")]
+    age_seconds: Annotated[
+        float, Meta(description="The time since the overview was last known to be current.")
+    ]
     position: Annotated[int, Meta(description="Log position of the newest event in this overview.")]
 
 

@@ -12,14 +12,14 @@ class Expected(Answered, frozen=True):
 
     p50_at: Time
     p90_at: Time
-    p50_seconds: Annotated[float, Meta(description="From now; one in two takes no longer.")]
-    p90_seconds: Annotated[float, Meta(description="From now; nine in ten take no longer.")]
-    n: Annotated[int, Meta(description="The number of runs behind it; 0: none.")]
+    p50_seconds: Annotated[float, Meta(description="The seconds from now that one in two does not exceed.")]
+    p90_seconds: Annotated[float, Meta(description="The seconds from now that nine in ten do not exceed.")]
+    n: Annotated[int, Meta(description="The number of runs behind it; 0 for none.")]
     basis: Annotated[
         str,
         Meta(
-            description="What it rests on: `stated` run times, limits and grace periods; `learned` run "
-            "times; or a `guess` at runs of unknown length."
+            description="The basis of the forecast: `stated` run times, limits and grace periods; `learned` "
+            "run times; or a `guess` at runs of unknown length."
         ),
     ]
 
@@ -27,9 +27,13 @@ class Expected(Answered, frozen=True):
 class ForecastsKept(Answered, frozen=True):
     """The accuracy of the first forecasts of starts, by what they rested on."""
 
-    basis: Annotated[str, Meta(description="stated, learned or guess.")]
-    n: Annotated[int, Meta(description="Starts with a forecast, at most 1000; recent ones count more.")]
-    median_error_seconds: Annotated[float, Meta(description="From the forecast start, either way.")]
+    basis: Annotated[str, Meta(description="One of stated, learned and guess.")]
+    n: Annotated[
+        int, Meta(description="The number of starts with a forecast, at most 1000; recent ones count more.")
+    ]
+    median_error_seconds: Annotated[
+        float, Meta(description="The distance from the forecast start, either way.")
+    ]
     within_p90: Annotated[float, Meta(description="The share that started by the p90; 0.9 is right.")]
 
 
@@ -46,10 +50,12 @@ class Estimate(Answered, frozen=True):
     """The memory and the time that the runs of one subject took on one kind of device."""
 
     subject: Annotated[str, Meta(description="A model type, else a name, else an entrypoint.")]
-    kind: Annotated[str, Meta(description="Of device; empty for runs without one.")]
+    kind: Annotated[str, Meta(description="The kind of device; empty for runs without one.")]
     gpu_mb: Annotated[Quantiles | None, Meta(description="The most used of one device, in MiB.")]
-    seconds: Annotated[Quantiles | None, Meta(description="How long runs took that did all the work.")]
-    needed_runs: Annotated[int, Meta(description="So many must be measured before a size is learned.")]
+    seconds: Annotated[Quantiles | None, Meta(description="The time that runs took that did all the work.")]
+    needed_runs: Annotated[
+        int, Meta(description="The number of runs that must be measured before a size is learned.")
+    ]
 
 
 class Sizing(Struct, frozen=True):
@@ -58,8 +64,8 @@ class Sizing(Struct, frozen=True):
     If the ranks may use different devices, it is the largest size, and the message has each.
     """
 
-    gpu_mb: Annotated[int | None, Meta(description="Per device; null: whole devices.")]
-    p95_mb: Annotated[int | None, Meta(description="95 of 100 runs used less.")]
-    n: Annotated[int, Meta(description="Runs, or ranks, that had been measured.")]
-    kind: Annotated[str | None, Meta(description="Of their devices.")]
+    gpu_mb: Annotated[int | None, Meta(description="The size per device; null for whole devices.")]
+    p95_mb: Annotated[int | None, Meta(description="The memory that 95 of 100 runs did not exceed.")]
+    n: Annotated[int, Meta(description="The number of runs, or ranks, that had been measured.")]
+    kind: Annotated[str | None, Meta(description="The kind of their devices.")]
     message: str

@@ -221,8 +221,8 @@ class NodeAgent:
                     runs.start(wanted, shareable=shareable)
             case ("go", task, fence, rank, rank_zero_address) if not is_over:
                 runs.go(RunKey(task, fence, rank), rank_zero_address)
-            case ("world" | "resized" | "items" | "part" as kind, task, fence, rank, *values) if not is_over:
-                runs.pass_on(kind, RunKey(task, fence, rank), *values)
+            case ("world" | "resized" | "items" | "part" as what, task, fence, rank, *values) if not is_over:
+                runs.pass_on(what, RunKey(task, fence, rank), *values)
             case ("object", task, fence, rank, *answer) if not is_over:
                 runs.objects.take(RunKey(task, fence, rank), *answer)
             case ("watch", task, fence, rank, pid, leases) if not is_over:
