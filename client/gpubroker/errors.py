@@ -108,8 +108,8 @@ class TaskFailed(BrokerError):
     def __init__(
         self, task_id: str, *, kind: str, message: str, traceback: str | None = None, log_tail: str = ""
     ) -> None:
-        why = kind if kind == self.ending else f"{self.ending} ({kind})"
-        super().__init__(f"task {task_id} {why}: {message}", code="task-failed")
+        ending = kind if kind == self.ending else f"{self.ending} ({kind})"
+        super().__init__(f"task {task_id} {ending}: {message}", code="task-failed")
         self.task_id = task_id
         self.kind = kind
         self.message = message

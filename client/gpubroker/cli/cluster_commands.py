@@ -151,8 +151,8 @@ def _stats(found: Stats) -> RenderableType:
 
 def _pause(pause: Paused) -> str:
     kind, _, name = pause.queue.partition(":")
-    why = f" ({pause.reason})" if pause.reason else ""
-    return f"{kind} {name} since {pause.since} by {pause.by}{why}, {pause.waiting} tasks wait"
+    reason = f" ({pause.reason})" if pause.reason else ""
+    return f"{kind} {name} since {pause.since} by {pause.by}{reason}, {pause.waiting} tasks wait"
 
 
 def _fragmentation(found: Fragmentation) -> Iterator[tuple[str, str]]:

@@ -170,14 +170,14 @@ def _options(given: dict[str, Any]) -> LeaseOptions:
 def _end_on_notice(child: ChildProcess, held: HeldLease) -> None:
     held.wait_for_notice()
     if held.notice is not None and not child.has_ended.is_set():
-        why = f": {held.fault.detail}" if held.fault else ""
-        eprint(f"the lease must be released ({held.notice.reason}{why}); ending the command")
+        detail = f": {held.fault.detail}" if held.fault else ""
+        eprint(f"the lease must be released ({held.notice.reason}{detail}); ending the command")
         child.end(held.lease.grace_seconds * 0.8)
 
 
 def _warn_not_released(held: HeldLease, fault: BrokerError | SystemExit) -> None:
-    why = "interrupted" if isinstance(fault, SystemExit) else fault
-    eprint(f"gpubroker: the command has ended, but its lease was not released: {why}")
+    cause = "interrupted" if isinstance(fault, SystemExit) else fault
+    eprint(f"gpubroker: the command has ended, but its lease was not released: {cause}")
     if held.lease.pid is None:
         eprint(f"its memory counts as used until you release it: gpubroker lease release {held.id}")
     else:

@@ -167,11 +167,11 @@ def _model(shown: ServedModel) -> Text:
 def _measured(shown: MeasuredModel) -> Text:
     asked = " and ".join(map(str, shown.batch_sizes))
     rows = f" with {asked} row{'s' * (asked != '1')}" if asked else ""
-    why = " as the settings say (gpu_mb)" if shown.configured else " with its margin"
+    basis = " as the settings say (gpu_mb)" if shown.configured else " with its margin"
     return Text(
         f"{shown.name} took {size(shown.measured_mb)}, asked{rows}\n"
         f"on {shown.server}, GPU {shown.device} ({shown.kind})\n"
-        f"its next load leases {size(shown.next_mb)},{why}"
+        f"its next load leases {size(shown.next_mb)},{basis}"
     )
 
 

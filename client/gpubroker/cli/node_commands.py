@@ -127,7 +127,7 @@ def _disk(seen: NodeDisk) -> RenderableType:
     count = {0: "nothing", 1: "1 file"}.get(len(seen.files), f"{len(seen.files)} files")
     size = f", {size_of_bytes(seen.freed_bytes)}" if seen.files else ""
     parts.append(Text(f"{count}{size} {verb}"))
-    parts += [Text(f"{kept} kept: {why.replace('_', ' ')}") for why, kept in sorted(seen.kept.items())]
+    parts += [Text(f"{kept} kept: {reason.replace('_', ' ')}") for reason, kept in sorted(seen.kept.items())]
     parts += [Text(f"! {note}", style="yellow") for note in _disk_notes(seen)]
     return Group(*parts)
 
@@ -200,7 +200,7 @@ def _notes(node: Node) -> Iterator[str]:
     if agent := node.agent:
         if agent.message:
             yield agent.message
-        yield from (f"{gpu}: {why}" for gpu, why in (agent.gpu_faults or {}).items())
+        yield from (f"{gpu}: {fault}" for gpu, fault in (agent.gpu_faults or {}).items())
 
 
 def _state(node: Node) -> Text:

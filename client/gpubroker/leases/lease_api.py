@@ -43,14 +43,14 @@ class LeaseSteps(Operations):
             if timeout_seconds is not None:
                 left = min(left, timeout_seconds - (time.monotonic() - began))
             if left <= 0:
-                why = "" if lease.pending is None else f": {lease.pending.message}"
-                raise LeaseEnded(lease.id, f"no memory was given within {timeout_seconds:g} s{why}")
+                cause = "" if lease.pending is None else f": {lease.pending.message}"
+                raise LeaseEnded(lease.id, f"no memory was given within {timeout_seconds:g} s{cause}")
             lease = yield from self._wait_while(lease, LeaseState.PENDING, left)
             if lease.state is LeaseState.PENDING:
                 yield from self._renewed(lease)
         if lease.state is not LeaseState.HELD:
-            why = f": {lease.error.message}" if lease.error else ""
-            raise LeaseEnded(lease.id, f"lease {lease.id} is {lease.raw.get('state')}{why}")
+            cause = f": {lease.error.message}" if lease.error else ""
+            raise LeaseEnded(lease.id, f"lease {lease.id} is {lease.raw.get('state')}{cause}")
         return lease
 
     def _keep(self, status: LeaseStatus) -> Steps[None]:

@@ -143,8 +143,8 @@ def leave_output(token: contextvars.Token[MemoryOutput | None]) -> None:
 class SortedStream(io.TextIOBase):
     """Replaces `sys.stdout`: the output of a run goes to that run, all other output where it went before."""
 
-    def __init__(self, otherwise: IO[str], stream: Stream = "stdout") -> None:
-        self._otherwise = otherwise
+    def __init__(self, default: IO[str], stream: Stream = "stdout") -> None:
+        self._otherwise = default
         self._stream = stream
 
     @property

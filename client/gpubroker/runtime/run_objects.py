@@ -45,8 +45,8 @@ class RunObjects:
         try:
             return opened_object(self._open_shared(shared), unpickles=unpickles)
         except UnreadableObject as fault:
-            why = f"object {id} cannot be opened: {fault}"
-            raise CannotOpen(failed("object_unreadable", why)) from None
+            message = f"object {id} cannot be opened: {fault}"
+            raise CannotOpen(failed("object_unreadable", message)) from None
 
     def store(self, data: bytes) -> str:
         """The id of a new object of the run's tenant. Raises NotStored, Stopped."""

@@ -91,8 +91,8 @@ class ArrayItem(Answer, frozen=True):
     def failed(self) -> ItemFailed | None:
         if self.error is None:
             return None
-        why = self.error.kind, self.error.message, self.error.traceback
-        return ItemFailed(self.number, *why, array=self.array)
+        failure = self.error.kind, self.error.message, self.error.traceback
+        return ItemFailed(self.number, *failure, array=self.array)
 
 
 class ArrayApi(Operations):

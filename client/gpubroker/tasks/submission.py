@@ -185,9 +185,9 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
 
 def parted_options(options: Mapping[str, Any], kind: Any) -> tuple[SubmitOptions, dict[str, Any]]:
     """The options of a submit, and those that only this kind of options has."""
-    own = kind.__annotations__.keys() - SubmitOptions.__annotations__.keys()
-    of_kind = {name: value for name, value in options.items() if name in own and value is not None}
-    rest = {name: value for name, value in options.items() if name not in own}
+    own_names = kind.__annotations__.keys() - SubmitOptions.__annotations__.keys()
+    of_kind = {name: value for name, value in options.items() if name in own_names and value is not None}
+    rest = {name: value for name, value in options.items() if name not in own_names}
     return cast("SubmitOptions", rest), of_kind
 
 
@@ -325,11 +325,11 @@ def parts_of(bodies: Sequence[bytes], *, together: bool) -> list[list[bytes]]:
     Raises WrongArgument."""
     refer = not together and any(b'"after"' in body and _refers_to_batch(body) for body in bodies)
     if (together or refer) and len(bodies) > MOST_TASKS_TOGETHER:
-        why = (
+        reason = (
             "tasks that run after others by index or name are sent" if refer else "all_or_nothing sends them"
         )
         raise WrongArgument(
-            f"{why} in one request, of at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}"
+            f"{reason} in one request, of at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}"
         )
     return [list(bodies)] if bodies and (together or refer) else list(batches(bodies))
 

@@ -60,11 +60,11 @@ def check_installed(settings: Settings, *, leads: bool) -> None:
         raise StartRefused(
             "ray.dashboard needs more to be installed: pip install 'ray[default]'; or set it to false"
         )
-    missing = [(extra, why) for module, extra, why in needed if find_spec(module) is None]
+    missing = [(extra, purpose) for module, extra, purpose in needed if find_spec(module) is None]
     if missing:
         extras = ",".join(extra for extra, _ in missing)
         raise StartRefused(
-            f"{' and '.join(why for _, why in missing)} more has to be installed: pip install "
+            f"{' and '.join(purpose for _, purpose in missing)} more has to be installed: pip install "
             f"'gpubroker-server[{extras}]'"
         )
 

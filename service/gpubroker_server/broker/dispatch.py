@@ -161,8 +161,8 @@ class Dispatcher:
             except StoreUnavailable as fault:
                 impossible.append(self._put_back(order, fault))
             except (BlobMissing, BlobCorrupt) as fault:
-                why = f"the stored arguments cannot be used: {fault}; submit the task again"
-                impossible += self._never_started(order, Failure("corrupt_order", why))
+                message = f"the stored arguments cannot be used: {fault}; submit the task again"
+                impossible += self._never_started(order, Failure("corrupt_order", message))
         return payloads, impossible
 
     async def _look_at_disks(self, order: DiskOrder) -> None:

@@ -146,10 +146,10 @@ class LeaderCandidate:
         it ignores that it is cancelled, and the process would not stop."""
         early: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def end_early(why: str) -> None:
+        def end_early(cause: str) -> None:
             leader_term.end()
             if not early.done():
-                early.set_exception(StaleTerm(f"term {leader_term.term} is over: {why}"))
+                early.set_exception(StaleTerm(f"term {leader_term.term} is over: {cause}"))
 
         self._end_early = end_early
         works = (self._keep(leader_term), self._decide(leader_term))

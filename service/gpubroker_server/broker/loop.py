@@ -267,9 +267,9 @@ class Leader:
                 if tries == 0:
                     raise PictureDiverged.of("its reports")
                 continue
-            again = self._without_values(batch, rejected(decisions, verdicts), now)
-            self._inbox.replace(len(batch), again)
-            left, tries = left - len(batch) + len(again), TRIES
+            rejected_reports = self._without_values(batch, rejected(decisions, verdicts), now)
+            self._inbox.replace(len(batch), rejected_reports)
+            left, tries = left - len(batch) + len(rejected_reports), TRIES
         self._inbox.weigh()
 
     def _without_values(
@@ -277,13 +277,13 @@ class Leader:
     ) -> list[Report]:
         """Reports in place of those with values that the database cannot keep: the run fails, the leader
         continues."""
-        again: list[Report] = []
+        to_settle: list[Report] = []
         for decision in refused:
             plain = without_values(batch, decision.subject, now)
             if not plain:
                 log.error("reports dropped: the database refuses them", subject=decision.subject)
-            again += plain
-        return again
+            to_settle += plain
+        return to_settle
 
     async def _settle_requests(self) -> None:
         """Carry out the requests. If the database refuses a change, the request is settled without it."""

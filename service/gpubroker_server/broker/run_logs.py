@@ -60,9 +60,11 @@ class LogKeeper:
         self._wanted = wanted_logs(self.world, await self.store.followed_logs(), self.clock.now())
         for log in self._known.keys() - self._wanted.keys():
             del self._known[log]
-        again = self.ticks() - AGAIN_SECONDS
+        asked_before = self.ticks() - AGAIN_SECONDS
         self._asked = {
-            log: asked_at for log, asked_at in self._asked.items() if log in self._wanted and asked_at > again
+            log: asked_at
+            for log, asked_at in self._asked.items()
+            if log in self._wanted and asked_at > asked_before
         }
         asked: dict[NodeName, dict[LogName, int]] = defaultdict(dict)
         for log in self._wanted.keys() - self._asked.keys():

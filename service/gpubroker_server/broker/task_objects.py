@@ -86,8 +86,8 @@ class TaskObjects:
                     message = "an object cannot be read or stored now; trying again"
                     log.warning(message, task=asked.task, fault=str(fault))
                 # Others need not wait: one file may be unreadable while all else is well.
-                again = asked, tries + 1
-                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, again)
+                next_try = asked, tries + 1
+                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, next_try)
 
     async def keep(self) -> None:
         """Extend the objects in use until cancelled, so that they outlast the leader's absence."""

@@ -97,9 +97,9 @@ def _over(shipped: dict[str, dict[str, Any]], given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     merged: dict[Any, Any] = dict(shipped)
-    for name, own in given.items():
-        merged[name] = {**merged.get(name, {}), **own} if isinstance(own, dict) else own
-    return {name: own for name, own in merged.items() if own is not None}
+    for name, settings in given.items():
+        merged[name] = {**merged.get(name, {}), **settings} if isinstance(settings, dict) else settings
+    return {name: settings for name, settings in merged.items() if settings is not None}
 
 
 SHIPPED_PROFILES: Final[dict[str, dict[str, Any]]] = {

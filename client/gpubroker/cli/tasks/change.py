@@ -102,9 +102,9 @@ def _cancelled(done: "Cancelled") -> Text:
 def retry(task: TaskWord, output: Output = Format.TABLE) -> None:
     """Run an ended task again, as a new task. It needs what submitting that task needs."""
     with connect() as broker:
-        again = broker.retry(task_id(broker, task, to_change=True))
-        remember_last(broker, again.id)
-        emit_all(output, [again], task_table)
+        new_task = broker.retry(task_id(broker, task, to_change=True))
+        remember_last(broker, new_task.id)
+        emit_all(output, [new_task], task_table)
 
 
 def stack(

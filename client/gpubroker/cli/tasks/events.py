@@ -195,7 +195,7 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
 
 def attempts_of(events: Iterable[Event]) -> Iterator[str]:
     """Return where each attempt ran, for how long, and why it ended."""
-    number, node, why = 0, "", ""
+    number, node, stop_reason = 0, "", ""
     began: datetime | None = None
     failures = 0
     for event in events:
@@ -204,14 +204,19 @@ def attempts_of(events: Iterable[Event]) -> Iterator[str]:
         if subject != "task":
             continue
         if change == "admitted":
-            number, node, why, began = fields.get("fence") or number + 1, fields.get("node") or "", "", None
+            number, node, stop_reason, began = (
+                fields.get("fence") or number + 1,
+                fields.get("node") or "",
+                "",
+                None,
+            )
         elif change == "started":
             began = event.at
         elif change == "stopping":
-            why = _STOPPED.get(str(fields.get("stop_reason")), str(fields.get("stop_reason") or ""))
+            stop_reason = _STOPPED.get(str(fields.get("stop_reason")), str(fields.get("stop_reason") or ""))
         elif number and (change == "requeued" or change in _ENDS):
             failed, failures = fields.get("failures", failures) > failures, fields.get("failures", failures)
-            end = change if change in _ENDS else "failed" if failed else why or "its run was lost"
+            end = change if change in _ENDS else "failed" if failed else stop_reason or "its run was lost"
             yield f"{_attempt(number, node, began, event.at)}, {end} at {timestamp(event.at)}"
             number = 0
     if number:
@@ -220,10 +225,10 @@ def attempts_of(events: Iterable[Event]) -> Iterator[str]:
 
 
 def _attempt(number: int, node: str, began: datetime | None, ended: datetime | None) -> str:
-    where = f"on {node} " if node else ""
+    on_node = f"on {node} " if node else ""
     if began is None or ended is None:
-        return f"{number}: {where}not started"
-    return f"{number}: {where}for {duration((ended - began).total_seconds())}"
+        return f"{number}: {on_node}not started"
+    return f"{number}: {on_node}for {duration((ended - began).total_seconds())}"
 
 
 def _preempted(broker: Broker, task: Task, notice: Event) -> str:

@@ -297,14 +297,14 @@ def options_of_submit(*, but: str) -> Callable[[F], F]:
     """A command with `**given` gets there the options of `submit` that it lacks itself, without the named."""
 
     def decorate(command: F) -> F:
-        *own, output, _given = inspect.signature(command, eval_str=True).parameters.values()
-        taken = {parameter.name for parameter in own} | {output.name, *but.split()}
+        *parameters, output, _given = inspect.signature(command, eval_str=True).parameters.values()
+        taken = {parameter.name for parameter in parameters} | {output.name, *but.split()}
         added = [
             parameter
             for parameter in inspect.signature(submit).parameters.values()
             if parameter.name not in taken
         ]
-        setattr(command, "__signature__", inspect.Signature([*own, *added, output]))  # noqa: B010
+        setattr(command, "__signature__", inspect.Signature([*parameters, *added, output]))  # noqa: B010
         return command
 
     return decorate

@@ -280,17 +280,17 @@ def _notes(listed: Sequence[Task]) -> Iterator[str]:
     first: dict[str, str] = {}
     for task in listed:
         preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
-        why = ""
+        reason = ""
         if task.state == "pending" and (waits := task.pending):
             place = f"position {waits.position}" if waits.position else short_id(task.id)
             known = first.setdefault(waits.message, place)
-            why = with_short_ids(waits.message) if known == place else f"as {known}"
-            why = f"{waits.position}. {why}" if waits.position else why
-        yield "; ".join(part for part in (_now(task, why), preempted, task.raw.get("notice")) if part)
+            reason = with_short_ids(waits.message) if known == place else f"as {known}"
+            reason = f"{waits.position}. {reason}" if waits.position else reason
+        yield "; ".join(part for part in (_now(task, reason), preempted, task.raw.get("notice")) if part)
 
 
-def _now(task: Task, why: str = "") -> str:
-    """Return what matters about a task in its present state. `why`: why it waits, if the caller says so."""
+def _now(task: Task, reason: str = "") -> str:
+    """Return what matters about a task in its present state. `reason`: why it waits, if known."""
     match task.state:
         case "pending" if task.pending:
             position = f" (position {task.pending.position})" if task.pending.position else ""
@@ -300,7 +300,7 @@ def _now(task: Task, why: str = "") -> str:
                 if inherited
                 else ""
             )
-            message = why or f"{with_short_ids(task.pending.message)}{position}"
+            message = reason or f"{with_short_ids(task.pending.message)}{position}"
             return f"{message}{note}{_expected_start(task.pending.start)}"
         case "running":
             return _progress(task)

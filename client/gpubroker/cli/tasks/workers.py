@@ -175,8 +175,8 @@ def _drawn(seen: WorkerSet) -> str:
     lines = [f"{seen.id} {seen.state}: {seen.count} of {seen.min_count}–{seen.max_count} wanted{follows}"]
     for worker in seen.workers:
         failed = f", failed {worker.failures} times" if worker.failures else ""
-        where = f" on {worker.node}, attempt {worker.attempt}" if worker.node else ""
-        lines.append(f"  {worker.id} {worker.state}{where}{failed}")
+        place = f" on {worker.node}, attempt {worker.attempt}" if worker.node else ""
+        lines.append(f"  {worker.id} {worker.state}{place}{failed}")
     return "\n".join(lines)
 
 

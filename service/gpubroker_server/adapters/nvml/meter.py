@@ -103,9 +103,9 @@ class GpuThread:
     def faults(self) -> Iterator[tuple[str, str]]:
         """A device that was measured before may fail once without being reported."""
         at_once = self.devices is None or self.is_lost
-        for name, (why, _) in self._silent.items():
+        for name, (fault, _) in self._silent.items():
             if at_once or not self._is_awaited(name):
-                yield name, why
+                yield name, fault
 
     def awaited(self) -> set[str]:
         """The devices of which a measurement is soon to be had; the empty name for any that is unknown."""
@@ -117,11 +117,11 @@ class GpuThread:
         _, since = self._silent.get(name, ("", time.monotonic()))
         return time.monotonic() - since < SILENT_SECONDS
 
-    def _note(self, names: Iterable[str], why: str) -> None:
+    def _note(self, names: Iterable[str], fault: str) -> None:
         for name in names:
             self.health.pop(name, None)
             _, since = self._silent.get(name, ("", time.monotonic()))
-            self._silent[name] = why, since
+            self._silent[name] = fault, since
 
     def _read(self, holders: Holders) -> Sequence[DeviceReading]:
         self._began = time.monotonic()

@@ -56,8 +56,8 @@ class RayOptions(RaySettings, frozen=True):
     @property
     def instance(self) -> str:
         """Identifies this broker among others on the same machines; marks every process of its runs."""
-        where = str(self.data_dir.resolve()) if self.is_local else f"{self.address}/{self.cluster}"
-        return hashlib.sha256(where.encode()).hexdigest()[:12]
+        place = str(self.data_dir.resolve()) if self.is_local else f"{self.address}/{self.cluster}"
+        return hashlib.sha256(place.encode()).hexdigest()[:12]
 
     @property
     def namespace(self) -> str:

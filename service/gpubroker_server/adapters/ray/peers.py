@@ -42,8 +42,8 @@ class PeerPorts:
     def try_all(self, peers: Iterable[Peer]) -> None:
         """Try these peers, and once more those that could not be reached, unless a round is under way."""
         if self._trying is None or self._trying.done():
-            again = {peer.node: peer for peer in (*self._unreached, *peers)}
-            self._trying = asyncio.create_task(self._try_all(list(again.values())))
+            to_try = {peer.node: peer for peer in (*self._unreached, *peers)}
+            self._trying = asyncio.create_task(self._try_all(list(to_try.values())))
 
     async def _try_all(self, peers: Sequence[Peer]) -> None:
         found = await asyncio.gather(*map(_unreached, peers))

@@ -58,9 +58,9 @@ class HttpBackend(ModelBackend):
         self._opening: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._sweep_seconds = min(1.0, server.silence_seconds / 4)
-        own = [(b"Host", server.authority), *server.headers]
-        self._own = b"".join(b"%b: %b\r\n" % header for header in own)
-        self._replaced = {name.lower() for name, _ in own}
+        headers = [(b"Host", server.authority), *server.headers]
+        self._own = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self._replaced = {name.lower() for name, _ in headers}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -178,9 +178,9 @@ class HttpBackend(ModelBackend):
                     lambda: ServerConnection(self, loop), server.host, server.port, ssl=server.tls
                 )
         except (OSError, TimeoutError) as fault:
-            why = str(fault) or f"no connection within {server.connect_seconds:g} s"
+            detail = str(fault) or f"no connection within {server.connect_seconds:g} s"
             if waiting := self._checks or self._waiting:
-                waiting.popleft().fail(Trouble.UNREACHABLE, why)
+                waiting.popleft().fail(Trouble.UNREACHABLE, detail)
             return
         self._connections.add(connection)
         self.on_free(connection)

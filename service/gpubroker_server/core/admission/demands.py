@@ -116,10 +116,10 @@ def _process_demand(
     )
 
 
-def _merged(own: PlacementConstraints, common: PlacementConstraints) -> PlacementConstraints:
+def _merged(given: PlacementConstraints, common: PlacementConstraints) -> PlacementConstraints:
     if common == NO_CONSTRAINTS:
-        return own
-    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(own, name))})
+        return given
+    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(given, name))})
 
 
 def _sized(demand: Demand, gpu_mb: GpuSize | None, learn: LearnSize) -> Demand:

@@ -192,11 +192,11 @@ def choose(
     kept: Counter[str] = Counter()
     may_go = []
     for file in files:
-        why = _why_kept(file, newest, live, now, old_seconds)
-        if why is None:
+        reason = _why_kept(file, newest, live, now, old_seconds)
+        if reason is None:
             may_go.append(file)
         else:
-            kept[why] += 1
+            kept[reason] += 1
     may_go.sort(key=lambda file: (CLASSES.index(file.file_class), file.modified_at, file.whole_path))
     chosen, freed_bytes = [], 0
     for file in may_go:

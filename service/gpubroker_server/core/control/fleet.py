@@ -314,8 +314,8 @@ class FleetControl:
             if alarm.is_on:
                 below = closed_below(alarm, now, self._rules.next_band_seconds)
                 high = thresholds[threshold_name(name, thresholds)].high
-                again = self._rules.retry_after_seconds
-                yield Pressure(name, alarm.since, values.get(name), high, below, again)
+                retry_after_seconds = self._rules.retry_after_seconds
+                yield Pressure(name, alarm.since, values.get(name), high, below, retry_after_seconds)
 
     def _pressure_values(self, values: Mapping[str, float | None]) -> dict[str, float]:
         shown = (

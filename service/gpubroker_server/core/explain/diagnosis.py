@@ -99,13 +99,13 @@ class _Gang:
             admit(draft, self._task, places, self._survey.now)
         fit = len(places)
         part = _rank_survey(self._survey, fit, draft)
-        why = self._why(part)
+        blocker = self._why(part)
         if draft.pledges_of(self._task.id):
             first = waiting_for_preemption(part)
         else:
             summary = f"there is room for {fit or 'none'} of the {self._least} ranks that must start together"
-            first = Blocker(why.reason, f"{summary}; rank {fit}: {why.message}")
-        return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, why))
+            first = Blocker(blocker.reason, f"{summary}; rank {fit}: {blocker.message}")
+        return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, blocker))
 
     def _why(self, part: Survey) -> Blocker:
         """Return the blocker for which a rank has no place beside those that have one."""

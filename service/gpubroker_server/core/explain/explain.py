@@ -138,8 +138,8 @@ def position_of(
     if task.id not in world.queue and (not is_new or is_deferred(task, world)):
         return None
     shares = FairShares(world, policy, now) if shares is None else shares
-    own = world.queue.order_within_tenant(task, now, policy)
-    key = order_key(own, shares.rank(task.tenant))
+    own_order = world.queue.order_within_tenant(task, now, policy)
+    key = order_key(own_order, shares.rank(task.tenant))
     return is_new + world.queue.count_until(key, shares.rank, now, policy)
 
 
@@ -182,18 +182,20 @@ def _held(world: World, task: Task) -> str:
 def _paused(pause: QueuePause, now: Instant) -> str:
     kind, _, name = pause.queue.partition(":")
     queue = f"{'work stream' if kind == 'stream' else kind} {name}"
-    why = f" ({pause.reason})" if pause.reason else ""
-    return f"{queue} was paused {in_time(max(0.0, now - pause.at))} ago{why}; it starts nothing until resumed"
+    reason = f" ({pause.reason})" if pause.reason else ""
+    return (
+        f"{queue} was paused {in_time(max(0.0, now - pause.at))} ago{reason}; it starts nothing until resumed"
+    )
 
 
 def _not_yet(task: Task, seconds: float) -> Blocker:
-    when = in_time(seconds)
-    message = f"its start time is in {when}"
+    due = in_time(seconds)
+    message = f"its start time is in {due}"
     if task.failures:
-        message = f"attempt {task.failures} of at most {task.max_retries + 1} failed; the next is in {when}"
+        message = f"attempt {task.failures} of at most {task.max_retries + 1} failed; the next is in {due}"
     elif isinstance(task.holder, Inference) and task.fence:
         model = task.demand.answered_by
-        said = f"its server does not answer or does not have model {model}; it is asked again in {when}"
+        said = f"its server does not answer or does not have model {model}; it is asked again in {due}"
         return Blocker(Reason.MODEL_LOADING, said)
     return Blocker(Reason.NOT_BEFORE, message)
 
@@ -231,9 +233,9 @@ def _statement(world: World, task: Task, policy: Policy, now: Instant) -> str:
             return f"running on {_whereabouts(task)} for {in_time(now - (task.started_at or now))}{more}"
         case TaskState.STOPPING:
             left = in_time(max(0.0, (task.stop_deadline_at or now) - now))
-            why = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
+            purpose = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
             goes_to = ", and continues on another node, where room is pledged to it" if task.is_moving else ""
-            return f"asked to stop ({task.stop_reason}){why}{goes_to}; {left} of grace are left"
+            return f"asked to stop ({task.stop_reason}){purpose}{goes_to}; {left} of grace are left"
         case _:
             return str(task.state)
 
@@ -281,8 +283,8 @@ def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> st
         return ""
     lack = f"; {missing} of its {count} ranks are missing"
     if bundles := vacant_bundles(task):
-        why = _why_none_joins(world, task, bundles[0], policy, now)
-        return f"{lack} and join when there is room that no waiting task can use; {why}"
+        explanation = _why_none_joins(world, task, bundles[0], policy, now)
+        return f"{lack} and join when there is room that no waiting task can use; {explanation}"
     used = f"{len(members)} rank numbers are used (at most {MOST_RANKS})"
     return (
         f"{lack} until its next start: {failed} that joined failed (at most {MOST_FAILED_JOINS}), and {used}"

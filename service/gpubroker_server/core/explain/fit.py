@@ -90,8 +90,8 @@ class FleetPlan(Struct, frozen=True):
             without = ", ".join(
                 f"{shortage.count} of {shortage.component.name}" for shortage in self.unplaced
             )
-            why = _missing_in_words(self.missing) or self.unplaced[0].message
-            return f"it does not fit: there is no place for {without}; {why}"
+            cause = _missing_in_words(self.missing) or self.unplaced[0].message
+            return f"it does not fit: there is no place for {without}; {cause}"
         whole = sum(run.ranks is None for run in self.displaced)
         gangs = [run.ranks for run in self.displaced if run.ranks is not None]
         ranks = sum(map(len, gangs))
@@ -149,8 +149,10 @@ def plan_fleet(
             for displacement in displacements:
                 displaced[displacement.run.id] = _joined(displacement, displaced.get(displacement.run.id))
             if places is None:
-                why = _why(survey_nodes(draft, task, policy, now, forecasts))
-                unplaced.append(Unplaced(component, component.count - number, why.reason, why.message))
+                blocker = _why(survey_nodes(draft, task, policy, now, forecasts))
+                unplaced.append(
+                    Unplaced(component, component.count - number, blocker.reason, blocker.message)
+                )
                 break
             is_gang = bool(task.demand.bundles)
             placed.append(Placed(component.name, number, places, is_gang, len(displacements)))

@@ -127,8 +127,8 @@ class _TasksAhead:
             task, now, policy = self._survey.task, self._survey.now, self._survey.policy
             self._shares = FairShares(self._survey.draft.world, policy, now)
             world = self._survey.draft.world
-            own = world.queue.order_within_tenant(task, now, policy)
-            key = order_key(own, self._shares.rank(task.tenant))
+            own_order = world.queue.order_within_tenant(task, now, policy)
+            key = order_key(own_order, self._shares.rank(task.tenant))
             to_place = (
                 equivalence
                 for equivalence in world.queue.classes.values()
@@ -151,12 +151,13 @@ class _TasksAhead:
         ]
         for group in sorted(groups, key=lambda group: -group.priority):
             first = group.member(0)
-            own = group.order_within_tenant(first, now, policy)
+            own_order = group.order_within_tenant(first, now, policy)
             # The end of a run may change the order between tenants.
             is_other = group.tenant != self._survey.task.tenant
             tenant = group.tenant if policy.has_quotas else ""
             if tenant not in found and (
-                (is_other and own[0] <= key[0]) or order_key(own, self._shares.rank(group.tenant)) < key
+                (is_other and own_order[0] <= key[0])
+                or order_key(own_order, self._shares.rank(group.tenant)) < key
             ):
                 found.add(tenant)
                 yield replace(world.tasks[first[1]], id=TaskId(""))

@@ -100,11 +100,11 @@ def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = 
     listed = nsmallest(
         MAX_LISTED, runs, key=lambda listing: (_ORDER[listing[1]], listing[0].priority, listing[0].id)
     )
-    why = _status(survey, way, counts, ahead)
+    status = _status(survey, way, counts, ahead)
     leases_of = survey.draft.world.leases_of
     return PreemptionVerdict(
-        why,
-        _message(survey, why, counts, ahead),
+        status,
+        _message(survey, status, counts, ahead),
         dict(sorted(counts.items())),
         tuple(
             RunProtection(run, Mib(sum(lease.mb for lease in leases_of(run))), found) for run, found in listed
@@ -170,9 +170,9 @@ def _status(
 
 
 def _message(
-    survey: Survey, why: PreemptionStatus, counts: Counter[Protection], ahead: Sequence[Reservation]
+    survey: Survey, status: PreemptionStatus, counts: Counter[Protection], ahead: Sequence[Reservation]
 ) -> str:
-    match why:
+    match status:
         case PreemptionStatus.NOT_NEEDED:
             return "no run has to be preempted for it"
         case PreemptionStatus.UNDER_WAY:
@@ -200,7 +200,7 @@ def _message(
         case PreemptionStatus.ALL_SHIELDED:
             return f"no run may be preempted for priority {survey.task.priority}{_protected(counts, ': ')}"
         case _:
-            assert_never(why)
+            assert_never(status)
 
 
 def _reserved(survey: Survey, ahead: Sequence[Reservation]) -> str:

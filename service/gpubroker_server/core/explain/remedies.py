@@ -105,9 +105,9 @@ def _after_an_end(planner: RemedyPlanner, expected_ends: ExpectedEnds) -> Remedy
     if found is None:
         return None
     end = found.within
-    when = f"expected within {in_time(end.p50_seconds)}" if end.p50_seconds else "any moment"
+    due = f"expected within {in_time(end.p50_seconds)}" if end.p50_seconds else "any moment"
     run = task_label(found.run.id, found.run.tenant, task)
-    message = f"when {run} ends ({when}), it starts on {places_text(planner.draft, found.places)}"
+    message = f"when {run} ends ({due}), it starts on {places_text(planner.draft, found.places)}"
     return Remedy({}, task, message, Start(found.places), found.run, end)
 
 

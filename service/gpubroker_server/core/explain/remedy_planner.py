@@ -93,14 +93,14 @@ class RemedyPlanner:
         if isinstance(way, Wait):
             return None
         if isinstance(way, Start):
-            where = places_text(self.draft, way.places)
-            return Remedy(change, task, f"{text}, it starts now on {where}", way)
+            place_names = places_text(self.draft, way.places)
+            return Remedy(change, task, f"{text}, it starts now on {place_names}", way)
         victims = way.eviction.victims
         seconds = way.eviction.deadline_at - self.survey.now
         runs = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
         nodes = {node_of(device) for device, _ in way.eviction.devices}
-        where = f"on {' and '.join(sorted(nodes))} within {in_time(seconds)}"
-        message = f"{text}, it preempts {runs} and starts {where}"
+        place_names = f"on {' and '.join(sorted(nodes))} within {in_time(seconds)}"
+        message = f"{text}, it preempts {runs} and starts {place_names}"
         return Remedy(change, task, message, way)
 
 

@@ -200,8 +200,8 @@ class _LazyShares:
         self._known: FairShares | None = None
 
     def key_of(self, task: Task) -> OrderKey:
-        own = self._world.queue.order_within_tenant(task, self._now, self._policy)
-        return order_key(own, self._shares().rank(task.tenant))
+        own_order = self._world.queue.order_within_tenant(task, self._now, self._policy)
+        return order_key(own_order, self._shares().rank(task.tenant))
 
     def count_ahead(self, task: Task) -> int:
         """Return how many tasks that may be planned are ahead of it."""

@@ -186,8 +186,8 @@ class ArrayWork:
 
     def _killed(self, number: int) -> ItemResult:
         tries = 1 + self._crashes.pop(number)
-        why = f"its process ended {tries} times without a result: it crashed or was killed"
-        return ItemResult(number, 0.0, tries, None, Failure("killed", why))
+        message = f"its process ended {tries} times without a result: it crashed or was killed"
+        return ItemResult(number, 0.0, tries, None, Failure("killed", message))
 
 
 def reported(
@@ -267,8 +267,10 @@ def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes:
 
 def _without_result(item: ItemResult, most_bytes: int) -> ItemResult:
     """A short line, so that the array can end."""
-    why = f"the results of its array take more than {most_bytes} bytes (limits.array_result_bytes)"
-    failure = Failure(item.failure.kind, why) if item.failure else Failure(ARRAY_RESULTS_TOO_LARGE, why)
+    message = f"the results of its array take more than {most_bytes} bytes (limits.array_result_bytes)"
+    failure = (
+        Failure(item.failure.kind, message) if item.failure else Failure(ARRAY_RESULTS_TOO_LARGE, message)
+    )
     return item._replace(result=None, failure=failure)
 
 

@@ -138,11 +138,11 @@ def _succeeded(
 
 
 def _go_on(
-    update: TaskUpdate, world: World, members: tuple[Member, ...], at: Instant, why: str = "rank_ended"
+    update: TaskUpdate, world: World, members: tuple[Member, ...], at: Instant, reason: str = "rank_ended"
 ) -> None:
     before = update.known
     next_move, changes = going_on(members, at)
-    update.move(next_move, "ended" if next_move is Move.SUCCEEDED else why, **changes)
+    update.move(next_move, "ended" if next_move is Move.SUCCEEDED else reason, **changes)
     update.orders += news_of_world(world, before, update.known)
 
 
@@ -249,14 +249,14 @@ def _stop_others(
 
 
 def _settle(
-    update: TaskUpdate, task: Task, members: tuple[Member, ...], why: str, now: Instant, policy: Policy
+    update: TaskUpdate, task: Task, members: tuple[Member, ...], reason: str, now: Instant, policy: Policy
 ) -> None:
     changes: dict[str, Any] = {"holder": Gang(members)}
     next_move = Move.CHANGED
     if all(member.gone for member in members):
         next_move, moved = after_stop(task, now, policy)
         changes |= moved
-    update.move(next_move, why, **changes)
+    update.move(next_move, reason, **changes)
 
 
 def _of_rank(outcome: Outcome, rank: int) -> Outcome:

@@ -163,8 +163,8 @@ def base_released(world: World, task: Task, move: Move, now: Instant) -> Decisio
     update.move(move, "released", finished_at=now, freeing_for=None)
     decision = update.decision()
     assert decision is not None, "it has just ended"
-    why = f"the settings name no base_mb for server {model_of(task).server}"
-    note = AuditNote(now, task.tenant, "settings", "base_mb.release", task.id, why)
+    message = f"the settings name no base_mb for server {model_of(task).server}"
+    note = AuditNote(now, task.tenant, "settings", "base_mb.release", task.id, message)
     return replace(decision, audit=(note,))
 
 

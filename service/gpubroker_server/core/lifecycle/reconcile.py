@@ -97,12 +97,12 @@ def reconcile(
         for write in decision.tasks
         if write.task.state is not TaskState.RUNNING
     }
-    again = (
+    repeated = (
         replace(order, incarnation=seen.node.incarnation)
         for order in _orders_again(world, seen, now)
         if order.task not in stopped or isinstance(order, StopOrder)
     )
-    orders = (*again, *_unwanted(world, seen))
+    orders = (*repeated, *_unwanted(world, seen))
     if orders:
         decisions.append(Decision(seen.node.name, "reconcile", orders=orders))
     return decisions
@@ -110,17 +110,17 @@ def reconcile(
 
 def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[Node, ...]:
     """The operator, not the agent, says whether it is cordoned."""
-    known, agents, own = world.nodes.get(seen.node.name), seen.node, rules.of(seen.node.name)
+    known, agents, node_rules = world.nodes.get(seen.node.name), seen.node, rules.of(seen.node.name)
     row = replace(
         agents,
         ready=True,
         version=1,
         custom=rules.node_custom,
-        labels=tuple(sorted({**dict(agents.labels), **own.labels}.items())),
-        cpu=max(0.0, (own.cpu or agents.cpu) - own.reserve_cpu),
-        memory_mb=Mib(max(0, (own.memory_mb or agents.memory_mb) - own.reserve_memory_mb)),
+        labels=tuple(sorted({**dict(agents.labels), **node_rules.labels}.items())),
+        cpu=max(0.0, (node_rules.cpu or agents.cpu) - node_rules.reserve_cpu),
+        memory_mb=Mib(max(0, (node_rules.memory_mb or agents.memory_mb) - node_rules.reserve_memory_mb)),
         # An agent that says 0 takes nothing, whatever the rules say.
-        max_runs=(own.max_runs or agents.max_runs) if agents.max_runs else 0,
+        max_runs=(node_rules.max_runs or agents.max_runs) if agents.max_runs else 0,
     )
     if known is None:
         return (row,)

@@ -120,8 +120,10 @@ class _ModelQueue:
             heappush(self._heads, self._head(head.group, next_member))
 
     def _head(self, group: QueueGroup, member: Member) -> _QueueHead:
-        own, tenant = group.order_within_tenant(member, self._now, self._policy), group.tenant
-        return _QueueHead((own[0], self._shares.rank(tenant), self._given[tenant], own), member, group)
+        own_order, tenant = group.order_within_tenant(member, self._now, self._policy), group.tenant
+        return _QueueHead(
+            (own_order[0], self._shares.rank(tenant), self._given[tenant], own_order), member, group
+        )
 
 
 def _admit(world: World, task: Task, servers: Sequence[str], now: Instant) -> Decision:

@@ -110,10 +110,10 @@ class Places:
         none."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return NOWHERE
-        own = self._nodes_kept_for(task)
+        kept_nodes = self._nodes_kept_for(task)
         # Tasks of two priorities with no pledge between them have the same room on every node. The key names
         # the lowest pledge that binds them, so it stays true for a node on which no pledge begins or ends.
-        key = task.id if own else (task.demand, self._draft.least_pledge_from(task.priority))
+        key = task.id if kept_nodes else (task.demand, self._draft.least_pledge_from(task.priority))
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = PlaceTable()
@@ -123,13 +123,13 @@ class Places:
             if nodes is not None and node not in nodes:
                 table.found.pop(node, None)
                 continue
-            place = self._best_on(node, task, own)
+            place = self._best_on(node, task, kept_nodes)
             if place is not None:
                 table.found[node] = place
                 cost += CLOSE_LOOK
             else:
                 table.found.pop(node, None)
-            cost += CLOSE_LOOK + 1 if node in own else 1
+            cost += CLOSE_LOOK + 1 if node in kept_nodes else 1
             if cost >= PROBES_AT_A_TIME:
                 if scores is not None:
                     cost += CLOSE_LOOK * (scores.worked_out - worked_out)
@@ -203,11 +203,11 @@ class Places:
         return self._best_on(node, task, self._nodes_kept_for(task), allows)
 
     def _best_on(
-        self, node: NodeName, task: Task, own: Set[NodeName], allows: Allows | None = None
+        self, node: NodeName, task: Task, kept_nodes: Set[NodeName], allows: Allows | None = None
     ) -> Found | None:
         if node not in self._nodes:
             return None
-        if node in own:
+        if node in kept_nodes:
             room = self._rooms.look(node, task.id, task.priority)
         else:
             room = self._rooms.now(node, task.priority)

@@ -184,10 +184,14 @@ class QueueOrder:
         for name in self._pledged:
             task = self._world.tasks.get(name)
             if task is not None:
-                own = self._own_key(task)
-                key = order_key(own, self.shares.rank(task.tenant))
+                own_order = self._own_key(task)
+                key = order_key(own_order, self.shares.rank(task.tenant))
                 passed = self._after is not None and key <= self._after
-                if own[0] == -top and not passed and own > self.shares.passed.get(task.tenant, BEFORE_ALL):
+                if (
+                    own_order[0] == -top
+                    and not passed
+                    and own_order > self.shares.passed.get(task.tenant, BEFORE_ALL)
+                ):
                     self._heads.append(Head(key, True, name, None, []))
         heapify(self._heads)
 
@@ -261,16 +265,20 @@ class QueueOrder:
             return 0
         rank = self.shares.rank(group.tenant)
         passed = group.count_until(self._after, rank, self._ordered_at, self._policy)
-        own = self.shares.passed.get(group.tenant)
-        return passed if own is None else max(passed, group.count_own(own, self._ordered_at, self._policy))
+        own_order = self.shares.passed.get(group.tenant)
+        return (
+            passed
+            if own_order is None
+            else max(passed, group.count_own(own_order, self._ordered_at, self._policy))
+        )
 
     def _push_entry(self, entries: list[Entry], group: QueueGroup, member: Member | None) -> None:
         """Add this task of the group, or the next one without pledges."""
         while member is not None and member[1] in self._pledged:
             member = group.after(member)
         if member is not None:
-            own = group.order_within_tenant(member, self._ordered_at, self._policy)
-            key = order_key(own, self.shares.rank(group.tenant))
+            own_order = group.order_within_tenant(member, self._ordered_at, self._policy)
+            key = order_key(own_order, self.shares.rank(group.tenant))
             heappush(entries, (key, member[1], group))
 
     def _push_head(self, entries: list[Entry]) -> None:

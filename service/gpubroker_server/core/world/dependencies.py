@@ -74,8 +74,12 @@ class PriorityInheritance:
         agenda = [first]
         while agenda:
             name = agenda.pop()
-            own, before = self._own[name], self._passed.get(name, NO_PRIORITY)
-            after = NO_PRIORITY if own == NO_PRIORITY else max(own, self.priorities.get(name, NO_PRIORITY))
+            own_priority, before = self._own[name], self._passed.get(name, NO_PRIORITY)
+            after = (
+                NO_PRIORITY
+                if own_priority == NO_PRIORITY
+                else max(own_priority, self.priorities.get(name, NO_PRIORITY))
+            )
             self._passed[name] = after
             if after != before:
                 changed = [task for task in self._remaining[name] if self._recount(task, before, after)]

@@ -274,13 +274,13 @@ class PendingQueue:
     def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
         """Return how many tasks are at or before this place, given the ranks of tenants."""
         ranks, count = {tenant: rank(tenant) for tenant in self.tenants}, 0
-        first, own = key[:3], (key[0], *key[3:])
+        first, own_order = key[:3], (key[0], *key[3:])
         for (tenant, _, _, _, standing), group in self.groups.items():
             place = (-band_of(standing)[2], *ranks[tenant])
             if place < first:
                 count += len(group)
             elif place == first:
-                count += group.count_own(own, now, policy)
+                count += group.count_own(own_order, now, policy)
         return count
 
     def of_tenant(self, tenant: str | None, now: Instant, policy: Policy) -> Iterator[TaskId]:

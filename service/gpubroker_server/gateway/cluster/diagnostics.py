@@ -104,10 +104,10 @@ def _closed_out(world: World, task: Task, policy: Policy) -> StuckTask:
     """Return a finding that names a node which could run the task if it were open."""
     for node in sorted(world.nodes.values(), key=lambda node: node.name):
         devices = [world.ledgers[key].device for key in world.by_node.get(node.name, ())]
-        why = _why_closed(world, node)
-        if why and check_demand(task.demand, devices, [node], policy) is None:
+        reason = _why_closed(world, node)
+        if reason and check_demand(task.demand, devices, [node], policy) is None:
             remedy = f"gpubroker uncordon {node.name}" if node.cordoned else f"gpubroker explain {task.id}"
-            return StuckTask(task, f"it fits on {node.name}, which {why}", remedy)
+            return StuckTask(task, f"it fits on {node.name}, which {reason}", remedy)
     return StuckTask(task, "some of the nodes that it needs take no work", f"gpubroker explain {task.id}")
 
 

@@ -187,9 +187,9 @@ def _ended(record: TaskRecord) -> str:
     finished_at = rfc3339(task.finished_at)
     if not isinstance(task.holder, External):
         failure = record.failure or {}
-        why = str(failure.get("message") or failure.get("kind") or "").partition("\n")[0]
+        reason = str(failure.get("message") or failure.get("kind") or "").partition("\n")[0]
         return f"{task.state} at {finished_at}, {_how_far(task, task.finished_at)}" + (
-            f": {why}" if why else ""
+            f": {reason}" if reason else ""
         )
     match task.state:
         case TaskState.SUCCEEDED:
@@ -203,9 +203,9 @@ def _ended(record: TaskRecord) -> str:
 def _how_far(task: Task, finished_at: Instant) -> str:
     if task.started_at is None:
         return "before it started" if not task.fence else f"before attempt {task.fence} started"
-    where = f" on {task.node}" if task.node else ""
-    which = f" in attempt {task.fence}" if task.fence > 1 else ""
-    return f"after {finished_at - task.started_at:.0f} s{which}{where}"
+    on_node = f" on {task.node}" if task.node else ""
+    attempt = f" in attempt {task.fence}" if task.fence > 1 else ""
+    return f"after {finished_at - task.started_at:.0f} s{attempt}{on_node}"
 
 
 _REFUSED = 422

@@ -127,9 +127,9 @@ def request_of(
         try:
             tensors.append(_tensor(given, binary_data[begin : begin + size], objects))
         except BadTensor as bad:
-            where = "data" if given.parameters is None else "parameters/binary_data_size"
-            where = where if given.object is None else "object"
-            faults.append(Fault(pointer=f"/inputs/{index}/{where}", detail=str(bad), code="bad-tensor"))
+            member = "data" if given.parameters is None else "parameters/binary_data_size"
+            member = member if given.object is None else "object"
+            faults.append(Fault(pointer=f"/inputs/{index}/{member}", detail=str(bad), code="bad-tensor"))
         begin += size
     if begin != len(binary_data) and not faults:
         detail = f"{len(binary_data)} bytes follow the JSON, and the inputs name {begin} (binary_data_size)"
@@ -270,14 +270,14 @@ async def _with_values(
 async def _want_model(parts: Parts, model: str, priority: int) -> None:
     """Ask for the model's memory, if its server is in the ledger. Raises Problem for a model that no server
     has, and for one that would fit nowhere. A server that does not answer now is asked again later."""
-    why = "it is in no repository"
+    reason = "it is in no repository"
     try:
         if parts.residencies is not None:
             if not parts.residencies.holding(model):
                 await parts.residencies.want(model, priority, queued=True)
             return
     except UnknownModel as unknown:
-        why = str(unknown)
+        reason = str(unknown)
     except Problem as problem:
         if problem.kind.status < 500:
             raise
@@ -285,7 +285,7 @@ async def _want_model(parts: Parts, model: str, priority: int) -> None:
     if any(server.lists(model) for server in parts.outside):
         return
     if not any(await asyncio.gather(*(server.may_have(model) for server in parts.outside))):
-        raise Problem("not-found", f'there is no model "{model[:100]}": {why}; GET /models lists them')
+        raise Problem("not-found", f'there is no model "{model[:100]}": {reason}; GET /models lists them')
 
 
 @resource.route(

@@ -75,16 +75,18 @@ class CallRouter:
             match answer:
                 case Called():
                     return Answered(run, answer)
-                case NotBegun(why, is_late=True):
-                    detail = f"worker {run.task} did not begin within {to_begin:g} s, and never will: {why}"
+                case NotBegun(reason, is_late=True):
+                    detail = (
+                        f"worker {run.task} did not begin within {to_begin:g} s, and never will: {reason}"
+                    )
                     raise Problem("call-timeout", detail)
-                case NotBegun(why):
-                    known.lose(run, why)
+                case NotBegun(reason):
+                    known.lose(run, reason)
                 case MethodFailed():
                     raise _failed(run, call, answer)
-                case WorkerLost(why):
-                    known.lose(run, why)
-                    raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=why)
+                case WorkerLost(reason):
+                    known.lose(run, reason)
+                    raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=reason)
         states = ", ".join(f"{count} {state}" for state, count in states_of(workers, self._world).items())
         states = (states or "none is left") + (f" ({known.refusal})" if known.refusal else "")
         raise Problem("no-worker", set=workers.id, task=workers.id, states=states, seconds=f"{to_begin:g}")
@@ -226,7 +228,7 @@ class WorkersOfSet:
                     self._ready[run.task] = run
                     self.refusal = ""
                     self._came.set()
-                case NotBegun(why, is_late=False) | WorkerLost(why):
-                    self.refusal = why
+                case NotBegun(reason, is_late=False) | WorkerLost(reason):
+                    self.refusal = reason
         finally:
             self._asked.pop(run, None)

@@ -195,11 +195,11 @@ def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
     """Return the body with the roles of its process, so that it asks for the maximum of each size."""
     if not body.colocate_with:
         return body
-    own = body.resources.model_dump(include={*_SIZES, "custom"})
-    if own["gpu_mb"] is not None and not isinstance(own["gpu_mb"], int):
+    own_resources = body.resources.model_dump(include={*_SIZES, "custom"})
+    if own_resources["gpu_mb"] is not None and not isinstance(own_resources["gpu_mb"], int):
         detail = "a size cannot be learned for several roles together; give MiB"
         raise invalid(Fault(pointer="/resources/gpu_mb", detail=detail, code="contradiction"))
-    roles = {OWN_ROLE: _sized(own, defaults.named(body.model_type, body.profile))}
+    roles = {OWN_ROLE: _sized(own_resources, defaults.named(body.model_type, body.profile))}
     for name, role in body.colocate_with.items():
         given = role.model_dump(include={*_SIZES, "custom"})
         roles[name] = _sized(given, defaults.named("", role.profile))

@@ -166,7 +166,7 @@ class DiskCleaner:
 
     def _tell(self, task: DiskTask, answer: Answer) -> None:
         files = [tuple(file) for file in answer.files]
-        kept = sorted((str(why), count) for why, count in answer.kept.items())
+        kept = sorted((str(reason), count) for reason, count in answer.kept.items())
         self._report(("disk", time.time(), task.request, files, kept, answer.is_first, answer.message))
 
     def _look(self, task: DiskTask) -> Answer:
@@ -261,8 +261,8 @@ class DiskCleaner:
                 kept["does_not_answer"] += 1
             elif file.whole_path.startswith(tuple(live)):
                 kept["of_live_task"] += 1
-            elif why := self._left_because(file, task, spared, deletes=True):
-                kept[why] += 1
+            elif reason := self._left_because(file, task, spared, deletes=True):
+                kept[reason] += 1
             else:
                 deleted.append(file)
                 log.info("deleted", path=file.whole_path)

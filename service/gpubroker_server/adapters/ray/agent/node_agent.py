@@ -305,7 +305,7 @@ class NodeAgent:
         config = self._config
         inventory = self._announced = self._meter.inventory()
         if inventory.faults:
-            faults = "; ".join(f"{gpu}: {why}" for gpu, why in inventory.faults)
+            faults = "; ".join(f"{gpu}: {fault}" for gpu, fault in inventory.faults)
             log.warning("GPUs of this node cannot be used", node=config.node, fault=faults)
         node = {
             "name": config.node,

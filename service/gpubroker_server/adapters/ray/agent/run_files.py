@@ -209,8 +209,8 @@ def _cut(log: Path) -> None:
     begin = -(-KEPT_END_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
     with log.open("r+b") as file:
         end = (os.fstat(file.fileno()).st_size - KEPT_END_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
-        where = (ctypes.c_long(begin), ctypes.c_long(end - begin))
-        if end > begin and ctypes.CDLL(None, use_errno=True).fallocate(file.fileno(), _PUNCH_HOLE, *where):
+        span = (ctypes.c_long(begin), ctypes.c_long(end - begin))
+        if end > begin and ctypes.CDLL(None, use_errno=True).fallocate(file.fileno(), _PUNCH_HOLE, *span):
             fault = os.strerror(ctypes.get_errno())
             log_lines.warning("a log of a run cannot be made smaller", path=str(log), fault=fault)
 

@@ -343,10 +343,10 @@ class NodeRuns:
         if breach := process.breach or self._cgroups.breach_of(run.order):
             return self._ended_lost(run, "host_memory_exceeded", breach)
         if process.out_of_memory:
-            why = "the node ran out of memory and Ray killed the process"
-            return self._ended_lost(run, "out_of_memory", why)
-        why = run.killed or how_it_ended(process.exit_status)
-        return self._ended_lost(run, "killed", f"{why}; the last lines of its log may say more")
+            cause = "the node ran out of memory and Ray killed the process"
+            return self._ended_lost(run, "out_of_memory", cause)
+        cause = run.killed or how_it_ended(process.exit_status)
+        return self._ended_lost(run, "killed", f"{cause}; the last lines of its log may say more")
 
     def _ended_lost(self, run: AgentRun, kind: str, message: str) -> Report:
         outcome = RunOutcome("lost", fault=RunFault(kind, message))

@@ -121,8 +121,8 @@ class SharedObjects:
         if len(opening.data) >= size_bytes:
             opening.storing = asyncio.create_task(self._keep(tenant, id, opening))
         elif not data:
-            why = f"the bytes of object {id} are damaged: {len(opening.data)} of {size_bytes} are left"
-            self._finish(tenant, id, opening, ("object_missing", f"{why}; upload it again"))
+            message = f"the bytes of object {id} are damaged: {len(opening.data)} of {size_bytes} are left"
+            self._finish(tenant, id, opening, ("object_missing", f"{message}; upload it again"))
         elif self._large in (None, opening):
             self._large = opening
             self._report(_question(opening, id))
@@ -143,12 +143,12 @@ class SharedObjects:
             found, shared = await asyncio.to_thread(self._checked_and_stored, opening.data)
         except Exception as fault:
             log.exception("an object cannot be kept for the runs of this node")
-            why = f"object {id} cannot be kept on this node: {fault}"
-            self._finish(tenant, id, opening, ("object_unreadable", why))
+            message = f"object {id} cannot be kept on this node: {fault}"
+            self._finish(tenant, id, opening, ("object_unreadable", message))
             return
         if found != id:
-            why = f"the bytes of object {id} are damaged: they have the digest {found}; upload it again"
-            self._finish(tenant, id, opening, ("object_missing", why))
+            message = f"the bytes of object {id} are damaged: they have the digest {found}; upload it again"
+            self._finish(tenant, id, opening, ("object_missing", message))
             return
         opening.kept = Kept(shared, len(opening.data))
         self._finish(tenant, id, opening)

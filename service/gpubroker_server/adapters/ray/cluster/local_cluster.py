@@ -126,10 +126,10 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 def _running_already(folder: Path) -> str:
     state = read_state(folder)
-    where = f" at {state.address}" if state is not None and state.address else ""
+    at_address = f" at {state.address}" if state is not None and state.address else ""
     return (
-        f"cluster {folder.name} runs already{where}; add to it with `gpubroker cluster add-worker`, end it "
-        "with `gpubroker cluster stop`, or give this one another --name"
+        f"cluster {folder.name} runs already{at_address}; add to it with `gpubroker cluster add-worker`, end "
+        "it with `gpubroker cluster stop`, or give this one another --name"
     )
 
 

@@ -295,13 +295,13 @@ class RayExecutor:
         run = order.task, order.fence, order.rank
         is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
-        why = ""
+        reason = ""
         if is_earlier and needs_a_later_agent(payload):
-            why = "the agent is of a release without arrays, objects and worker sets"
+            reason = "the agent is of a release without arrays, objects and worker sets"
         elif self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
-            why = "too much is on its way to the agents"
-        if why:
-            log.warning(f"{why}; this start waits", task=order.task)
+            reason = "too much is on its way to the agents"
+        if reason:
+            log.warning(f"{reason}; this start waits", task=order.task)
             self._report_never_started(run, self._clock.now())
             return False
         self._note_answer(run)

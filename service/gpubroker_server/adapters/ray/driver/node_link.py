@@ -246,13 +246,13 @@ class NodeLink:
             if packed:
                 await self._listener.send_reports(packed, asked_at, self._term)
 
-    async def _on_absence(self, why: str) -> None:
-        log.warning("the agent is away", node=self.node, fault=why)
-        await self._listener.send("trouble", f"the agent of node {self.node} is away: {why}")
+    async def _on_absence(self, cause: str) -> None:
+        log.warning("the agent is away", node=self.node, fault=cause)
+        await self._listener.send("trouble", f"the agent of node {self.node} is away: {cause}")
         away_seconds = time.monotonic() - self._answered_at
         if away_seconds > AGENT_PATIENCE_SECONDS and not self._reported_lost:
             self._reported_lost = True
-            await self.report_lost(f"its agent has been away for {away_seconds:.0f} s: {why}")
+            await self.report_lost(f"its agent has been away for {away_seconds:.0f} s: {cause}")
 
     def _send_queued(self) -> None:
         while self._queue and self._agent is not None and len(self._calls) < CALLS_AT_ONCE:

@@ -80,10 +80,10 @@ def answer_of(packed: bytes, form: str) -> CallAnswer:
             return Called(result, seconds)
         case ("failed", str(kind), str(message), str(traceback)):
             return MethodFailed(kind, message, traceback)
-        case ("refused" | "late" as outcome, str(why)):
-            return NotBegun(why, is_late=outcome == "late")
-        case ("lost", str(why)):
-            return WorkerLost(why)
+        case ("refused" | "late" as outcome, str(reason)):
+            return NotBegun(reason, is_late=outcome == "late")
+        case ("lost", str(reason)):
+            return WorkerLost(reason)
         case _:
             return MethodFailed("malformed_answer", "its process wrote something that is no answer")
 

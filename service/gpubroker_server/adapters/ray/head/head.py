@@ -154,10 +154,10 @@ async def reach(address: str) -> None:
         async with asyncio.timeout(REACH_SECONDS):
             _reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except (OSError, TimeoutError) as fault:
-        why = getattr(fault, "strerror", None) or f"no answer within {REACH_SECONDS:g} s"
+        cause = getattr(fault, "strerror", None) or f"no answer within {REACH_SECONDS:g} s"
         raise HeadRefused(
-            f"nothing answers at {address}, the configured ray.address: {why}; start the head of the cluster "
-            "there, correct ray.address, or leave it out to have a local Ray started"
+            f"nothing answers at {address}, the configured ray.address: {cause}; start the head of the "
+            "cluster there, correct ray.address, or leave it out to have a local Ray started"
         ) from None
     writer.close()
 

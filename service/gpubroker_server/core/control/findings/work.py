@@ -35,9 +35,9 @@ class StuckTask(NamedTuple):
 
 
 def waits_for_ever(stuck: Iterable[StuckTask]) -> Iterator[Finding]:
-    for task, why, remedy in stuck:
+    for task, reason, remedy in stuck:
         evidence, since = {"task": task.id}, task.queued_at
-        cause = f"{task.name} waits and will not start by itself: {why}"
+        cause = f"{task.name} waits and will not start by itself: {reason}"
         yield Finding(
             "pending-for-ever", task.id, Severity.WARNING, cause, evidence, remedy, since, task.tenant
         )
@@ -52,13 +52,13 @@ _MEMORY_KINDS = {
 
 def repeated_memory_failures(failures: Sequence[MemoryFailures]) -> Iterator[Finding]:
     for failure in failures:
-        memory_kind, why, remedy = _MEMORY_KINDS[failure.memory]
+        memory_kind, explanation, remedy = _MEMORY_KINDS[failure.memory]
         within = in_time(max(1.0, failure.last_at - failure.first_at))
         yield Finding(
             f"out-of-memory-{failure.memory}",
             failure.name,
             Severity.WARNING,
-            f"{failure.name} ran out of {memory_kind} {failure.times} times within {within}: {why}.",
+            f"{failure.name} ran out of {memory_kind} {failure.times} times within {within}: {explanation}.",
             {"task": failure.task, "failures": failure.times},
             remedy.format(subject=failure.name, task=failure.task),
             failure.first_at,
@@ -187,7 +187,7 @@ def _slowed_down(node: NodeName, seen: NodeSample, gpu_utilization: float) -> It
 def calls_wait(sets: Sequence[WaitingCalls]) -> Iterator[Finding]:
     for waiting in sets:
         is_busy = waiting.cpu_percent >= BUSY_CORE_PERCENT
-        why = (
+        explanation = (
             "each worker uses up a core"
             if is_busy
             else f"they use little CPU, and a worker answers {waiting.max_concurrency} calls at once"
@@ -197,7 +197,7 @@ def calls_wait(sets: Sequence[WaitingCalls]) -> Iterator[Finding]:
             "calls-wait",
             waiting.name,
             Severity.WARNING,
-            f"As many calls wait for the workers of {waiting.name} as are under way: {why}.",
+            f"As many calls wait for the workers of {waiting.name} as are under way: {explanation}.",
             {
                 "set": waiting.workers_of,
                 "running": waiting.running,

@@ -215,8 +215,8 @@ class _Site:
         needs: dict[DeviceKey, Mib] = {}
         ranks: dict[DeviceKey, tuple[int, ...]] = {}
         for rank, place in enumerate(gang):
-            itself = () if needs_gpus(self._task.demand) else ((node_key(place.node), Mib(0)),)
-            for key, mb in place.devices or itself:
+            whole_node = () if needs_gpus(self._task.demand) else ((node_key(place.node), Mib(0)),)
+            for key, mb in place.devices or whole_node:
                 needs[key] = Mib(needs.get(key, 0) + mb)
                 if self._task.demand.bundles:
                     ranks[key] = (*ranks.get(key, ()), rank)
