@@ -67,7 +67,8 @@ def back_up(settings: Settings, folder: Path, report: Report) -> bool:
 
 
 def restore(settings: Settings, folder: Path, report: Report) -> None:
-    """Into a place without database and objects. Raises StartRefused; nothing can be served then."""
+    """Restore a backup into a place without database and objects. Raises StartRefused; nothing can be served
+    then."""
     with _plain_errors(folder):
         about = _about(folder)
         prepare_data_dir(settings.data_dir)

@@ -58,12 +58,13 @@ class BrokerFile:
 
 
 def brokers_of(data_dir: Path) -> list[int]:
-    """Process ids of the brokers with this data directory. Files of killed ones are removed."""
+    """Return the process ids of the brokers with this data directory. Files of killed ones are removed."""
     return [_process(path) for path in data_dir.glob("broker-*.lock") if _is_locked(path, remove=True)]
 
 
 def ages_of_brokers(data_dir: Path) -> Iterator[tuple[int, Seconds]]:
-    """Process ids of the brokers with this data directory, and how long ago each renewed its file."""
+    """Return the process ids of the brokers with this data directory, and how long ago each renewed its
+    file."""
     for path in data_dir.glob("broker-*.lock"):
         with suppress(FileNotFoundError):
             if _is_locked(path, remove=False):

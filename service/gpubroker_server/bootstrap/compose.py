@@ -119,7 +119,7 @@ def hosts_of(settings: Settings) -> list[ModelHost]:
 
 
 def simulated_devices(settings: Settings) -> tuple[ReportedDevice, ...]:
-    """Numbered, with UUIDs that show that they are simulated."""
+    """Return simulated devices, numbered, with UUIDs that show that they are simulated."""
     seen: list[ReportedDevice] = []
     for given in (device for device in settings.simulated_devices for _ in range(device.count)):
         whole = _simulated(settings, len(seen), given)
@@ -155,7 +155,7 @@ def limits_of(settings: Settings) -> ServiceLimits:
 
 
 def defaults_of(settings: Settings) -> Defaults:
-    """Defaults are capped by policy.maximum; only values that a client sends are refused."""
+    """Return the defaults, capped by policy.maximum; only values that a client sends are refused."""
     given, maximum = settings.defaults, settings.policy.maximum
     return replace(
         given,
@@ -190,7 +190,7 @@ def fleet_rules_of(settings: Settings) -> FleetRules:
 
 
 def host_use(directories: Iterable[Path]) -> HostUse:
-    """Blocks while a file system does not answer."""
+    """Return the use of this machine. Blocks while a file system does not answer."""
     disks = (used for path in directories if (used := _disk_percent(path)) is not None)
     return HostUse(max(disks, default=None), psutil.virtual_memory().percent)
 

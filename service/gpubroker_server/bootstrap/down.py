@@ -102,7 +102,7 @@ def _stop_service(client_file: Path) -> str:
 
 
 def _stop_brokers(data_dir: Path) -> list[str]:
-    """Brokers without HTTP."""
+    """Stop the brokers without HTTP."""
     done: list[str] = []
     for broker in brokers_of(data_dir):
         with suppress(ProcessLookupError):

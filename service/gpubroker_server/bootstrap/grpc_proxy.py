@@ -18,7 +18,7 @@ from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
 CALLS_PER_CONNECTION = 16
-"""Calls at once for each connection that a server may have; more are refused."""
+"""The calls at once for each connection that a server may have; more are refused."""
 
 
 def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
@@ -59,7 +59,7 @@ def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
 
 
 def _roots_of(given: TritonServerSettings) -> bytes:
-    """Root certificates of the system, and those of the server's ca_file."""
+    """Return the root certificates of the system, and those of the server's ca_file."""
     known = ssl.get_default_verify_paths().cafile
     try:
         files = [Path(known)] if known else []

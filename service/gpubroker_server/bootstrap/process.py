@@ -37,7 +37,7 @@ WIND_UP_SECONDS = 0.1
 within half a second. The next leader gets what is left again."""
 
 MOST_NAMED = 5
-"""Entrypoints that one line of a start names."""
+"""The most entrypoints that one line of a start names."""
 
 CLOSE_SECONDS = 1.0
 """The part of drain_seconds that is reserved for the end itself."""
@@ -77,7 +77,7 @@ class Process:
         self._lead = LeaderStatus(store, follower, policy_of(settings), broker)
         self._disks = DiskWatch([settings.data_dir, settings.objects])
         self._gateway: GatewayRole | None = None
-        """Loaded once the roles that decide run."""
+        """The gateway, loaded once the roles that decide run."""
 
     async def run(self) -> int:
         """Work until asked to stop; the exit code.
@@ -189,7 +189,7 @@ class Process:
             loop.add_signal_handler(number, self._shut_down, False)
 
     def _say(self, *lines: str) -> None:
-        """Lines for people; with JSON, one value each like all others."""
+        """Write lines for people; with JSON, one value each like all others."""
         if self._settings.log_format == "json":
             for line in lines:
                 log.info(line.strip())

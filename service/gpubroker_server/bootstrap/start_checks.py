@@ -24,7 +24,7 @@ from gpubroker_server.settings.ray import client_server_refused
 log = structlog.get_logger("gpubroker.start")
 
 OTHER_FILES = 1024
-"""Databases, model servers, runs' files."""
+"""The files besides connections: databases, model servers, runs' files."""
 
 
 class StartRefused(Exception):
@@ -32,8 +32,8 @@ class StartRefused(Exception):
 
 
 def process_name() -> str:
-    """Unique among processes on one database: containers may share a host name, and all may have process id
-    1."""
+    """Return a name that is unique among processes on one database: containers may share a host name, and all
+    may have process id 1."""
     return f"{socket.gethostname()}:{token_hex(3)}:{os.getpid()}"
 
 
@@ -81,7 +81,7 @@ def check_reach(settings: Settings) -> None:
 
 
 def check_shared(settings: Settings) -> None:
-    """Separate gateways and brokers need PostgreSQL. Raises StartRefused."""
+    """Check that separate gateways and brokers use PostgreSQL. Raises StartRefused."""
     if settings.database.startswith("sqlite"):
         raise StartRefused(
             f"{settings.database.removeprefix('sqlite:///')} is a SQLite file, which belongs to one process: "
@@ -182,7 +182,7 @@ def other_ray(own_executor: Mapping[str, Any], leader: LeaderSeen) -> str:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound before anything starts. Raises StartRefused."""
+    """Return a socket that is bound before anything starts. Raises StartRefused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

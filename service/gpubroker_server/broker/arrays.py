@@ -96,7 +96,7 @@ async def _end_of_array(store: TaskStore, array: TaskId) -> TaskEnd | None:
 async def with_pages_stored(
     decisions: Sequence[Decision], blobs: BlobStore, inline_bytes: int
 ) -> list[Decision]:
-    """Large pages become objects, all at once: each waits for the disk. One that is too large for that stays
+    """Make objects of large pages, all at once: each waits for the disk. One that is too large for that stays
     in its row: each item is within the limit of results."""
     large = [page for decision in decisions for page in decision.items if len(page.lines) > inline_bytes]
     stored = dict(

@@ -42,13 +42,13 @@ log = structlog.get_logger("gpubroker.retention")
 
 PRUNE_SECONDS = Seconds(60.0)
 PRUNE_PAUSE_SECONDS = Seconds(0.1)
-"""Between two steps, each of which blocks other writes for some milliseconds."""
+"""The time between two steps, each of which blocks other writes for some milliseconds."""
 
 REQUEST_SECONDS = Seconds(5.0)
 USE_SECONDS = Seconds(0.1)
-"""Between two questions to gateways which models are in use."""
+"""The time between two questions to gateways which models are in use."""
 SERVER_GONE_SECONDS = Seconds(2.0)
-"""Between two looks at the processes of servers that left models in quarantine."""
+"""The time between two looks at the processes of servers that left models in quarantine."""
 
 ReadTerm = Callable[[], Term | None]
 """The term of this process; None while it does not lead."""
@@ -96,7 +96,7 @@ class Publisher:
         """The idle devices that were last published."""
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
-        """While there is a term, until cancelled."""
+        """Publish while there is a term, until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             if (leading := term()) is not None:
@@ -170,7 +170,7 @@ class SlotDivider:
         return self._divided if self._slots else None
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
-        """While there is a term, until cancelled."""
+        """Divide the slots while there is a term, until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             await self.divide(term())
@@ -238,7 +238,7 @@ async def models_in_use(store: PresenceStore, clock: Clock) -> frozenset[str] | 
 
 
 async def _present(store: PresenceStore, clock: Clock) -> list[Presence] | None:
-    """Gateways that have not been silent for too long."""
+    """Return the gateways that have not been silent for too long."""
     try:
         presences = await store.presences()
     except StoreUnavailable:

@@ -44,7 +44,7 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.dispatch")
 
 Start = StartOrder | InferOrder
-"""Orders that need what the task was submitted with."""
+"""The orders that need what the task was submitted with."""
 
 Rows = Mapping[tuple[TaskId, Fence], Task]
 """The task of each claim, as the decision wrote it."""

@@ -44,7 +44,7 @@ MOST_QUEUES = 1024
 _OF_ONE = frozenset(
     {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
 )
-"""Faults of a batch that a single request may have caused."""
+"""The faults of a batch that a single request may have caused."""
 
 
 @dataclass(slots=True)

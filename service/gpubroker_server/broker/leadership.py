@@ -53,13 +53,13 @@ class LeaderCandidate:
     """Leads whenever no other process does, from `run` until it is cancelled."""
 
     name: str
-    """Unique to this process."""
+    """A name unique to this process."""
     store: TaskStore
     executor: Executor
     rules: LeaderTermRules
     ticks: ReadTicks
     chance: Callable[[], float]
-    """Random numbers from 0 to 1."""
+    """Returns random numbers from 0 to 1."""
     new_leader: Callable[[LeaderTerm], Leader]
     catch_up: Callable[[], Awaitable[None]]
     """Returns when the World shows all that was committed when it was called."""
@@ -68,13 +68,13 @@ class LeaderCandidate:
 
     def __post_init__(self) -> None:
         self.leader: Leader | None = None
-        """While this process leads."""
+        """The leader, while this process leads."""
         self.row: LeaderRow | None = None
         """The leader's row, as last read; not read while this process leads."""
         self._has_lost_commits = False
         """The next term begins a new lineage."""
         self._end_early: Callable[[str], None] | None = None
-        """Ends the present term, for that reason."""
+        """Ends the present term, for the given reason."""
 
     @property
     def term(self) -> Term | None:

@@ -180,7 +180,7 @@ class Leader:
         return self.observer.heartbeats.paused
 
     def silent(self) -> dict[NodeName, Instant]:
-        """Nodes with a late heartbeat, and since when."""
+        """Return the nodes with a late heartbeat, and since when it is late."""
         return self.observer.heartbeats.late(self.world, self.ticks(), self.clock.now())
 
     async def _listen(self) -> None:
@@ -275,8 +275,8 @@ class Leader:
     def _without_values(
         self, batch: Sequence[Report], refused: Iterable[Decision], now: Instant
     ) -> list[Report]:
-        """Reports in place of those with values that the database cannot keep: the run fails, the leader
-        continues."""
+        """Return reports in place of those with values that the database cannot keep: the run fails, the
+        leader continues."""
         to_settle: list[Report] = []
         for decision in refused:
             plain = without_values(batch, decision.subject, now)
@@ -331,7 +331,8 @@ def log_moves(events: Iterable[Event], world: World) -> None:
 
 
 class CycleTimer:
-    """New tasks and requests wait for each other, but not for reports of runs that have begun."""
+    """Times the cycles. New tasks and requests wait for each other, but not for reports of runs that have
+    begun."""
 
     def __init__(self) -> None:
         self._woken = asyncio.Event()

@@ -37,7 +37,8 @@ HaveLetGo = Callable[[str], Awaitable[bool]]
 """Returns True if no gateway uses a claim any more. The argument is its `mark_of`."""
 
 LOADS_AT_ONCE = 4
-"""Triton's own default (`--model-load-thread-count`): it begins no more of them."""
+"""The number of loads at once. It is Triton's own default (`--model-load-thread-count`): it begins no
+more."""
 
 _MESSAGES = {
     HostFault.NOT_FOUND: "the server has no such model",
@@ -230,8 +231,8 @@ class _ServerQueue:
                 await self._woken.wait()
 
     def _that_may_begin(self) -> list[ModelOrder]:
-        """Orders that concern one model keep their order. A load that has to wait for another one's device
-        keeps no other load waiting."""
+        """Return the orders that may begin. Orders that concern one model keep their order. A load that has
+        to wait for another one's device keeps no other load waiting."""
         begun: list[ModelOrder] = []
         earlier: list[ModelOrder] = []
         for order in self._waiting:

@@ -201,7 +201,8 @@ class Observer:
     async def _on_runs(
         self, reports: Sequence[Report], now: Instant, arrays: Arrays | None
     ) -> list[Decision]:
-        """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""
+        """Turn reports into decisions whose bytes are on disk. A report whose bytes are refused is
+        replaced."""
         while True:
             drafts = await arrays.drafts(reports) if arrays is not None else {}
             applied = runs.apply_reports(self.world, reports, now, self.policy, drafts)
@@ -264,7 +265,7 @@ class Observer:
         return decisions
 
     def to_measure(self) -> list[NodeName]:
-        """Nodes that are to measure their devices now."""
+        """Return the nodes that are to measure their devices now."""
         return self._sample_requests.due(self.world, self.ticks())
 
     def _name_unknown_nodes(self, watch: deadlines.ObservationWindow) -> None:
@@ -330,8 +331,8 @@ class Observer:
         forget_ended(self._loads, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
-        """Bytes before the row: a committed row never names an object that is not on disk. Raises _Rejected,
-        StoreUnavailable."""
+        """Store the bytes before the row: a committed row never names an object that is not on disk. Raises
+        _Rejected, StoreUnavailable."""
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
         outcome = decision.outcome

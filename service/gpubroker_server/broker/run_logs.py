@@ -16,9 +16,9 @@ from gpubroker_server.ports.run_logs import LogChanges, LogPart, LogRows
 from gpubroker_server.ports.store import BlobStore, BlobTooLarge, Clock, ReadTicks, StoreUnavailable
 
 READ_SECONDS = Seconds(0.2)
-"""Between two questions to an agent for what is new in a log."""
+"""The time between two questions to an agent for what is new in a log."""
 LOOK_SECONDS = Seconds(0.4)
-"""Between two looks whether any log is read, while none is."""
+"""The time between two looks whether any log is read, while none is."""
 AGAIN_SECONDS = Seconds(2.0)
 """A question without an answer is repeated after so long."""
 

@@ -38,7 +38,8 @@ from gpubroker_server.ports.task_objects import (
 log = structlog.get_logger("gpubroker.objects")
 
 PART_BYTES: Final = 4 * 2**20
-"""Sent at once. The agent asks for the next part when it has this one, so that nothing gathers on the way."""
+"""The bytes that are sent at once. The agent asks for the next part when it has this one, so that nothing
+gathers on the way."""
 AGAIN_SECONDS: Final = 1.0
 MOST_TRIES: Final = 120
 """A run fails if its object cannot be read so often: meanwhile it holds its leases. A result waits without
@@ -50,7 +51,8 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 @dataclass(eq=False)
 class TaskObjects:
-    """Remembers nothing: each question says what its node has, and is asked again to the next leader."""
+    """Answers questions about objects, and remembers nothing: each question says what its node has, and is
+    asked again to the next leader."""
 
     world: World
     store: TaskStore
@@ -68,7 +70,7 @@ class TaskObjects:
         self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
         """The questions, each with the number of times it was tried in vain."""
         self._uploads: dict[str, ObjectPart] = {}
-        """Results that come here and are no objects yet: the last part of each."""
+        """The results that come here and are no objects yet: the last part of each."""
 
     def hear(self, asked: Sequence[ObjectQuestion]) -> None:
         for question in asked:
@@ -134,7 +136,7 @@ class TaskObjects:
         return task if task is not None and task.fence == asked.fence and task.is_active else None
 
     async def _discard_left(self) -> None:
-        """Results that end with their runs before they are complete."""
+        """Discard results that end with their runs before they are complete."""
         for upload, part in list(self._uploads.items()):
             if self._run_of(part) is None:
                 await self._discard(upload)

@@ -64,7 +64,7 @@ NodeLabels = Annotated[
 
 
 class Body(BaseModel):
-    """Strict: an unknown field or a wrong type is refused.
+    """The base of bodies. It is strict: an unknown field or a wrong type is refused.
 
     Give defaults that are immutable or made by a factory: pydantic would copy a `{}` for each request.
     """
@@ -121,7 +121,7 @@ class BinaryBody(Body):
 
 
 class Query(BaseModel):
-    """Query parameters. Unknown names are refused, except those that match `open_names`."""
+    """The base of query parameters. Unknown names are refused, except those that match `open_names`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
     open_names: ClassVar[re.Pattern[str] | None] = None

@@ -69,7 +69,7 @@ class Connections:
         return True
 
     def leave(self, connection: "LimitedConnection") -> None:
-        """May be called again."""
+        """Remove a connection. May be called again."""
         self._open.discard(connection)
         self._forget(connection)
 

@@ -38,8 +38,8 @@ class Scope(StrEnum):
     """Submit commands: any program, as the user that runs tasks."""
     CLUSTER_READ = "cluster:read"
     CLUSTER_WRITE = "cluster:write"
-    """Cordon, drain and uncordon nodes, keep idle templates, state that the holder of quarantined memory is
-    gone, and resume what the leader has paused."""
+    """The token may cordon, drain and uncordon nodes, keep idle templates, state that the holder of
+    quarantined memory is gone, and resume what the leader has paused."""
     METRICS_READ = "metrics:read"
     MODELS_INFER = "models:infer"
     """Send inferences, and read which models there are."""
@@ -50,7 +50,8 @@ class Scope(StrEnum):
     SECRETS_WRITE = "secrets:write"
     """Set and delete secrets of the tenant."""
     ADMIN = "admin"
-    """Tokens, shutdown, pauses of the queues of tenants and streams, and tasks and names of other tenants."""
+    """The token may manage tokens, shut the service down, pause the queues of tenants and streams, and see
+    tasks and names of other tenants."""
     EVERY = EVERY_SCOPE
 
 
@@ -86,7 +87,8 @@ def identity_of_run(task: Task | None, fence: Fence) -> Identity | None:
 
 
 def new_secret() -> str:
-    """`gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in a shell or a URL."""
+    """Return a new secret: `gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in
+    a shell or a URL."""
     return TOKEN_PREFIX + base64.b32encode(secrets.token_bytes(32)).decode().rstrip("=").lower()
 
 
@@ -194,8 +196,8 @@ class Callers:
         self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in allowed_hosts}
 
     def check_host(self, header: bytes) -> None:
-        """Against DNS rebinding: a page in a browser may reach our address, but cannot fake this name.
-        Raises Problem host-not-allowed."""
+        """Check the Host header against DNS rebinding: a page in a browser may reach our address, but cannot
+        fake this name. Raises Problem host-not-allowed."""
         host = _without_port(header)
         if host not in self._hosts:
             raise Problem("host-not-allowed", host=host, known=", ".join(sorted(self._hosts)))
@@ -220,7 +222,8 @@ def _unauthenticated(found: str, challenge: str = "") -> Problem:
 
 @lru_cache(256)
 def _without_port(header: bytes) -> str:
-    """`[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; anything else is returned as it is."""
+    """Return the host without its port: `[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; anything else
+    is returned as it is."""
     host = header.decode("latin-1")
     parts = _HOST.fullmatch(host)
     return host if parts is None else (parts["six"] or parts["name"]).lower()

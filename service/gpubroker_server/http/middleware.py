@@ -28,7 +28,7 @@ from gpubroker_server.telemetry.metrics import Telemetry
 log = structlog.get_logger("gpubroker.gateway")
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""Answered without a token. Every other path, known or not, needs one."""
+"""The paths that are answered without a token. Every other path, known or not, needs one."""
 
 _BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
 """Paths with a limit of their own."""
@@ -39,7 +39,8 @@ LINGER_SECONDS = 2.0
 
 
 class RequestMiddleware:
-    """Pure ASGI, outermost. Any exception is answered with a problem, and no traceback leaves the process."""
+    """Handles every request, as pure ASGI, outermost. Any exception is answered with a problem, and no
+    traceback leaves the process."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class RequestMiddleware:
         return Problem("internal-error", request_id=request_id)
 
     def _no_route(self, scope: Scope) -> Problem:
-        """404 or 405. The router itself knows only the first of several routes of a path."""
+        """Return 404 or 405. The router itself knows only the first of several routes of a path."""
         method, path = scope["method"], scope["path"]
         routes = [route for route in self._router.routes if isinstance(route, Route)]
         matching = [route for route in routes if route.path_regex.match(path)]

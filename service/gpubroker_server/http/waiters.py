@@ -31,7 +31,7 @@ log = structlog.get_logger("gpubroker.gateway")
 T = TypeVar("T")
 
 PER_COMMIT = 1_000
-"""Requests to the leader that are stored together."""
+"""The number of requests to the leader that are stored together."""
 
 
 class OneAtATime:
@@ -135,7 +135,7 @@ class Waiters:
         self._behind: dict[Expectation, Position] = {}
         """Expectations that end when the log is read up to a position."""
         self.is_closed = False
-        """This process is about to end, and nothing waits any more."""
+        """True if this process is about to end, and nothing waits any more."""
 
     def __len__(self) -> int:
         return sum(len(expectations) for expectations in self._waiting.values())
@@ -294,8 +294,8 @@ class LeaderRequests:
     def expected(
         self, requests: Sequence[Request], times: int = 1
     ) -> Iterator[Callable[[], Awaitable[bool]]]:
-        """Enter it before they are stored. What it yields waits until the leader has carried them out: True
-        if it has."""
+        """Expect the answers to requests. Enter it before they are stored. The function that it yields waits
+        until the leader has carried them out, and returns True if it has."""
 
         async def settle() -> bool:
             for request in requests:

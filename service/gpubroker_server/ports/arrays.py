@@ -43,7 +43,7 @@ class PageFilter(NamedTuple):
 
 
 class ItemPages(Protocol):
-    """Decisions write them."""
+    """The pages of results, which decisions write."""
 
     async def item_counts(self, array: TaskId) -> ItemCounts: ...
 

@@ -52,7 +52,7 @@ class ResponseHandler(Protocol):
         """Report that nothing more comes."""
 
     def on_pause(self) -> None:
-        """This was all that has come for now; the client should have it."""
+        """Report that this was all that has come for now; the client should have it."""
         return
 
     def pause_body(self) -> None:
@@ -137,7 +137,7 @@ class CallFailed(Exception):
         """The code in gRPC's numbering."""
         self.detail = detail
         self.metadata = metadata
-        """Trailing metadata."""
+        """The trailing metadata."""
         self.trouble = trouble
         """Set if the server itself has said nothing."""
 

@@ -35,7 +35,8 @@ class Batching(Struct, frozen=True):
     """Tells if several requests may be sent to a model as one."""
 
     most_rows: int = 1
-    """Rows at once, as its configuration says; 1: it takes no batches, or keeps state between requests."""
+    """The most rows at once, as its configuration says; 1 if it takes no batches, or keeps state between
+    requests."""
 
 
 class InferenceClient(Protocol):

@@ -70,7 +70,7 @@ class PresenceStore(Protocol):
     """Gateways as the leader sees them. Lost rows are written again within a second."""
 
     async def present(self, presence: Presence) -> None:
-        """Replaces the last one of this gateway. Raises StoreUnavailable."""
+        """Replace the last presence of this gateway. Raises StoreUnavailable."""
 
     async def absent(self, gateway: str) -> None:
         """Remove the presence of a gateway that ends. Raises StoreUnavailable."""
@@ -83,7 +83,7 @@ class SlotStore(Protocol):
     """Claims of gateways on slots of models. Lost rows are written again within a second."""
 
     async def claim_slots(self, claim: Claim) -> None:
-        """Replaces the last claim of this gateway. Raises StoreUnavailable."""
+        """Replace the last claim of this gateway. Raises StoreUnavailable."""
 
     async def slot_claims(self) -> Sequence[Claim]:
         """The last claim of each gateway, however old. Raises StoreUnavailable."""

@@ -33,7 +33,7 @@ class Described(Struct, frozen=True):
     versions: tuple[str, ...] = ()
     """The versions that a load brings, sorted as in an index; empty where they cannot be seen."""
     revision: str = ""
-    """Another text after its files have changed; empty where they cannot be seen."""
+    """A text that changes with the model's files; empty where they cannot be seen."""
     on_cpu: bool = False
     """True if the model takes no GPU memory, as its configuration says."""
     seen: tuple[str, ...] = ()

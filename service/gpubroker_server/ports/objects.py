@@ -40,7 +40,7 @@ class ObjectRows(Protocol):
         quota has no room; then nothing was written."""
 
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
-        """Expired ones too, until they are pruned."""
+        """Return an object, also an expired one until it is pruned."""
 
     async def find_object(self, tenant: str, digest: str, now: Instant) -> StoredObject | None:
         """Return the object; None if the tenant does not have it, or has it no longer."""
@@ -60,7 +60,7 @@ class ObjectRows(Protocol):
         worker sets name more."""
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
-        """Expire no earlier than `until`, if it exists."""
+        """Let the object expire no earlier than `until`, if it exists."""
 
     async def drop_object(self, tenant: str, digest: str) -> bool:
         """False if it does not exist."""

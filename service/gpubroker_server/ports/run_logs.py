@@ -43,7 +43,7 @@ class LogRows(Protocol):
     """The rows of logs. Each call may raise StoreUnavailable."""
 
     async def follow_logs(self, followed: FollowedLogs) -> None:
-        """Replaces what this gateway followed before."""
+        """Replace what this gateway followed before."""
 
     async def followed_logs(self) -> Sequence[FollowedLogs]:
         """Return the logs that each gateway follows, also those of a gateway that said so long ago."""

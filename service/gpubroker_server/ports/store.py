@@ -163,9 +163,9 @@ class TaskFilter(Struct, frozen=True):
     finished_from: Instant | None = None
     finished_before: Instant | None = None
     kind: str | None = None
-    """entrypoint, command, function or external; all if None."""
+    """The kind of tasks: entrypoint, command, function or external; None for all."""
     quarantined: bool | None = None
-    """True: only ended tasks with memory that counts as used. False: only the other ended tasks."""
+    """Selects ended tasks with memory that counts as used (True), or the other ended tasks (False)."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
@@ -174,12 +174,12 @@ class TaskFilter(Struct, frozen=True):
 
 
 class HeldBack(Struct, frozen=True):
-    """Age of what keeps the database from removing dead rows; 0 for nothing."""
+    """The age of what keeps the database from removing dead rows; 0 for nothing."""
 
     transaction_seconds: float
     """The oldest transaction of any client."""
     slot_transactions: int
-    """Transactions since the oldest one that a replication slot keeps rows for."""
+    """The number of transactions since the oldest one that a replication slot keeps rows for."""
 
 
 class Snapshot(Struct, frozen=True):
@@ -189,7 +189,7 @@ class Snapshot(Struct, frozen=True):
     lineage: Lineage
     at: Instant
     tasks: Sequence[Task]
-    """Unfinished, or with a lease that is not released."""
+    """The tasks that are unfinished, or have a lease that is not released."""
     leases: Sequence[Lease]
     pledges: Sequence[Pledge]
     devices: Sequence[Device]
@@ -271,7 +271,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
     async def head(self) -> Position: ...
 
     async def oldest(self) -> Position:
-        """Position of the first event in the log, or of the next one if the log is empty."""
+        """Return the position of the first event in the log, or of the next one if the log is empty."""
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
         """Remove some of what has expired: tasks with all their rows, the beginning of the log, audit notes
@@ -294,7 +294,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
     async def result(self, task: TaskId) -> StoredResult | None: ...
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
-        """Newest first."""
+        """Return the checkpoints, the newest first."""
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         """Return those of these blobs that a row names."""

@@ -21,7 +21,8 @@ class WorkerCall(NamedTuple):
     role: str
     method: str
     form: str
-    """json or cloudpickle: of the arguments, which no process of the service opens, and of the result."""
+    """The form of the arguments, which no process of the service opens, and of the result: json or
+    cloudpickle."""
     arguments: bytes
 
 

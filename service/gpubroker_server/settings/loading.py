@@ -187,7 +187,8 @@ class _Sources(WithUnits, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags win over environment, environment over the files handed in as `_files`."""
+        """Return the sources: flags win over environment, environment over the files handed in as
+        `_files`."""
         flags = dict(init_settings())
         files = flags.pop("_files", {})
         return (

@@ -104,7 +104,7 @@ class AgentConfig(Struct, frozen=True):
     task_path: tuple[str, ...]
     task_user: str
     run_dir: str
-    """Records and logs of runs, on the node itself."""
+    """The directory of records and logs of runs, on the node itself."""
     sample_period_seconds: float
     beat_seconds: float
     idle_stop_seconds: float
@@ -129,8 +129,8 @@ class AgentConfig(Struct, frozen=True):
         return self.memory_mb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
 
     def on_node(self, name: str, cpus: float | None = None) -> "AgentConfig":
-        """Simulated devices, which are named after their node, have other UUIDs on each. `cpus`: what the
-        node was started with."""
+        """Return the configuration for one node. Simulated devices, which are named after their node, have
+        other UUIDs on each. `cpus`: what the node was started with."""
         target_mark, own_mark = f"-sim-{self.node}-", f"-sim-{name}-"
         named = tuple(
             (uuid.replace(target_mark, own_mark), kind, index, mb, parent.replace(target_mark, own_mark))

@@ -10,7 +10,7 @@ AT_ONCE = 8
 """The number of other nodes that a node tries in one round. In a large cluster each pair has its turn in the
 end."""
 MOST_KEPT = 8
-"""Peers that could not be reached, which are tried again each time."""
+"""The most peers that could not be reached and are tried again each time."""
 
 
 class Peer(NamedTuple):
@@ -52,7 +52,7 @@ class PeerPorts:
 
 
 async def _unreached(peer: Peer) -> tuple[str, str] | None:
-    """Address and fault of the first port that cannot be reached."""
+    """Return the address and the fault of the first port that cannot be reached."""
     for port in peer.ports:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):

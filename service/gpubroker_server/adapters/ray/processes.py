@@ -92,7 +92,7 @@ def name_of(pid: int) -> str:
 
 
 def session_of(pid: int) -> int:
-    """Pid of its session's leader, alive or not; 0 if the process is gone."""
+    """Return the pid of the leader of its session, alive or not; 0 if the process is gone."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -100,7 +100,7 @@ def session_of(pid: int) -> int:
 
 
 def descendants(root: int, table: dict[int, ProcessEntry]) -> list[ProcessId]:
-    """Everything below `root`, without itself."""
+    """Return every process below `root`, without itself."""
     children: dict[int, list[ProcessEntry]] = {}
     for entry in table.values():
         children.setdefault(entry.parent, []).append(entry)
@@ -149,7 +149,8 @@ def files_opened_by(pid: int) -> Iterator[str]:
 
 
 def private_mb(pid: int) -> int:
-    """Host memory in MiB that no file backs, so that the kernel cannot drop it. 0 if the process is gone."""
+    """Return the host memory in MiB that no file backs, so that the kernel cannot drop it. 0 if the process
+    is gone."""
     try:
         fields = _read(f"/proc/{pid}/statm").split()
     except OSError:
@@ -158,7 +159,7 @@ def private_mb(pid: int) -> int:
 
 
 def private_mb_below(roots: Collection[int]) -> dict[int, list[int]]:
-    """Host memory of each of these processes, and of each process below it."""
+    """Return the host memory of each of these processes, and of each process below it."""
     table = process_table() if roots else {}
     return {
         root: [private_mb(pid) for pid in (root, *(process.pid for process in descendants(root, table)))]
@@ -236,7 +237,8 @@ class WatchedProcess:
         return self._ended.is_set()
 
     async def exit_status(self) -> int | None:
-        """See exit_status_of. Waits a moment for the parent of a process that has ended."""
+        """Return the exit status, as `exit_status_of`. Waits a moment for the parent of a process that has
+        ended."""
         pause = FIRST_PAUSE_SECONDS
         while (
             (entry := entry_of(self.id.pid)) is not None

@@ -42,7 +42,7 @@ from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, PartAnswer
 
 PROTOCOL = 10
-"""Number of the form in which driver and agent speak; first value of every message between them."""
+"""The number of the form in which driver and agent speak; first value of every message between them."""
 SPOKEN = (8, 9, PROTOCOL)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
 release also speaks the forms since the last release. Both sides take the newest that they share."""
@@ -115,7 +115,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Sequences come back as tuples, bytes as bytes."""
+    """Decode values. Sequences come back as tuples, bytes as bytes."""
     return msgpack.unpackb(data, use_list=False, raw=False, strict_map_key=False)
 
 
@@ -218,7 +218,7 @@ def write_reports(
 
 
 def _without_order_time(report: WireReport) -> WireReport:
-    """Form 8 has no time in the report of a start at which the agent had the order."""
+    """Write a report for form 8, in which a start has no time at which the agent had the order."""
     return report[:6] if report[0] == "started" else report
 
 

@@ -66,7 +66,8 @@ def _told(finding: Finding) -> FoundByDoctor:
 
 
 def look_at_machine(settings: Settings) -> MachineSeen:
-    """Changes nothing, and takes a few seconds at most for each address that does not answer."""
+    """Look at this machine. Changes nothing, and takes a few seconds at most for each address that does not
+    answer."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     runs_ray = settings.engine == "ray"
     has_local_ray = runs_ray and not settings.ray.address

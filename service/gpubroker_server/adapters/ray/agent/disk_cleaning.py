@@ -71,7 +71,7 @@ class DiskTask(DiskQuestion, frozen=True, kw_only=True):
         return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live, above)
 
     def live_at(self, root: str, files: Iterable[str]) -> set[str]:
-        """Live checkpoints as they are called below this root, where these files are."""
+        """Return the live checkpoints by the names that they have below this root, where these files are."""
         return own_names(root, files, (path for path in self.live if not is_at(path, self.away)))
 
     def digest(self, root: WatchedRoot) -> str:

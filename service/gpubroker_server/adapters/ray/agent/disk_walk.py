@@ -22,7 +22,7 @@ Mount = tuple[int, str]
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 DEEPEST = 64
-"""Levels of directories."""
+"""The most levels of directories."""
 SQLITE_HEADER = b"SQLite format 3\x00"
 LARGEST_DATABASE_BYTES = 64 * 2**20
 """A larger one is not read, and counts as one with rows."""
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     """A regular file below a root."""
 
     path: str
-    """Relative to the root."""
+    """The path relative to the root."""
     status: os.stat_result
     has_journal: bool
 
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 class Walk:
     root: str
     most: int
-    """Files; the walk ends there."""
+    """The most files: the walk ends there."""
     spared: frozenset[FileId]
     """Directories that are not entered."""
     is_complete: bool = True

@@ -72,7 +72,7 @@ class RaySession(NamedTuple):
     spill_directory: str
     """The directory into which Ray spills objects for lack of memory, unless it is configured otherwise."""
     object_store_bytes: int
-    """0: it has none, or it is unknown."""
+    """The size of the object store; 0 if the session has none, or it is unknown."""
 
 
 class Network(NamedTuple):
@@ -88,7 +88,7 @@ class NetworkMeter:
 
     def __init__(self) -> None:
         self._bytes: Mapping[str, tuple[int, int]] = {}
-        """Received and sent, by interface."""
+        """The bytes received and sent, by interface."""
         self._read_at = 0.0
 
     def read(self) -> Network:

@@ -80,7 +80,7 @@ class NodeAgent:
         have left."""
         self._mailbox: Mailbox | None = None
         self._acknowledged = 0
-        """Reports of the mailbox that its reader has."""
+        """The number of reports in the mailbox that its reader has."""
         self._announced: Inventory | None = None
         """The devices that the leader knows of."""
         self._runs: NodeRuns | None = None
@@ -252,7 +252,7 @@ class NodeAgent:
             os._exit(0)
 
     async def _open_runs(self) -> NodeRuns:
-        """Made at the first announcement: only then is there an event loop.
+        """Open the runs. Called at the first announcement: only then is there an event loop.
 
         An agent that does not know its node yet must not answer: a run that it omits counts as gone.
         """

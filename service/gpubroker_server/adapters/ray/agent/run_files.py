@@ -47,7 +47,8 @@ class UnreadableRecord(Exception):
 
 
 class RunRecord(Struct, frozen=True):
-    """Written before the run's process gets its order, removed when no process of it is left.
+    """The record of a run. It is written before the run's process gets its order, and removed when no process
+    of it is left.
 
     An agent of another release may read it, so a field that is added has a default.
     """
@@ -66,7 +67,7 @@ class RunRecord(Struct, frozen=True):
     protocol: int
     """The form that its runner and the agent speak; 0 for an external process."""
     memory_mb: int = 0
-    """Host memory that it asked for."""
+    """The host memory that the run asked for."""
 
     @classmethod
     def of(

@@ -16,7 +16,7 @@ REFUSAL = (
 
 
 class NoRayForRuns(RuntimeError):
-    """User code of a run has called Ray."""
+    """The user code of a run has called Ray."""
 
 
 def without_own_address(env: Mapping[str, str]) -> Mapping[str, str]:

@@ -43,7 +43,8 @@ class WrongProtocol(Exception):
 
 
 class Runner:
-    """Blank until its first run. A spare takes one run and is killed after it; a shared one takes many.
+    """A process for runs, blank until its first one. A spare takes one run and is killed after it; a shared
+    one takes many.
 
     All methods run on the actor's event loop; user code runs in threads.
     """
@@ -114,7 +115,7 @@ class Runner:
             self._calls -= 1
 
     def _parts(self) -> tuple[RunHost, Mailbox]:
-        """Made at the first call: only then is there an event loop."""
+        """Return the parts, which the first call makes: only then is there an event loop."""
         if self._host is None or self._mailbox is None:
             self._mailbox = Mailbox()
             self._host = RunHost(self._mailbox.journal, _shared_view)

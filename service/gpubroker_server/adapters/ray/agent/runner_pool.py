@@ -28,7 +28,7 @@ REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
 AGENT_CALLS = 1_000
-"""Calls to one process at once, beside those to workers of sets: its agent never waits for those."""
+"""The most calls to one process at once, beside those to workers of sets: its agent never waits for those."""
 OBJECT_CACHE_SHARE = 0.5
 """The share of Ray's object store on a node that keeps objects for later runs."""
 START_SECONDS = 60.0
@@ -46,7 +46,7 @@ class RayRunners:
         self._config = config
         self._prefix = f"runner/{config.node}/"
         self.node: str = ray.get_runtime_context().get_node_id()
-        """Another id means another Ray."""
+        """The id of the node in Ray. Another id means another Ray."""
         about = _about(self.node)
         self.host = str(about["NodeManagerAddress"])
         """The address at which other nodes reach this one."""

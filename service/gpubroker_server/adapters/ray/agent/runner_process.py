@@ -32,7 +32,7 @@ REMEMBERED_RUNS = 1024
 
 
 async def retry_until_done(job: str, attempt: Callable[[], Awaitable[None]]) -> None:
-    """`attempt` starts from the beginning each time, less and less often. Each failure is logged."""
+    """Run `attempt` from the beginning, less and less often, until it succeeds. Each failure is logged."""
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
@@ -171,7 +171,7 @@ class AgentRun:
     """The newest report of each kind: started, ready, checkpointed, items, part, ended and gone."""
     forgotten: bool = False
     go: str = ""
-    """Rank 0's address, once all ranks are ready; passed on to the process that it gets."""
+    """The address of rank 0, once all ranks are ready; passed on to the process that the run gets."""
     killed: str = ""
     """The reason why its process was killed; empty if it was not."""
     kill: asyncio.TimerHandle | None = None
@@ -301,7 +301,7 @@ def how_it_ended(exit_status: int | None) -> str:
 
 
 async def over_memory_limit(runs: Collection[AgentRun], process_mb: int) -> list[RunnerProcess]:
-    """Runners that take more host memory than they may have: together what their run asked for, or
+    """Return the runners that take more host memory than they may have: together what their run asked for, or
     `process_mb` in one process if it asked for nothing. Sets their `breach`."""
     watched = {
         run.process.watched.id.pid: (run.process, 0 if run.shared else run.order.memory_mb)

@@ -63,7 +63,7 @@ ReportWithin = Callable[[Report, float], None]
 
 
 class NodeRuns:
-    """Everything here happens on one event loop."""
+    """The runs of one node. All methods run on one event loop."""
 
     def __init__(
         self, config: AgentConfig, report: ReportWithin, meter: DeviceMeter, runners: RayRunners

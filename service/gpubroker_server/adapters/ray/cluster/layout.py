@@ -21,7 +21,7 @@ class ClusterGpu(Struct, frozen=True):
     """The number that NVML gives the GPU."""
     uuid: str
     simulated_mb: int = 0
-    """0: it is a real one."""
+    """The memory of a simulated GPU; 0 for a real one."""
 
 
 class ClusterLayout(Struct, frozen=True):

@@ -33,7 +33,7 @@ LAYOUT = "layout.json"
 CONTROL = "control"
 """The socket, in a directory of mode 0700, at which workers are asked for."""
 LOOK_SECONDS = 60.0
-"""Signals and requests come sooner."""
+"""The longest wait for signals and requests."""
 REQUEST_SECONDS = 5.0
 """A client that has connected says what it wants within this time."""
 
@@ -95,7 +95,7 @@ class Supervisor:
         yield {"up": True}
 
     def watch(self, control: socket.socket, lifeline: Any) -> None:
-        """Back when the cluster is to end. Raises ClusterEnded."""
+        """Return when the cluster is to end. Raises ClusterEnded."""
         while not self._signals.stop:
             ready = self._signals.wait(LOOK_SECONDS, control.fileno(), lifeline.fileno())
             self._note_ended(reap())

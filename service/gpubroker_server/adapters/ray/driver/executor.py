@@ -60,7 +60,7 @@ LEAVE_SECONDS = 10.0
 FORGET_SECONDS = 0.05
 """An order to forget a run is not urgent: it travels with the next order, or so much later."""
 NO_TERM = Term(0)
-"""Sent to the driver while another process leads: it then talks to no agent."""
+"""The term sent to the driver while another process leads: the driver then talks to no agent."""
 CONNECTED = "connected"
 """The state of an executor that hears its nodes."""
 STANDBY = "standby"
@@ -107,14 +107,14 @@ class RayExecutor:
         self._unanswered_bytes = 0
         self._reports: list[Report | TermRefused | ObjectQuestion] = []
         self._untaken_bytes = 0
-        """Received and not fetched yet; beyond a bound the driver polls no agent."""
+        """The bytes received and not fetched yet; beyond a bound the driver polls no agent."""
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left, self._flushed = asyncio.Event(), asyncio.Event()
         self._asks_for_room = False
         self._state, self._message = "stopped", "not started"
         self._head_fault = ""
-        """While Ray's control service does not answer: what that means."""
+        """The consequence of a silent control service of Ray; empty while it answers."""
 
     async def connect(self) -> None:
         """Have a driver process that has reached Ray; keeps trying in the background."""
@@ -123,7 +123,7 @@ class RayExecutor:
         self._driver.begin()
 
     async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
-        """Back when the first agent has answered, or after 30 s; keeps trying in the background."""
+        """Return when the first agent has answered, or after 30 s; keeps trying in the background."""
         await self.stand_back()
         self._leader_term, self._lineage = leader_term, lineage
         if self._state == STANDBY:
@@ -291,7 +291,7 @@ class RayExecutor:
         return had_agents
 
     def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
-        """Notes a start that is sent, and answers one that is not."""
+        """Return True for a start that may be sent, and note it; answer one that may not."""
         run = order.task, order.fence, order.rank
         is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
@@ -386,7 +386,7 @@ class RayExecutor:
         self._ready.set()
 
     def _replace_if_outdated(self, node: NodeName) -> None:
-        """Orders wait for the next agent of that node from now on."""
+        """Replace an outdated agent. From now on, orders wait for the next agent of that node."""
         if self._agents.to_replace(node):
             log.info("replacing an agent of an earlier release; nothing is on its node", node=node)
             self._agents.lose(node)

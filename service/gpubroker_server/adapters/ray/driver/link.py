@@ -35,7 +35,7 @@ LONGEST_PAUSE_SECONDS = 5.0
 CONNECT_PATIENCE_SECONDS = 90.0
 """A driver that connects to Ray gives up by itself after less."""
 PINGS = 5
-"""Sent within the driver's patience."""
+"""The number of pings within the driver's patience."""
 KEEPALIVE_SECONDS = 5.0
 """Ray's connections are probed after this time without traffic, and made again after as long without an
 answer. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
@@ -85,12 +85,12 @@ class DriverLink:
         self._writer.write(frame(*parts))
 
     async def room(self) -> None:
-        """Back when the driver has taken nearly all that was sent, or is gone."""
+        """Return when the driver has taken nearly all that was sent, or is gone."""
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
     async def listen(self, on_message: Callable[[tuple[Any, ...]], None]) -> None:
-        """Back when the driver has ended."""
+        """Return when the driver has ended."""
         watching = asyncio.create_task(self._watch())
         try:
             while (message := await read_frame(self._reader)) is not None:
@@ -108,14 +108,15 @@ class DriverLink:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Back when the process has been reaped."""
+        """Return when the process has been reaped."""
         self._writer.close()
         self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._child.wait, KILL_SECONDS)
 
     async def _watch(self) -> None:
-        """Counts pings, not the clock: a service that slept itself finds the answers waiting for it."""
+        """Kill a silent driver. Counts pings, not the clock: a service that slept itself finds the answers
+        waiting for it."""
         silent_seconds = 0.0
         while silent_seconds < (self._patience_seconds if self._connected else CONNECT_PATIENCE_SECONDS):
             self._heard = False
@@ -162,7 +163,7 @@ class DriverKeeper:
             self._driver.send(*parts)
 
     async def room(self) -> None:
-        """Back when not much is on its way to the driver."""
+        """Return when not much is on its way to the driver."""
         if self._driver is not None:
             await self._driver.room()
 

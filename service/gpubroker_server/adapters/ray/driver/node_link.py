@@ -47,7 +47,7 @@ class ReportListener(Protocol):
         """`asked_at`: in `boot_seconds`, when the agent was polled; `term`: for which leader."""
 
     async def room(self) -> None:
-        """Back when there is room for more reports."""
+        """Return when there is room for more reports."""
 
 
 class NodeLink:
@@ -85,7 +85,7 @@ class NodeLink:
         self._talking = tasks.create_task(self._talk())
 
     def send(self, packed: bytes) -> None:
-        """Orders wait for an agent that is away; it knows which of them are outdated."""
+        """Send orders. They wait for an agent that is away; it knows which of them are outdated."""
         self._queue.append(packed)
         self._send_queued()
 
@@ -96,7 +96,7 @@ class NodeLink:
             self.send(pack([peers_order(peers)]))
 
     async def flush(self) -> None:
-        """Back when the agent has taken everything that was sent, or does not answer."""
+        """Return when the agent has taken everything that was sent, or does not answer."""
         while self._calls:
             await asyncio.wait(set(self._calls))
 
@@ -109,7 +109,7 @@ class NodeLink:
         return self._config.node
 
     def change_term(self, lineage: int, term: int) -> None:
-        """Drops the orders of another term."""
+        """Change the term, and drop the orders of another one."""
         self._lineage, self._term = lineage, term
         self._last_agent = self._agent or self._last_agent
         self._queue.clear()
@@ -144,7 +144,7 @@ class NodeLink:
                 log.info("the agent has left", node=self.node)
 
     async def report_dead(self) -> None:
-        """Ray says so."""
+        """Report the node dead, as Ray says."""
         if self._incarnation:
             await self._listener.send("dead", self.node, self._incarnation, self._term)
 
@@ -262,7 +262,8 @@ class NodeLink:
             call.add_done_callback(self._on_delivered)
 
     async def _deliver(self, agent: Any, term: tuple[int, int], packed: bytes) -> None:
-        """Orders that may be lost are found out: at each announcement the agent names its runs."""
+        """Deliver the orders. Those that are lost are found out: at each announcement the agent names its
+        runs."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await agent.orders.remote(self._protocol, *term, packed)

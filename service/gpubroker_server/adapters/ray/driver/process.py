@@ -30,7 +30,7 @@ from gpubroker_server.telemetry.logs import configure_logs
 log = structlog.get_logger("gpubroker.driver")
 
 CONNECT_SECONDS = 60.0
-"""Ray itself tries for minutes."""
+"""The time limit for connecting. Ray itself would try for minutes."""
 JOINED_HEAD = (
     "it must be a Ray head; one with a token needs ray.token_file, and one with TLS the certificates of "
     "ray.tls (or RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH and RAY_USE_TLS in this service's environment)"
@@ -70,7 +70,7 @@ class Opening(NamedTuple):
     broker: str
     lineage: int
     term: int
-    """0 while another process leads."""
+    """The term; 0 while another process leads."""
     result_limit_bytes: int
     """The largest result of a worker's method."""
 
@@ -204,7 +204,8 @@ class Driver:
         await self._has_room.wait()
 
     def _pass_on(self, link: NodeLink, packed: bytes, until: float) -> None:
-        """Orders that come after the term are dropped; the next announcement shows what became of them."""
+        """Pass on orders. Those that come after the term are dropped; the next announcement shows what became
+        of them."""
         if boot_seconds() < until:
             link.send(packed)
         else:

@@ -53,7 +53,7 @@ Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
 Text = Annotated[str, Meta(max_length=128 * 1024)]
 Time = Annotated[float, Meta(ge=0.0)]
 Number = Annotated[float, Meta(ge=0.0, le=1e6)]
-"""Finite."""
+"""A finite number."""
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 LogTail = Annotated[bytes, Meta(max_length=1024 * 1024)]
 

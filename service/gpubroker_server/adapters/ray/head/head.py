@@ -49,7 +49,8 @@ READY = b"1"
 """The byte that the supervisor sends when Ray is up; other bytes are the reason why Ray is not up."""
 
 HEAD_LOST = "the local Ray head lost"
-"""Begins what the supervisor says in ray-head.log when a process without which there is no Ray has ended."""
+"""The beginning of the supervisor's line in ray-head.log when a process without which there is no Ray has
+ended."""
 
 HEAD_ENDED = "the local Ray head ended"
 
@@ -87,7 +88,7 @@ class HeadState(Struct, frozen=True):
     address: str
     """The address of Ray; empty until Ray is up."""
     temp_dir: str
-    """Mode 0700, whatever modes Ray gives to the files in it."""
+    """The directory of Ray's session, of mode 0700, whatever modes Ray gives to the files in it."""
     ray: str
     python: str
     dashboard: str = ""
@@ -99,12 +100,12 @@ class HeadState(Struct, frozen=True):
 
     @property
     def keepalive(self) -> Path:
-        """Touched by the node agent while it has a broker or a run."""
+        """The file that the node agent touches while it has a broker or a run."""
         return Path(self.temp_dir) / "alive"
 
     @property
     def lost_file(self) -> Path:
-        """Names the vital process that has ended: the agent has its runs leave, and ends."""
+        """The file that names the vital process which has ended: the agent has its runs leave, and ends."""
         return lost_file(self.keepalive)
 
     @property
@@ -114,7 +115,8 @@ class HeadState(Struct, frozen=True):
 
     @property
     def ray_dir(self) -> Path:
-        """Ray makes it readable for all users. Its name is short: paths of sockets have 107 bytes."""
+        """The directory of Ray, which makes it readable for all users. Its name is short: paths of sockets
+        have 107 bytes."""
         return Path(self.temp_dir) / "r"
 
     def is_running(self) -> bool:
@@ -198,7 +200,7 @@ async def _head_lock(data_dir: Path) -> AsyncIterator[None]:
 
 
 async def stop_head(data_dir: Path) -> None:
-    """Back when no process of the head is left. Nothing happens if none runs."""
+    """Stop the head, and return when no process of it is left. Nothing happens if none runs."""
     state = read_state(data_dir)
     if state is None:
         return

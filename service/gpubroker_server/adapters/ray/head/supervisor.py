@@ -82,8 +82,8 @@ class SignalPipe:
             signal.signal(number, self._note)
 
     def wait(self, most_seconds: float = WATCH_SECONDS, *also: int) -> list[int]:
-        """Back after a signal, or when one of the other descriptors can be read; at the latest after this
-        time. Those that can be read."""
+        """Return after a signal, or when one of the other descriptors can be read; at the latest after this
+        time. Returns the descriptors that can be read."""
         ready = select.select([self._reading, *also], [], [], most_seconds)[0]
         if self._reading in ready:
             ready.remove(self._reading)
@@ -137,7 +137,7 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
 
 
 def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Mapping[int, str]) -> None:
-    """Back when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
+    """Return when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
     lost, lost_at = "", math.inf
     while not (signals.stop or _is_idle(state, LOST_IDLE_SECONDS if lost else orders.idle_stop_seconds)):
         ended = [vital[pid] for pid in reap() if pid in vital]
@@ -231,7 +231,8 @@ def _has_agent() -> bool:
 
 
 def reap() -> set[int]:
-    """Pids of children that have ended, adopted ones too. Raises ChildProcessError if there is no child."""
+    """Return the pids of children that have ended, adopted ones too. Raises ChildProcessError if there is no
+    child."""
     ended = set()
     while pid := os.waitpid(-1, os.WNOHANG)[0]:
         ended.add(pid)
@@ -251,7 +252,7 @@ def _is_idle(state: HeadState, most_seconds: float) -> bool:
 
 
 def clear_away(data_dir: Path, state: HeadState) -> None:
-    """Back when not even a zombie is left."""
+    """Kill all processes until not even a zombie is left, and remove the directory of the session."""
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_all(descendants(os.getpid(), process_table()))
