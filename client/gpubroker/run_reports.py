@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gpubroker.errors import WrongArgument
 
 REPORTS_VARIABLE = "GPUBROKER_REPORTS"
-"""Names the file in the environment of a command."""
+"""The variable that names the file in the environment of a command."""
 
 RUN_VERBS = ("progress", "checkpoint", "complete")
 

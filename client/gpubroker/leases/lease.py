@@ -22,9 +22,9 @@ class LeaseOptions(TypedDict, total=False):
     """The keyword arguments of `lease` and `ask_lease`."""
 
     holder: str
-    """Shown to people. Default: this program, user, machine and process."""
+    """The name that people see. Default: this program, user, machine and process."""
     gpu_mb: int
-    """MiB of each GPU; without it, whole GPUs."""
+    """The MiB of each GPU; without it, whole GPUs."""
     gpus: int
     priority: int | str
     ttl_seconds: float

@@ -17,7 +17,7 @@ from gpubroker.wire.leases import Lease, LeaseState
 
 _PAUSE_SECONDS = 1.0
 _FINAL_CODES = frozenset({"unauthenticated", "forbidden", "not-found", "closed"})
-"""Problem codes after which this program can never renew. A proxy's 4xx has no code."""
+"""The problem codes after which this program can never renew. A proxy's 4xx has no code."""
 
 
 class LeaseSteps(Operations):

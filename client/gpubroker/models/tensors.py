@@ -103,7 +103,7 @@ def check_names(inputs: object) -> None:
 
 
 def _pack(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
-    """Datatype, shape, and bytes in row-major order."""
+    """Return the datatype, the shape, and the bytes in row-major order."""
     array = _array(name, given)
     datatype, shape = _datatype_of(name, array), list(array.shape)
     if datatype == "BF16":

@@ -69,9 +69,9 @@ class SetWorker:
         self._threads = ThreadPoolExecutor(self._max_concurrency, "call", enter_task, (task,))
         self._lock = threading.Lock()
         self._asked: set[Future[Answer]] = set()
-        """Questions whether the objects are made."""
+        """The questions whether the objects are made."""
         self._waiting: dict[Future[Answer], Callable[[], Answer]] = {}
-        """Calls that have not begun, in order. One that is given up leaves, with its arguments."""
+        """The calls that have not begun, in order. One that is given up leaves, with its arguments."""
         self._running = self._answered = 0
         self._is_leaving = False
         self._answered_at = -inf

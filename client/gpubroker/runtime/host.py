@@ -93,7 +93,7 @@ class RunHost:
             task.go(rank_zero_address)
 
     def change_world(self, key: RunKey, ranks: Iterable[int], number: int | None = None) -> None:
-        """Ranks have joined, or have left. Nothing happens if the run has ended."""
+        """Tell the run that ranks have joined, or have left. Nothing happens if the run has ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.resize(ranks, number)
@@ -175,7 +175,7 @@ class RunHost:
                 sys.stdout.flush()
 
     def _wait_for_all(self, task: RunningTask, key: RunKey) -> bool:
-        """Back when all ranks are ready; False if the run has to stop instead."""
+        """Return True when all ranks are ready; False if the run has to stop instead."""
         assert self._rendezvous is not None
         self._offer = self._rendezvous.address
         self._journal.add(ready(key, self._offer))

@@ -16,7 +16,7 @@ from gpubroker.runtime.outcome import Store, describe, raised, succeeded, trace_
 from gpubroker.runtime.task import RunningTask
 
 PLAIN_FUNCTION = "__gpubroker_function__"
-"""Attribute under which a decorated task keeps the function itself."""
+"""The attribute under which a decorated task keeps the function itself."""
 
 _MOST_PLACES = 6
 """An error names at most so many of the directories that are not Python's own."""
@@ -99,7 +99,8 @@ def _opened_entrypoint(order: RunOrder) -> Invocation:
 
 
 def _check_home(entrypoint: str, function: Any) -> None:
-    """Permission for a module covers its own functions and those of its package, not what it imports."""
+    """Refuse a function that the module only imports: permission for a module covers its own functions and
+    those of its package."""
     module_name, _, path = entrypoint.partition(":")
     home = getattr(function, "__module__", None) or "builtins"
     if home == module_name or home.startswith(f"{module_name}."):

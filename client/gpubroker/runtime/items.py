@@ -57,7 +57,7 @@ STUCK_SECONDS = 2.0
 PLACEHOLDER = "{}"
 """The part of a command's words that an item replaces; without it, the item becomes the last word."""
 IMPORT_FAILED = "array_import_failed"
-"""Failure kind of a worker that would fail as often as it is tried."""
+"""The failure kind of a worker that would fail as often as it is tried."""
 FAILURE, TIMEOUT = "failure", "timeout"
 """The causes that may use a retry of an item; the second is also the kind of its failure at its time
 limit."""
@@ -65,7 +65,7 @@ _LENGTH_BYTES = 8
 
 
 class ItemTimeout(BaseException):
-    """Raised in the function whose item takes too long."""
+    """The exception that is raised in the function whose item takes too long."""
 
 
 class _Stuck(Exception):

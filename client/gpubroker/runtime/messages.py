@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 PROTOCOL = 7
-"""Number of the form in which agent and run process speak; first value of every call of the agent."""
+"""The number of the form in which agent and run process speak; first value of every call of the agent."""
 SPOKEN = (5, 6, PROTOCOL)
 """The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
 an agent starts processes of the software that is installed by then, so a release also speaks the forms since
@@ -37,7 +37,7 @@ PROGRESS_CHARS = 500
 MESSAGE_CHARS = 4096
 TRACEBACK_BYTES = 64 * 1024
 MOST_HELD = 20_000
-"""Items of an array that one run holds."""
+"""The most items of an array that one run holds."""
 
 Report = tuple[Any, ...]
 ItemResult = tuple[int, float, int, bytes | None, tuple[str, str, str] | None]
@@ -85,7 +85,7 @@ class RunOrder:
     barrier: bool = False
     """Report when ready, and begin user code when all ranks are ready."""
     memory_mb: int = 0
-    """Host memory that it asked for."""
+    """The host memory that the run asked for."""
 
     @property
     def key(self) -> RunKey:
@@ -111,10 +111,12 @@ class RunFault:
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     ending: str
-    """succeeded, failed or stopped; an agent also writes lost and never_started."""
+    """The way in which it ended: succeeded, failed or stopped; an agent also writes lost and
+    never_started."""
     result: bytes | None = None
     result_format: str = "json"
-    """json, cloudpickle or object: JSON with `object`, the id of the object that the result has become."""
+    """The form of the result: json, cloudpickle or object, which is JSON with `object`, the id of the object
+    that the result has become."""
     fault: RunFault | None = None
 
 
@@ -140,7 +142,8 @@ def failed(kind: str, message: str, traceback: str = "") -> RunOutcome:
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Text that every wire, database and screen takes: no surrogates, no NUL, at most `limit` characters."""
+    """Return the text as every wire, database and screen takes it: no surrogates, no NUL, at most `limit`
+    characters."""
     return text[:limit].encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

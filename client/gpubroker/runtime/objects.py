@@ -22,7 +22,7 @@ PICKLE_MARK = b"\x93GPUBROKER1\n"
 _PYTHON_BYTES = 8
 _NUMBER_BYTES = 8
 _ALIGNED_TO = 64
-"""Buffers begin at multiples of it, as vector instructions like."""
+"""Buffers begin at multiples of this, for vector instructions."""
 
 _ID = re.compile("[0-9a-f]{64}")
 
@@ -59,7 +59,8 @@ def named_object(value: Any) -> str | None:
 
 
 def object_buffers(value: Any) -> Sequence[bytes | memoryview]:
-    """Bytes as they are, a numpy array as a .npy file, anything else pickled, with its arrays beside.
+    """Return the buffers of a value: bytes as they are, a numpy array as a .npy file, anything else pickled,
+    with its arrays beside.
 
     Large values are not copied. Raises what pickling raises.
     """

@@ -56,7 +56,7 @@ def raised(fault: BaseException) -> RunOutcome:
 
 
 def describe(fault: BaseException) -> str:
-    """`ValueError: text`, even if the exception's own `__str__` raises."""
+    """Return `ValueError: text`, even if the exception's own `__str__` raises."""
     name = type(fault).__qualname__
     try:
         text = str(fault)

@@ -89,7 +89,7 @@ class MemoryOutput:
         self._kept = bytearray()
         self._unsent: Mapping[Stream, bytearray] = {stream: bytearray() for stream in STREAMS}
         self._lost_bytes: Counter[Stream] = Counter()
-        """Printed while nothing was taken, and not kept."""
+        """The bytes that were printed while nothing was taken, and that are not kept."""
 
     def write(self, data: bytes, stream: Stream = "stdout") -> None:
         with self._lock:

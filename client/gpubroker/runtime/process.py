@@ -55,7 +55,7 @@ class ProcessSetup:
 
     instance: str
     user: str = ""
-    """System user to become; empty keeps the service's own."""
+    """The system user to become; empty keeps the service's own."""
     host: str = ""
     """The address at which other nodes reach this one, for a run that is one of several ranks."""
     node: str = ""
@@ -89,7 +89,8 @@ def _ray_of_its_own() -> dict[str, str]:
 
 
 def _erase_initial_environment(kept: Iterable[str]) -> None:
-    """/proc/<pid>/environ shows the environment that a process was started with, whatever became of it."""
+    """Erase the environment that the process was started with: /proc/<pid>/environ shows it, whatever became
+    of it."""
     words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     address, end = int(words[_ENV_START]), int(words[_ENV_START + 1])
     names = {os.fsencode(name) for name in kept}

@@ -21,7 +21,7 @@ from gpubroker.runtime.messages import (
 )
 
 _PLAIN, _PICKLED = b"\x00", b"\x01"
-"""First byte of a saved state: bytes as given, or a cloudpickle."""
+"""The first byte of a saved state: bytes as given, or a cloudpickle."""
 
 
 class Stopped(BaseException):
@@ -59,7 +59,8 @@ def current_task() -> "RunningTask":
 
 
 def environment() -> Mapping[str, str]:
-    """This process's, and that of the current task, which it lacks if several share the process."""
+    """Return this process's environment, and that of the current task, which it lacks if several share the
+    process."""
     task = _CURRENT.get(None) or _only_task
     return os.environ if task is None else {**os.environ, **task.env}
 
@@ -111,7 +112,7 @@ class RunningTask:
 
     @property
     def attempt(self) -> int:
-        """1 for the first start; one more for every later start."""
+        """The number of the attempt: 1 for the first start; one more for every later start."""
         return self._order.attempt
 
     @property
@@ -129,7 +130,7 @@ class RunningTask:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """UUIDs of its GPUs; the first is `cuda:0` in this process."""
+        """The UUIDs of its GPUs; the first is `cuda:0` in this process."""
         return tuple(uuid for uuid, _mb in self._order.leases)
 
     @property
@@ -155,7 +156,7 @@ class RunningTask:
 
     @property
     def world_changed(self) -> bool:
-        """Ranks have joined or left since the start, or since `accept_world` was last called."""
+        """True if ranks have joined or left since the start, or since `accept_world` was last called."""
         return self._world_changed.is_set()
 
     def accept_world(self) -> tuple[int, ...]:
@@ -257,7 +258,7 @@ class RunningTask:
                     self._told_of = number
 
     def wait_for_go(self) -> bool:
-        """Back when all ranks are ready (True), or when the task has to stop instead (False)."""
+        """Return True when all ranks are ready, or False when the task has to stop instead."""
         self._released.wait()
         return bool(self._rank_zero_address)
 

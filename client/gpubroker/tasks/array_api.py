@@ -27,7 +27,7 @@ from gpubroker.wire.arrays import ArrayItem as Answer
 from gpubroker.wire.tasks import Failure
 
 _INLINE_BYTES = 4 * 2**20
-"""Larger items are uploaded as an object first."""
+"""Larger items than this are uploaded as an object first."""
 _ITEMS_PER_PAGE = 5000
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -44,7 +44,7 @@ class ArrayOptions(SubmitOptions, total=False):
     chunk: int
     """The number of items that are handed to a worker together. Default: about 100 ms of work."""
     item_timeout_seconds: float
-    """Time limit of one item."""
+    """The time limit of one item."""
     item_retries: int
     """The number of times that an item is tried again, as `retry_on` says."""
 
@@ -53,9 +53,9 @@ class ItemFilter(TypedDict, total=False):
     """The results that `array_items` fetches, and their order."""
 
     state: str
-    """succeeded or failed."""
+    """The state of the items: succeeded or failed."""
     order: str
-    """number (default), or completed: as they were done."""
+    """The order: number (default), or completed, as they were done."""
 
 
 AnyArray = Array | str
@@ -299,7 +299,7 @@ def progress_bar() -> Callable[[Array], None]:
 
 
 def bar_line(array: Array, width: int = _BAR_WIDTH) -> str:
-    """`[#####.....] 50/100, 2 failed, 25/s`."""
+    """Return the line of a progress bar: `[#####.....] 50/100, 2 failed, 25/s`."""
     filled = int(array.fraction * width)
     failed = f", {array.failed} failed" if array.failed else ""
     rate = f", {array.items_per_second:.0f}/s" if array.items_per_second else ""

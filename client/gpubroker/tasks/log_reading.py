@@ -25,7 +25,7 @@ class LogOptions(TypedDict, total=False):
     attempt: int
     """The attempt. Default: the newest; with `follow`, that one and all later ones."""
     stream: Stream
-    """stdout (the default) or stderr."""
+    """The stream: stdout (the default) or stderr."""
     rank: int
     """The rank of a gang."""
     worker: str

@@ -24,24 +24,26 @@ class SubmitOptions(TypedDict, total=False):
     kwargs: Mapping[str, Any]
     """The task's own keyword arguments."""
     name: str
-    """Shown in lists."""
+    """The name in lists."""
     priority: int | str
-    """0 to 100, or the name of a band: critical, interactive, batch (default), background, idle."""
+    """The priority from 0 to 100, or the name of a band: critical, interactive, batch (default), background,
+    idle."""
     gpu_mb: int | Literal["learned"]
-    """MiB per device; without `gpus`, of one device. `"learned"`: what earlier runs of the same model type
-    (else name, else entrypoint) used, plus a margin; whole devices while too few runs are known."""
+    """The MiB per device; without `gpus`, of one device. `"learned"` stands for what earlier runs of the same
+    model type (else name, else entrypoint) used, plus a margin; whole devices while too few runs are
+    known."""
     gpus: int
-    """Number of devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
+    """The number of devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
     gpu_fraction: float
-    """Fraction of each device's memory, instead of `gpu_mb`."""
+    """The fraction of each device's memory, instead of `gpu_mb`."""
     exclusive: bool
-    """Share the devices with no other holder."""
+    """True to share the devices with no other holder."""
     cpu: float
     """The number of CPUs. Default: 1, and 0 for tasks with a GPU."""
     memory_mb: int
-    """Host memory, in MiB."""
+    """The host memory, in MiB."""
     custom: Mapping[str, float]
-    """Amounts of custom resources that the operator defined."""
+    """The amounts of custom resources that the operator defined."""
     kinds: Sequence[str]
     """The kinds of GPU that the task may use, such as `["H100", "A100"]`."""
     min_power: int
@@ -51,14 +53,14 @@ class SubmitOptions(TypedDict, total=False):
     nodes: Mapping[str, Sequence[str]]
     """The values of each label of which a node must have one; the label `node` is the node's name."""
     prefer_kinds: Sequence[str]
-    """Preferred kinds, best first."""
+    """The preferred kinds, best first."""
     prefer_nodes: Mapping[str, Sequence[str]]
-    """Preferred nodes, in the form of `nodes`."""
+    """The preferred nodes, in the form of `nodes`."""
     pool: str
     """The operator's pool to take devices and custom resources from."""
     roles: Mapping[str, Mapping[str, Any]]
-    """Instead of sizes: the sizes of several roles that take turns, such as
-    `{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. It gets the largest of each."""
+    """The sizes of several roles that take turns, instead of one task's sizes, such as `{"train": {"gpu_mb":
+    40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. The task gets the largest of each."""
     bundles: Sequence[Mapping[str, Any]]
     """A gang: the demand of each rank, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
     or none does. `gpu_mb` of a rank may be `"learned"`."""
@@ -71,7 +73,7 @@ class SubmitOptions(TypedDict, total=False):
     """`pack` (default) fills devices that are in use; `spread` takes those with the
     fewest holders, then those of which the smallest share is taken."""
     model_type: str
-    """Kind of model, for statistics."""
+    """The kind of model, for statistics."""
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
@@ -82,19 +84,19 @@ class SubmitOptions(TypedDict, total=False):
     labels: Mapping[str, str]
     """The labels by which the task can be found."""
     env: Mapping[str, str]
-    """Environment variables of the task's process."""
+    """The environment variables of the task's process."""
     max_retries: int
     """The number of times that a failed run is retried; a preemption does not count."""
     retry_on: Sequence[str]
     """The causes that use a retry: `failure` (default), `timeout` (its time limit ended the run), or both. Of
     an array it is about its items, and the default is both."""
     timeout_seconds: float
-    """Time limit of one run; time in the queue does not count."""
+    """The time limit of one run; time in the queue does not count."""
     grace_seconds: float
-    """Time to stop after the notice."""
+    """The time to stop after the notice."""
     after: Sequence[Any]
-    """Tasks, or their ids, that must end first; in `submit_many` also tasks before it, by index (from 0) or
-    by name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}` starts it
+    """The tasks, or their ids, that must end first; in `submit_many` also tasks before it, by index (from 0)
+    or by name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}` starts it
     anyway."""
     held: bool
     """The task stays in the queue until it is released: `change(task, held=False)`."""
@@ -105,15 +107,15 @@ class SubmitOptions(TypedDict, total=False):
     deadline_at: datetime | str
     """The time at which the task expires if it waits, and is asked to stop if it runs."""
     deadline_seconds: float
-    """`deadline_at`, counted from now."""
+    """The same as `deadline_at`, counted from now."""
     expected_seconds: float
     """The time that one run takes, for forecasts only."""
     result_format: str
-    """`json` (default) or `cloudpickle` (default for functions)."""
+    """The format of the result: `json` (default) or `cloudpickle` (default for functions)."""
     working_directory: str
     """The working directory of a command."""
     idempotency_key: str
-    """Submits with the same key and body make one task. Default: a new key."""
+    """A key: submits with the same key and body make one task. Default: a new key."""
 
 
 _RESOURCES = (
@@ -122,7 +124,7 @@ _RESOURCES = (
     "bundles", "strategy", "min_ranks",
 )  # fmt: skip
 _OF_THE_RUN = ("kwargs", "working_directory", "idempotency_key")
-"""Options that the body has elsewhere, or that are a header."""
+"""The options that the body has elsewhere, or that are a header."""
 _TOP_LEVEL = tuple(name for name in SubmitOptions.__annotations__ if name not in (*_RESOURCES, *_OF_THE_RUN))
 
 
@@ -147,7 +149,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "cwd": "working_directory",
     "key": "idempotency_key",
 }
-"""Names of these options on the command line and in other systems."""
+"""The names of these options on the command line and in other systems."""
 
 
 DEFAULTS = "_gpubroker_options"
@@ -199,7 +201,7 @@ def check_options(options: SubmitOptions) -> None:
 
 
 def plain(name: str, value: Any) -> Any:
-    """Times, tasks and lists in the form of the HTTP API."""
+    """Return times, tasks and lists in the form of the HTTP API."""
     if name == "retry_on":
         if isinstance(value, str):
             raise WrongArgument(f"retry_on must be a list; write retry_on=[{value!r}]")

@@ -52,14 +52,14 @@ class Filters(TypedDict, total=False):
 
     state: Sequence[str] | str
     kind: str
-    """entrypoint, command, function, inference, model, or external (a lease of a program that the broker does
-    not start)."""
+    """The kind: entrypoint, command, function, inference, model, or external (a lease of a program that the
+    broker does not start)."""
     min_priority: int
     max_priority: int
     labels: Mapping[str, str]
     name: str
     tenant: str
-    """Another tenant, or `*` for all: needs the scope admin."""
+    """The tenant: another one, or `*` for all, needs the scope admin."""
     model_type: str
     stream: str
     after: AnyTask
@@ -74,20 +74,20 @@ class ListOptions(Filters, total=False):
     """The filters of `list`."""
 
     order: str
-    """newest (first; the default), or turn: what runs, then what waits in the order of the queue, then what
-    ended last, in one page."""
+    """The order: newest (first; the default), or turn: what runs, then what waits in the order of the queue,
+    then what ended last, in one page."""
     sort: str
-    """submitted, finished (only ended tasks) or priority; with a `-` before it, the latest or highest first.
-    Without it: -submitted."""
+    """The sort key: submitted, finished (only ended tasks) or priority; with a `-` before it, the latest or
+    highest first. Default: -submitted."""
     limit: int
-    """Tasks per page; all pages are fetched as they are used."""
+    """The tasks per page; all pages are fetched as they are used."""
 
 
 class ChangeOptions(TypedDict, total=False):
     """The changes that `change` makes. None removes a time; what is left out stays."""
 
     priority: int | str
-    """0 to 100, or the name of a band."""
+    """The priority from 0 to 100, or the name of a band."""
     held: bool
     """A held task stays in the queue until it is released (False)."""
     not_before: datetime | str | None

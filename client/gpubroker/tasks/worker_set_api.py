@@ -29,7 +29,8 @@ class WorkerSetOptions(SubmitOptions, total=False):
     scale: Mapping[str, Any]
     """The signal that the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
     health: Mapping[str, Any]
-    """`{"method": "check_health", "period_seconds": 10}`; a worker that is unhealthy is restarted."""
+    """The check of a worker's health: `{"method": "check_health", "period_seconds": 10}`. An unhealthy worker
+    is restarted."""
     start_timeout_seconds: float
     """A worker that has not made its objects within this time has failed to start. Default: 3600."""
     max_restarts: int

@@ -225,7 +225,7 @@ def _request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
 
 
 async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Reading a file may block."""
+    """Yield the parts, each read in a thread, since reading a file may block."""
     from asyncio import to_thread
 
     while (part := await to_thread(next, parts, None)) is not None:

@@ -13,7 +13,7 @@ class ArrayState(SettledState):
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """Items failed, or are left although no worker is."""
+    """Some items failed, or are left although no worker is."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 

@@ -10,7 +10,7 @@ from gpubroker.wire.devices import Gpu, History
 
 
 class Amount(Answered, frozen=True):
-    """`used`: held by what runs there, whatever it really uses."""
+    """An amount that a node has. `used`: held by what runs there, whatever it really uses."""
 
     total: float
     used: float
@@ -68,7 +68,7 @@ class Disk(Answered, frozen=True):
 
 
 class ObjectStore(Answered, frozen=True):
-    """Ray's, which does not say how much of it is in use."""
+    """The object store of Ray, which does not say how much of it is in use."""
 
     total_mb: int
     spilled_mb: Annotated[
@@ -103,7 +103,8 @@ class MeasuredNode(Answered, frozen=True):
 
 
 class NodeHolder(Answered, frozen=True):
-    """`id` and `name` are null for other tenants' holders, unless the token is an admin's."""
+    """A holder on a node. `id` and `name` are null for other tenants' holders, unless the token is an
+    admin's."""
 
     kind: str
     id: str | None
