@@ -30,7 +30,7 @@ _WIDE = 100
 
 def gpus(
     watching: Watch = False,
-    idle: Annotated[bool, typer.Option("--idle", help="Only those that have nothing to do.")] = False,
+    idle: Annotated[bool, typer.Option("--idle", help="Only GPUs that have nothing to do.")] = False,
     output: Output = Format.TABLE,
 ) -> None:
     """Show GPU memory: leased, used, free, and used without a lease."""

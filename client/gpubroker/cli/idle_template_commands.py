@@ -41,7 +41,7 @@ def create(
         str,
         typer.Argument(metavar="FILE", help="A task as JSON, as POST /tasks takes it; - is standard input."),
     ],
-    max_running: Annotated[int, typer.Option(min=1, help="How many of its tasks run at once at most.")],
+    max_running: Annotated[int, typer.Option(min=1, help="The most of its tasks that run at once.")],
     weight: Annotated[int, typer.Option(min=1, help="Templates share what is idle in proportion to it.")] = 1,
 ) -> None:
     """Have such tasks submitted as long as GPUs are idle, one for each, at the lowest priority.

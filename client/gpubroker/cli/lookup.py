@@ -37,7 +37,7 @@ _TASKS = typer.Argument(metavar="TASK", help=f"For each task: {_WAYS}")
 TaskWords = Annotated[list[str], _TASKS]
 WorkerId = Annotated[
     str | None,
-    typer.Option("--worker", help="Of an array or a worker set with several workers: the id of one."),
+    typer.Option("--worker", help="Id of one worker of an array or a worker set that has several."),
 ]
 AnyTaskWords = Annotated[list[str] | None, _TASKS]
 

@@ -17,7 +17,7 @@ from gpubroker.cli.tables import Column, PlainTable, gib, size_of_bytes, timesta
 if TYPE_CHECKING:
     from gpubroker.wire.nodes import Node, NodeDisk
 
-Name = Annotated[str, typer.Argument(metavar="NODE", help="As `gpubroker nodes` names it.")]
+Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node, as in `gpubroker nodes`.")]
 Because = Annotated[
     str, typer.Option(metavar="REASON", help="Shown with the node, and recorded with your token's name.")
 ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 quarantine = typer.Typer(help="List memory that counts as used because its holder is not confirmed gone.")
 
 Because = Annotated[
-    str, typer.Option(metavar="REASON", help="What you checked; recorded with your token's name.")
+    str, typer.Option(metavar="REASON", help="The checks that you made; recorded with your token's name.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 

@@ -109,7 +109,7 @@ def retry(task: TaskWord, output: Output = Format.TABLE) -> None:
 
 def stack(
     task: TaskWord,
-    rank: Annotated[int, typer.Option(help="Of a gang: the process of this rank.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank of a gang whose process is meant.")] = 0,
     worker: WorkerId = None,
     output: Output = Format.TABLE,
 ) -> None:

@@ -50,7 +50,7 @@ def events(
             "-n",
             min=1,
             max=500,
-            help="Without --after: start with this many of the newest. Default: 50; all of a task.",
+            help="Number of the newest events to start with, without --after. Default: 50; all of a task.",
         ),
     ] = None,
     output: Output = Format.TABLE,

@@ -64,9 +64,9 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the task has ended; wait for it to start.")
     ] = False,
-    attempt: Annotated[int | None, typer.Option(help="Which attempt. Default: the newest.")] = None,
+    attempt: Annotated[int | None, typer.Option(help="Attempt. Default: the newest.")] = None,
     stream: Annotated[str | None, typer.Option(help="stdout or stderr. Default: both.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Which rank of a gang. Default: 0.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of a gang. Default: 0.")] = None,
     worker: WorkerId = None,
 ) -> None:
     """Print what a task has printed: its standard output to yours, its standard error to yours."""

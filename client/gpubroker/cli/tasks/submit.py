@@ -112,7 +112,9 @@ ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults
 Profile = Annotated[str | None, typer.Option(help="Role to take sizes and limits from: gpubroker profiles.")]
 Concurrency = Annotated[
     int | None,
-    typer.Option("--max-concurrency", help="For its code, in GPUBROKER_MAX_CONCURRENCY; no other effect."),
+    typer.Option(
+        "--max-concurrency", help="A number for its code, in GPUBROKER_MAX_CONCURRENCY; no other effect."
+    ),
 ]
 Stream = Annotated[str | None, typer.Option(help="Work stream, as configured by the operator.")]
 Name = Annotated[str | None, typer.Option("--name", "-n", help="Name to show in lists.")]
@@ -124,12 +126,12 @@ Env = Annotated[
     list[str] | None,
     typer.Option("--env", "-e", metavar="NAME=VALUE", help="Environment variable; repeatable."),
 ]
-Retries = Annotated[int | None, typer.Option("--retries", help="How often to retry a failed run.")]
+Retries = Annotated[int | None, typer.Option("--retries", help="Number of times to retry a failed run.")]
 RetryOn = Annotated[
     list[str] | None,
     typer.Option(
         metavar="failure|timeout",
-        help="What uses a retry; repeatable. Default: failure, for the items of map both.",
+        help="Cause that uses a retry; repeatable. Default: failure, for the items of map both.",
     ),
 ]
 Timeout = Annotated[Any, typer.Option("--timeout", help="Time limit of one run, such as 15m.", **_SECONDS)]
@@ -191,7 +193,7 @@ Batch = Annotated[
     ),
 ]
 AllOrNothing = Annotated[
-    bool, typer.Option("--all-or-nothing", help="With --batch: store no task if one is refused.")
+    bool, typer.Option("--all-or-nothing", help="Store no task if one is refused, with --batch.")
 ]
 WaitTimeout = Annotated[
     Any, typer.Option(help="Longest time to wait with --wait; the task continues.", **_SECONDS)

@@ -36,15 +36,15 @@ workers = typer.Typer(
 )
 
 SetWord = Annotated[str, typer.Argument(metavar="SET", help="Id of the set, as `create` prints it.")]
-Count = Annotated[int | None, typer.Option("--count", "-j", help="How many workers are wanted.")]
-Min = Annotated[int | None, typer.Option("--min", help="At least so many.")]
-Max = Annotated[int | None, typer.Option("--max", help="At most so many.")]
+Count = Annotated[int | None, typer.Option("--count", "-j", help="Number of workers that are wanted.")]
+Min = Annotated[int | None, typer.Option("--min", help="Least number of workers.")]
+Max = Annotated[int | None, typer.Option("--max", help="Greatest number of workers.")]
 _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
 
 
 @workers.command()
 def create(
-    target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="What each worker makes.")],
+    target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Object that each worker makes.")],
     args: Args = None,
     kwargs: Kwargs = None,
     count: Count = None,
@@ -113,7 +113,7 @@ def show_(workers: SetWord, output: Output = Format.TABLE) -> None:
 @workers.command()
 def scale(
     workers: SetWord,
-    count: Annotated[int | None, typer.Argument(help="How many workers are wanted.")] = None,
+    count: Annotated[int | None, typer.Argument(help="Number of workers that are wanted.")] = None,
     min_count: Min = None,
     max_count: Max = None,
     output: Output = Format.TABLE,
@@ -127,7 +127,7 @@ def scale(
 @workers.command()
 def signal(
     workers: SetWord,
-    value: Annotated[float, typer.Argument(help="Such as the length of a queue of yours.")],
+    value: Annotated[float, typer.Argument(help="A number, such as the length of a queue of yours.")],
     output: Output = Format.TABLE,
 ) -> None:
     """Tell a set that scales by `signal` the number that it follows."""
@@ -140,7 +140,7 @@ def call(
     workers: SetWord,
     method: Annotated[str, typer.Argument(help="A method of the object.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments, JSON or text.")] = None,
-    role: Annotated[str, typer.Option(help="Which of several roles.")] = "",
+    role: Annotated[str, typer.Option(help="Role, if there are several.")] = "",
     timeout_seconds: Annotated[Any, typer.Option("--timeout", help="Waiting included.", **_SECONDS)] = 60.0,
 ) -> None:
     """Call a method in one worker, and print what it returns as JSON."""
