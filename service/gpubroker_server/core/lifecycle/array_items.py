@@ -274,18 +274,18 @@ def _without_result(item: ItemResult, most_bytes: int) -> ItemResult:
     return item._replace(result=None, failure=failure)
 
 
-def line_of(it: ItemResult, result_format: str) -> bytes:
+def line_of(item: ItemResult, result_format: str) -> bytes:
     """A line of JSON, as clients get it. A result in JSON is written as it came."""
-    state = "succeeded" if it.failure is None else "failed"
-    head = f'{{"number":{it.number},"state":"{state}","seconds":{it.seconds:.6f},"tries":{it.tries},'.encode()
-    if it.failure is not None:
+    state = "succeeded" if item.failure is None else "failed"
+    head = f'{{"number":{item.number},"state":"{state}","seconds":{item.seconds:.6f},"tries":{item.tries},'.encode()
+    if item.failure is not None:
         error: Mapping[str, str] = {
-            "kind": it.failure.kind,
-            "message": it.failure.message,
-            "traceback": it.failure.traceback,
+            "kind": item.failure.kind,
+            "message": item.failure.message,
+            "traceback": item.failure.traceback,
         }
         return head + b'"error":' + json.dumps(error).encode() + b"}\n"
-    result = it.result or b"null"
+    result = item.result or b"null"
     if result_format == "json":
         # JSON escapes the line breaks inside its strings, so any that is left stands between two tokens.
         return head + b'"result":' + result.replace(b"\n", b" ") + b"}\n"

@@ -147,11 +147,13 @@ def _change_stream(world: World, requests: list[Request], now: Instant, policy: 
     )
 
 
-def with_signal(stream: StreamState, told: Mapping[str, Any], at: Instant, rules: StreamRules) -> StreamState:
+def with_signal(
+    stream: StreamState, signal: Mapping[str, Any], at: Instant, rules: StreamRules
+) -> StreamState:
     """The stream once a client has told this. Progress of an earlier time than what is known is dropped;
     progress told twice for one instant replaces itself."""
-    progress, age, quality = told.get("progress"), told.get("data_age_seconds"), told.get("quality")
-    progress_at = Instant(min(at, told.get("progress_at") or at))
+    progress, age, quality = signal.get("progress"), signal.get("data_age_seconds"), signal.get("quality")
+    progress_at = Instant(min(at, signal.get("progress_at") or at))
     since = progress_at - stream.progress_at
     if progress is not None and (stream.progress is None or since >= 0):
         velocity = stream.velocity_per_hour

@@ -121,11 +121,11 @@ def is_old_enough(run: Task, began_at: Instant) -> bool:
     return (run.admitted_at or 0.0) < began_at
 
 
-def gives_way(one: PossibleVictim, for_priority: int, policy: Policy, now: Instant) -> bool:
+def gives_way(victim: PossibleVictim, for_priority: int, policy: Policy, now: Instant) -> bool:
     """A rank that its gang can do without has no shield: no work is lost."""
-    if one.rank is not None:
-        return one.task.priority < for_priority
-    return may_be_stopped(one.task, for_priority, policy, now)
+    if victim.rank is not None:
+        return victim.task.priority < for_priority
+    return may_be_stopped(victim.task, for_priority, policy, now)
 
 
 def lost_gpu_seconds(run: Task, now: Instant) -> float:
