@@ -277,7 +277,9 @@ def _without_result(item: ItemResult, most_bytes: int) -> ItemResult:
 def line_of(item: ItemResult, result_format: str) -> bytes:
     """A line of JSON, as clients get it. A result in JSON is written as it came."""
     state = "succeeded" if item.failure is None else "failed"
-    head = f'{{"number":{item.number},"state":"{state}","seconds":{item.seconds:.6f},"tries":{item.tries},'.encode()
+    head = (
+        f'{{"number":{item.number},"state":"{state}","seconds":{item.seconds:.6f},"tries":{item.tries},'
+    ).encode()
     if item.failure is not None:
         error: Mapping[str, str] = {
             "kind": item.failure.kind,
