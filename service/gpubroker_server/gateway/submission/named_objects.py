@@ -31,7 +31,7 @@ def may_name_objects(text: bytes) -> bool:
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
     """Id by the place of an argument that names it. `spec` has its arguments, however large."""
     if spec.kind == Function.tag:
-        return {f"/run/objects/{at}": id for at, id in enumerate(spec.objects)}
+        return {f"/run/objects/{index}": id for index, id in enumerate(spec.objects)}
     return objects_in_arguments(spec.arguments)
 
 
