@@ -360,7 +360,10 @@ def test_commands_that_need_postgresql_say_so_without_it(gpubroker: Run, tmp_pat
 
 
 def test_without_a_model_server_model_commands_say_what_to_configure(gpubroker: Run) -> None:
-    for refused in (gpubroker("models"), gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
+    listed = gpubroker("models")
+    assert (listed.code, listed.out) == (0, "no models\n")
+    assert (gpubroker("models -o json").code, gpubroker("models -o json").out.strip()) == (0, "[]")
+    for refused in (gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
         assert refused.code == 6
         assert "give one of triton.servers its node" in refused.err
     asked = gpubroker("infer m -i x=1 --later")

@@ -12,7 +12,8 @@ from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.broker.background import gateways_have_let_go, models_in_use
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.holders import Model
-from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term, mark_of
 from gpubroker_server.core.lifecycle.stopping import give_notice
@@ -38,6 +39,7 @@ class Requests:
     def __init__(self) -> None:
         self.unanswered = False
         self.models: frozenset[str] = frozenset()
+        self.recent: frozenset[str] = frozenset()
 
     def now(self) -> float:
         return 0.0
@@ -45,8 +47,8 @@ class Requests:
     def has_older(self, _model: str, _at: float) -> bool:
         return self.unanswered
 
-    def in_use(self) -> frozenset[str]:
-        return self.models
+    def in_use(self) -> ModelsInUse:
+        return ModelsInUse(self.models, self.recent)
 
 
 class Gateway:
@@ -56,7 +58,7 @@ class Gateway:
         self.store = store
         self.picture = picture
         self.requests = Requests()
-        self.draining = Draining(picture.world, self.requests)
+        self.draining = Draining(picture.world, self.requests, Policy())
         picture.listen(self.draining.on_events)
 
 
@@ -128,11 +130,13 @@ async def test_a_gateway_says_at_once_what_is_in_use_while_an_equal_waits(postgr
         await one.store.submit(AdmittedTask(rival, RunSpec(kind="model")))
 
         async def until_in_use(models: set[str]) -> None:
+            names = ModelsInUse(frozenset(models), one.requests.recent)
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while await models_in_use(one.store, one.picture.clock) != models:  # noqa: ASYNC110  # as above
+                while await models_in_use(one.store, one.picture.clock) != names:  # noqa: ASYNC110  # as above
                     await asyncio.sleep(0.01)
 
         await until_in_use({"llm"})
+        one.requests.recent = frozenset({"llm"})
         two.requests.models = frozenset()
         await until_in_use(set())
 
@@ -166,7 +170,7 @@ async def test_an_event_during_a_report_is_reported_without_a_pause(
     monkeypatch.setattr("gpubroker_server.inference.draining._REPORT_SECONDS", 10 * PATIENCE_SECONDS)
     async with a_gateway(postgres_url, "one") as one:
         term, task = await a_resident_model(one.store)
-        draining = Draining(one.picture.world, Requests())
+        draining = Draining(one.picture.world, Requests(), Policy())
         one.picture.listen(draining.on_events)
         store = Interrupted(one.store, partial(stop, one, term, task))
         reporting = asyncio.create_task(draining.keep_reporting(store, "two", one.picture.clock))

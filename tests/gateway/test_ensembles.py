@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from gpubroker_server.core.domain.models import ModelRules
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.http.identity import Identity
@@ -117,10 +118,10 @@ async def test_requests_to_a_step_use_the_ensemble_that_holds_its_memory() -> No
 
 async def test_an_ensemble_is_in_use_while_one_of_its_steps_is() -> None:
     async with with_ensemble() as there:
-        draining = Draining(there.gateway.world, there.lanes)
-        assert draining.in_use() == frozenset()
+        draining = Draining(there.gateway.world, there.lanes, Policy())
+        assert draining.in_use().names == frozenset()
         turn = there.lanes.enter(b"large", Identity("me", "default", (), 50), NO_WISH)
-        assert draining.in_use() == {"any", "large"}
+        assert draining.in_use().names == {"any", "large"}
         await there.unload()
         assert draining.drained() == frozenset()
         turn.leave()

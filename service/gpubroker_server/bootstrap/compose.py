@@ -46,6 +46,7 @@ def policy_of(settings: Settings) -> Policy:
         array_result_bytes=settings.limits.array_result_bytes,
         serving=settings.triton.inference_servers,
         min_residency_seconds=settings.triton.min_residency_seconds,
+        yields_to_tasks_seconds=settings.triton.yields_to_tasks_seconds,
     )
 
 

@@ -24,6 +24,7 @@ from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.submission import withdrawn_entrypoints
 from gpubroker_server.core.domain.visible_gpus import VARIABLE
+from gpubroker_server.core.world.task_counts import tasks_by_tenant
 from gpubroker_server.ports.store import Outgrown, StoreUnavailable
 from gpubroker_server.settings.loading import Settings, usual_data_dir
 
@@ -166,7 +167,10 @@ class Process:
     def _farewell(self) -> str:
         if self._broker is None:
             return "gpubroker stopped"
-        return farewell(self._settings, len(self._follower.world.active), self._stop_cluster)
+        return farewell(self._settings, self._runs_under_way(), self._stop_cluster)
+
+    def _runs_under_way(self) -> int:
+        return sum(tasks_by_tenant(self._follower.world)[1].values())
 
     def _begin_all(self, *parts: Part | None) -> list[asyncio.Task[None]]:
         return [self._begin(name, job) for part in parts if part is not None for name, job in part.jobs()]

@@ -15,7 +15,7 @@ from gpubroker_server.core.control.findings.finding import Finding, remember
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice
-from gpubroker_server.core.domain.holders import Inference
+from gpubroker_server.core.domain.holders import Inference, Model
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
@@ -198,6 +198,8 @@ class FleetKeeper:
                 continue
             task = event.task or self.world.tasks.get(TaskId(event.key))
             match task:
+                case Task(holder=Model()):
+                    pass  # it is no task, though its row moves like one
                 case Task(holder=Inference()):
                     self._throughput.moved(what, is_inference=True)
                 case _:
@@ -211,7 +213,7 @@ class FleetKeeper:
                 self._control.fill.note(task, is_new=True)
 
     def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:
-        pending = self.world.pending
+        pending = self.world.pending - self.world.pending_held
         return {
             "queue_length": float(pending.total()),
             "admission_seconds": longest_wait_seconds(self.world, now) if self._watches_admission else None,

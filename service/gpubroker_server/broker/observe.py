@@ -175,7 +175,7 @@ class Observer:
                 case ServerGone():
                     decisions += model_adoption.server_gone(self.world, report.process)
                 case ModelsInUse():
-                    decisions += model_turns.turns(self.world, report.names, now)
+                    decisions += model_turns.turns(self.world, report, now, self.policy)
                 case DiskReport():
                     decisions += await self._disks.answered(report, now)
                 case Stacked():

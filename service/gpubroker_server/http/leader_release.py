@@ -24,6 +24,7 @@ _STREAM = Since("0.3.0", "a changed work stream")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
+    "inference_object": Since("0.3.0", "an object that an inference does not copy"),
     "object": Since("0.3.0", "an object as an argument"),
     "retry_on": Since("0.3.0", "retry_on"),
     "secret": Since("0.3.0", "secrets in env"),

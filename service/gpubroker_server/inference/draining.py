@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState, model_of
 from gpubroker_server.core.domain.units import Instant, Seconds, mark_of
 from gpubroker_server.core.lifecycle import model_turns
@@ -34,14 +36,15 @@ class Requests(Protocol):
         of the clock `now`."""
         ...
 
-    def in_use(self) -> frozenset[str]:
-        """Return the models that have a request here, under way or waiting."""
+    def in_use(self) -> ModelsInUse:
+        """Return the models that have a request here, under way or waiting, or had one lately."""
         ...
 
 
 class Draining:
-    def __init__(self, world: World, requests: Requests) -> None:
+    def __init__(self, world: World, requests: Requests, policy: Policy) -> None:
         self._world = world
+        self._policy = policy
         self._requests = requests
         self._leaving_since: dict[str, float] = {}
         """Claim of a model -> the time at which this gateway learned that the model is to leave. Later
@@ -63,12 +66,15 @@ class Draining:
             if not any(self._requests.has_older(model, since[claim]) for model in models)
         )
 
-    def in_use(self) -> frozenset[str]:
-        """Return the models that have a request here, and the ensembles whose steps have one: these hold the
-        memory of their steps."""
+    def in_use(self) -> ModelsInUse:
+        """Return the models that have a request here, or had one lately, and the ensembles of which one is a
+        step: an ensemble holds the memory of its steps."""
         used = self._requests.in_use()
-        ensembles = (model for task in self._world.models.live() if (model := model_of(task)).steps)
-        return used.union(model.model for model in ensembles if not used.isdisjoint(model.steps))
+        return ModelsInUse(self._with_ensembles(used.names), self._with_ensembles(used.recent))
+
+    def _with_ensembles(self, names: frozenset[str]) -> frozenset[str]:
+        models = (model_of(task) for task in self._world.models.live())
+        return names.union(model.model for model in models if not names.isdisjoint(model.steps))
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Report at once if the leader may wait for it. The World must have applied the events before."""
@@ -77,7 +83,8 @@ class Draining:
 
     async def report(self, store: PresenceStore, name: str, at: Instant) -> Presence:
         """Write what this gateway has drained and what it uses. Raises StoreUnavailable."""
-        presence = Presence(name, at, self.drained(), self.in_use())
+        in_use = self.in_use()
+        presence = Presence(name, at, self.drained(), in_use.names, in_use.recent)
         await store.present(presence)
         return presence
 
@@ -88,8 +95,11 @@ class Draining:
         while True:
             # Cleared before the look: an event that comes during a report is reason for another look.
             self._woken.clear()
-            is_contended, at = model_turns.is_contended(self._world), clock.now()
-            is_news = self.drained() != last.let_go or (is_contended and self.in_use() != last.in_use)
+            at = clock.now()
+            is_contended = model_turns.is_contended(self._world, at, self._policy)
+            is_news = self.drained() != last.let_go or (
+                is_contended and self.in_use() != ModelsInUse(last.in_use, last.recent)
+            )
             if is_news or at >= last.at + _REPORT_SECONDS:
                 with suppress(StoreUnavailable):
                     last = await self.report(store, name, at)

@@ -23,11 +23,14 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState, model_of
-from gpubroker_server.core.domain.units import Instant, Mib, Seconds
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
-from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_ready_at
-from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.lifecycle.model_turns import pinned_in_the_way
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
+from gpubroker_server.core.planning.forecasts.forecasts import forecast_alone
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.server_places import gpus_of, place_fault
 from gpubroker_server.core.world.world import World
 from gpubroker_server.http.faults import problem_of
@@ -55,6 +58,9 @@ _DEAD_SECONDS: Final = Seconds(5.0)
 """Time that the leader has for checking a model that is reported dead before it is reported again."""
 
 _LOAD_TRIES: Final = 3
+
+_RETRY_SECONDS: Final = 5
+"""When a request may come again for a model that is not known to be ready at some time."""
 
 _HAS_STEPS: Final = frozenset({TaskState.ADMITTED, TaskState.RUNNING})
 """States of an ensemble in which its server has its steps in memory, or brings them there."""
@@ -349,15 +355,32 @@ class Residency:
                 raise Problem("model-not-ready", detail)
 
     def _not_ready(self, task: Task, now: Instant) -> Problem:
-        start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
-        seconds = 5 if start is None else max(1, ceil(start.p50_at - now))
-        unknown = place_fault(self._parts.world, self.rules) or "it is not known when it will be"
-        when = unknown if start is None else f"it is expected to be there in {seconds} s"
+        start = self._expected_ready_at(task, now)
+        seconds = _RETRY_SECONDS if start is None else max(1, ceil(start.p50_at - now))
+        if start is None:
+            when = place_fault(self._parts.world, self.rules) or _pinned(self._parts.world, task)
+            when = when or "it is not known when it will be"
+        elif model_of(task).load_seconds:
+            when = f"it is expected to be there in {seconds} s"
+        else:
+            when = f"room for it is expected in {seconds} s, and how long it loads is not known yet"
+            seconds = max(_RETRY_SECONDS, seconds)
         detail = (
             f"model {task.name} is not in memory ({task.state.value}): {when}; "
             f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"
         )
         return Problem("model-not-ready", detail, headers={"Retry-After": str(seconds)})
+
+    def _expected_ready_at(self, task: Task, now: Instant) -> ExpectedStart | None:
+        """Return what the forecasts of the first in the queue say; for others, when there would be room
+        without the rest of the queue, as `explain` does."""
+        world, forecasts = self._parts.world, self._parts.forecasts()
+        start = expected_ready_at(world, task, forecasts, now)
+        if start is None and task.id in world.queue:
+            alone = forecast_alone(Draft(world), task, self._parts.policy, now, [NodeName(self.rules.node)])
+            if alone is not None and alone.basis is not Basis.GUESS:
+                start = expected_ready_at(world, task, (alone,), now)
+        return start
 
     async def _failed(self, task: Task) -> Problem:
         record = await self._parts.store.record(task.id)
@@ -555,6 +578,15 @@ class Residency:
 
     def _where(self, uuids: Sequence[str]) -> PlacementConstraints:
         return PlacementConstraints(nodes=(("node", (self.rules.node,)),), devices=tuple(sorted(uuids)))
+
+
+def _pinned(world: World, task: Task) -> str:
+    """Return the sentence about pinned models that keep the memory it could have; empty without any."""
+    models = [f'"{model_of(other).model[:100]}"' for other in pinned_in_the_way(world, task.demand)]
+    if not models:
+        return ""
+    which = f"model {models[0]} is" if len(models) == 1 else f"models {', '.join(models[:3])} are"
+    return f"{which} pinned where it could be loaded; unpin one (`gpubroker pin NAME --off`)"
 
 
 def _asks_for(task: Task, asked: Asked, *, same_size: bool = True) -> bool:

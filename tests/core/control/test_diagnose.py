@@ -313,6 +313,11 @@ def test_clocks_and_versions_that_differ_between_nodes_are_found() -> None:
         ({"executor": {**WELL.executor, "head_fault": "no answer"}}, "ray-unreachable", "h:6379"),
         ({"executor": {"state": "failed", "message": "no Ray there"}}, "ray-unreachable", "ray"),
         ({"servers_down": [ServerWay("t", "http", "refused", True)]}, "model-server-unreachable", "t (http)"),
+        (
+            {"servers_refusing": [ServerWay("t", "http", "401", True)]},
+            "model-server-unauthorized",
+            "t (http)",
+        ),
     ],
 )
 def test_a_part_that_does_not_answer_is_critical(known: dict[str, Any], kind: str, subject: str) -> None:

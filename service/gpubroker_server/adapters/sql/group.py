@@ -207,7 +207,8 @@ class Change(Unit):
         self.memory = device_delta_mb(decision)
         self.taken = tenant_delta_mb(decision)
         self.lessons = decision.lessons
-        self.finished = [(w.task.tenant, w.task.state) for w in decision.tasks if w.task.is_terminal]
+        ended = (w.task for w in decision.tasks if w.task.is_terminal)
+        self.finished = [(task.tenant, task.state) for task in ended if not isinstance(task.holder, Model)]
 
     def on_written(self) -> None:
         self.answer = CommitVerdict.COMMITTED

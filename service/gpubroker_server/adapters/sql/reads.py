@@ -278,7 +278,9 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
     if wanted.kind == EXTERNAL:
         query = query.where(_task.c.external.isnot(None))  # This is the condition of the partial index.
-    elif wanted.kind is not None:
+    elif wanted.kind is None:
+        query = query.where(_task.c.home.is_(None))  # holders of models are listed only if they are asked for
+    else:
         query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
         used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()

@@ -12,7 +12,13 @@ from gpubroker_server.core.control.alarm import Alarm, Threshold
 from gpubroker_server.core.control.backpressure import Pressure, closed_below, tenant_of, threshold_name
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
-from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
+from gpubroker_server.core.control.disk_guard import (
+    DiskGuard,
+    DiskLevel,
+    DiskStanding,
+    follow_disks,
+    paths_by_disk,
+)
 from gpubroker_server.core.control.failing_gpus import FailingGpuRules, FailingGpus
 from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.idle import Idle, IdleRules, Reading, idle
@@ -302,17 +308,19 @@ class FleetControl:
             for (node, path), one in before.items()
             if node in known_nodes and (node not in heard or now - one.at <= GONE_SECONDS)
         }
-        for one in follow_disks(before, self._rules.disk, fresh):
-            self._disks[one.node, one.path] = one
-            was = before.get((one.node, one.path))
-            if one.level > (DiskLevel.ROOMY if was is None else was.level):
-                about = {"value": one.used_share, "threshold": one.threshold}
-                place = {"path": one.path, "level": one.level.name.lower()}
-                yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
+        now_known = {(one.node, one.path): one for one in follow_disks(before, self._rules.disk, fresh)}
+        self._disks |= now_known
+        for node, sample in fresh:
+            for paths in paths_by_disk(sample.disks):
+                known_before = [before[it] for path in paths if (it := (node.name, path)) in before]
+                was = max((one.level for one in known_before), default=DiskLevel.ROOMY)
+                one = now_known[node.name, paths[0]]
+                if one.level > was:
+                    about = {"value": one.used_share, "threshold": one.threshold}
+                    place = {"path": ", ".join(paths), "level": one.level.name.lower()}
+                    yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
 
     def _full_disks(self) -> dict[NodeName, str]:
-        if not self._rules.disk.roots:
-            return {}
         full = [one for one in self._disks.values() if one.level is DiskLevel.BLOCK]
         return {
             one.node: f"{one.path} ({one.used_share:.0%} used, {one.threshold:.0%} allowed)"

@@ -247,7 +247,8 @@ class WatchedRoot(Struct, frozen=True):
     path: str
     file_class: Annotated[FileClass, written("class", FILE_CLASSES)]
     sync_command: tuple[str, ...] = ()
-    """The program, with its arguments, that copies redundant files."""
+    """The program, with its arguments, that copies the files: none goes of which it does not say that there
+    is a copy. Redundant files have one."""
     sync_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
     """The command gets no longer."""
 
@@ -281,7 +282,7 @@ class DiskQuestion(Struct, frozen=True):
     deletes: tuple[FoundFile, ...] | None = None
     """The files to delete; None to look for them."""
     runs_sync: bool = False
-    """Run the sync commands; without that, nothing redundant is found."""
+    """Run the sync commands; without that, nothing is found in a root that has one."""
     live: tuple[str, ...] = ()
     """Checkpoints from which tasks would go on, as whole paths. Dispatch adds them."""
     above: float = 0.0

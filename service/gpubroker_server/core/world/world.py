@@ -104,6 +104,8 @@ class World:
         """`task` or `model` -> number of times that one made room since this World was first read."""
         self.pending: Counter[str] = Counter()
         """Tenant -> number of its pending tasks, whatever they wait for."""
+        self.pending_held: Counter[str] = Counter()
+        """Tenant -> number of its pending tasks that are held: they wait for a person."""
         self.pending_bytes: Counter[str] = Counter()
         """Tenant -> bytes that its pending tasks keep for their runs."""
         self.models = ModelIndex()
@@ -311,7 +313,8 @@ class World:
             for lease in self.leases_of(after):
                 self._enter(lease)
         if after.is_terminal:
-            self.finished[after.tenant, after.state] += 1
+            if not isinstance(after.holder, Model):
+                self.finished[after.tenant, after.state] += 1
             self._drop_if_done(after.id)
 
     def _apply_lease(self, event: Event) -> None:
@@ -383,6 +386,8 @@ class World:
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] += 1
             self.pending_bytes[task.tenant] += task.queued_bytes
+            if task.held:
+                self.pending_held[task.tenant] += 1
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
@@ -396,6 +401,8 @@ class World:
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] -= 1
             self.pending_bytes[task.tenant] -= task.queued_bytes
+            if task.held:
+                self.pending_held[task.tenant] -= 1
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more

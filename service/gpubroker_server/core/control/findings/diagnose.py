@@ -30,6 +30,7 @@ from gpubroker_server.core.control.findings.parts import (
     full_service_disk,
     growing_database_log,
     no_leader,
+    unauthorized_servers,
     unreachable_database,
     unreachable_ray,
     unreachable_servers,
@@ -58,6 +59,8 @@ class FleetKnown(NamedTuple):
     fleet: FleetSeen = FleetSeen()
     """The fleet as the leader published it."""
     servers_down: Sequence[ServerWay] = ()
+    servers_refusing: Sequence[ServerWay] = ()
+    """Servers that do not accept the service's credentials."""
     stuck: Sequence[StuckTask] = ()
     age_seconds: float = 0.0
     is_stale: bool = False
@@ -86,6 +89,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         growing_database_log(known.database_log, now),
         unreachable_ray(known.executor),
         unreachable_servers(known.servers_down),
+        unauthorized_servers(known.servers_refusing),
     )
     of_fleet: Iterable[Iterator[Finding]] = (
         silent_nodes(world, known.late),

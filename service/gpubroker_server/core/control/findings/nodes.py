@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from gpubroker_server.core.control.disk_guard import paths_by_disk
 from gpubroker_server.core.control.findings.finding import Finding, critical, note, warning
 from gpubroker_server.core.domain.device import Device, NodeSample, UnreachedNode
 from gpubroker_server.core.domain.units import NodeName, Seconds
@@ -20,7 +21,8 @@ Agents = Mapping[str, Mapping[str, Any]]
 def full_disks(samples: Iterable[NodeSample]) -> Iterator[Finding]:
     for seen in samples:
         name = seen.node
-        for disk in seen.disks:
+        by_path = {disk.path: disk for disk in seen.disks}
+        for disk in (by_path[paths[0]] for paths in paths_by_disk(seen.disks)):
             if disk.used_share >= DISK_SHARE:
                 is_full = disk.used_share >= FULL_SHARE
                 cause = f"The disk of {disk.path} on {name} is {disk.used_share:.0%} full."

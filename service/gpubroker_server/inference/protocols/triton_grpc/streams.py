@@ -15,7 +15,12 @@ from gpubroker_server.inference.body_buffer import BUFFER_BYTES
 from gpubroker_server.inference.plane import Plane
 from gpubroker_server.inference.protocols.triton.errors import says_unknown_model
 from gpubroker_server.inference.protocols.triton.operations import TritonOperation
-from gpubroker_server.inference.protocols.triton_grpc.calls import UNAVAILABLE, GrpcCall, note_failure
+from gpubroker_server.inference.protocols.triton_grpc.calls import (
+    UNAVAILABLE,
+    GrpcCall,
+    note_failure,
+    unauthorized,
+)
 from gpubroker_server.inference.protocols.triton_grpc.messages import error_in, target_of
 from gpubroker_server.inference.proxied_request import MOST_RETURNS, Bring
 from gpubroker_server.inference.servers import Server
@@ -174,6 +179,8 @@ class GrpcStream(GrpcCall):
             note_failure(turn.server.grpc, failed)
             if await self._sent_elsewhere(turn, failed):
                 return False
+            if (refused := unauthorized(turn.server, failed)) is not None:
+                raise refused from None
             raise
         return True
 
