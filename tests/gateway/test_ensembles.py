@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from gpubroker_server.core.domain.model_orders import ModelsInUse
 from gpubroker_server.core.domain.models import ModelRules
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
@@ -126,9 +127,10 @@ async def test_a_step_of_a_loaded_ensemble_is_not_measured() -> None:
 async def test_an_ensemble_is_in_use_while_one_of_its_steps_is() -> None:
     async with with_ensemble() as there:
         draining = Draining(there.gateway.world, there.lanes, Policy())
-        assert draining.in_use().names == frozenset()
+        assert draining.in_use() == ModelsInUse(frozenset())
         turn = there.lanes.enter(b"large", Identity("me", "default", (), 50), NO_WISH)
-        assert draining.in_use().names == {"any", "large"}
+        both = frozenset({"any", "large"})
+        assert draining.in_use() == ModelsInUse(both, both)
         await there.unload()
         assert draining.drained() == frozenset()
         turn.leave()

@@ -67,14 +67,15 @@ class Draining:
         )
 
     def in_use(self) -> ModelsInUse:
-        """Return the models that have a request here, or had one lately, and the ensembles of which one is a
-        step: an ensemble holds the memory of its steps."""
+        """Return the models that have a request here, or had one lately, and the ensembles of which a step
+        does: these hold the memory of their steps."""
         used = self._requests.in_use()
-        return ModelsInUse(self._with_ensembles(used.names), self._with_ensembles(used.recent))
+        ensembles = [model for task in self._world.models.live() if (model := model_of(task)).steps]
 
-    def _with_ensembles(self, names: frozenset[str]) -> frozenset[str]:
-        models = (model_of(task) for task in self._world.models.live())
-        return names.union(model.model for model in models if not names.isdisjoint(model.steps))
+        def with_ensembles(names: frozenset[str]) -> frozenset[str]:
+            return names.union(model.model for model in ensembles if not names.isdisjoint(model.steps))
+
+        return ModelsInUse(with_ensembles(used.names), with_ensembles(used.recent))
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Report at once if the leader may wait for it. The World must have applied the events before."""

@@ -55,7 +55,7 @@ _STATUS_OF: Final = {
 }
 """HTTP status -> gRPC status. All other HTTP statuses become INTERNAL."""
 
-UNAVAILABLE: Final = 14
+_UNAVAILABLE: Final = 14
 """The code of UNAVAILABLE: the server itself says so, or its connection was lost."""
 _OF_THE_CLIENT: Final = frozenset({1, 4})
 """The codes of CANCELLED and DEADLINE_EXCEEDED, which say nothing about the server."""
@@ -74,11 +74,20 @@ def unauthorized(server: Server, failed: CallFailed) -> Problem | None:
     return problem_of(Trouble.UNAUTHORIZED, server.name, why)
 
 
+def trouble_of(failed: CallFailed) -> Trouble | None:
+    """Return why another server may do what this one did not; None if the failure is the server's answer."""
+    if failed.trouble is not None:
+        return failed.trouble
+    if failed.code in _STRANGER:
+        return Trouble.UNAUTHORIZED
+    return Trouble.BROKEN if failed.code == _UNAVAILABLE else None
+
+
 def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
     """Tell the endpoint of a failed call. Over gRPC an error may be an answer of a healthy server."""
     if failed.trouble is not None:
         endpoint.failed(failed.trouble, failed.detail)
-    elif failed.code == UNAVAILABLE:
+    elif failed.code == _UNAVAILABLE:
         endpoint.check_wanted.set()
     elif failed.code not in _OF_THE_CLIENT:
         endpoint.answered()
@@ -234,8 +243,7 @@ class GrpcCall(ProxiedRequest):
         is_unknown = is_servers_answer and says_unknown_model(failed.detail)
         if is_unknown and self._may_ask_again() and self._ask_again():
             return
-        broke_off = Trouble.BROKEN if failed.code == UNAVAILABLE else None
-        trouble = failed.trouble or broke_off
+        trouble = trouble_of(failed)
         if trouble is None or not self._retry(trouble):
             self._upstream = None
             self.refuse(failed)

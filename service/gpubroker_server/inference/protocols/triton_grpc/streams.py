@@ -16,15 +16,15 @@ from gpubroker_server.inference.plane import Plane
 from gpubroker_server.inference.protocols.triton.errors import says_unknown_model
 from gpubroker_server.inference.protocols.triton.operations import TritonOperation
 from gpubroker_server.inference.protocols.triton_grpc.calls import (
-    UNAVAILABLE,
     GrpcCall,
     note_failure,
+    trouble_of,
     unauthorized,
 )
 from gpubroker_server.inference.protocols.triton_grpc.messages import error_in, target_of
 from gpubroker_server.inference.proxied_request import MOST_RETURNS, Bring
 from gpubroker_server.inference.servers import Server
-from gpubroker_server.ports.backends import CallFailed, CallStream, Metadata, Trouble
+from gpubroker_server.ports.backends import CallFailed, CallStream, Metadata
 
 TOKEN_SECONDS: Final = 1.0
 """Interval in which a stream checks that its token is still valid."""
@@ -177,9 +177,10 @@ class GrpcStream(GrpcCall):
             self._last = await call.last()
         except CallFailed as failed:
             note_failure(turn.server.grpc, failed)
+            refused = unauthorized(turn.server, failed)
             if await self._sent_elsewhere(turn, failed):
                 return False
-            if (refused := unauthorized(turn.server, failed)) is not None:
+            if refused is not None:
                 raise refused from None
             raise
         return True
@@ -213,8 +214,7 @@ class GrpcStream(GrpcCall):
         return True
 
     def _server_after_trouble(self, turn: "_Turn", failed: CallFailed) -> Server | None:
-        trouble = failed.trouble or (Trouble.BROKEN if failed.code == UNAVAILABLE else None)
-        if trouble not in self._retried_after():
+        if trouble_of(failed) not in self._retried_after():
             return None
         server = self.plane.fleet.pick(self.target, over_grpc=True, tried=self._tried)
         if server is not None:
