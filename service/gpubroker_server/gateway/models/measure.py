@@ -131,8 +131,9 @@ async def _home(parts: ModelParts, name: str, server: str | None) -> ModelReside
 
 async def _ledger(parts: ModelParts, residency: ModelResidency, name: str) -> DeviceLedger:
     """Return the one GPU on which the model can be measured now. Raises Problem, UnknownModel."""
-    if (task := residency.of(name)) is not None:
-        raise Problem("model-in-use", model=name[:100], state=task.state.value, task=task.id)
+    # A step of a loaded ensemble has its memory there.
+    if (task := residency.of(name) or residency.ensemble_of(name)) is not None:
+        raise Problem("model-in-use", model=task.name[:100], state=task.state.value, task=task.id)
     demand = (await residency.demand_of(name))[0]
     if demand.gpus != 1:
         placement = f"it is spread over {demand.gpus} GPUs" if demand.gpus else "it runs on CPUs"
