@@ -26,6 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-10": "a026f3b01602",
+    "agent-11": "f7cefd5b0a1f",
     "agent-8": "005da3f522c4",
     "agent-9": "40dc594a24b7",
     "runner-5": "159adbd1a83c",
@@ -76,7 +77,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 10, "b4e1ebd2768c"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 11, "e4ed7fb0ab48"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 7, "e8357906a0b3"),
     ],
     ids=["driver and agent", "agent and run process"],

@@ -135,3 +135,14 @@ def marked_with(text: str) -> Sequence[int]:
             if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
+
+
+def slow_agents(folder: Path, seconds: float) -> str:
+    """A PYTHONPATH on which the agents of a Ray node take so long to load, as on a busy machine."""
+    (folder / "slow").mkdir()
+    (folder / "slow" / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "if any('/agent.py' in word or '/runtime_env/agent/' in word for word in sys.orig_argv):\n"
+        f"    time.sleep({seconds})\n"
+    )
+    return str(folder / "slow")

@@ -94,6 +94,15 @@ def test_an_array_is_uploaded_once_and_asked_about_as_often_as_one_likes(service
     assert [answered(broker, task)["OUTPUT0"] for task in tasks] == [[2, 4], [1, 8], [2, 4]]
 
 
+def test_large_arrays_are_passed_as_objects_and_not_copied(service: ServiceProcess) -> None:
+    broker = service.broker
+    given = np.arange(6 * 2**20, dtype=np.float32).reshape(1, -1)  # 24 MiB: more than a request may copy
+    task = broker.infer_later("identity_fp32", {"INPUT0": given})
+    outputs = broker.outputs(task, timeout_seconds=PATIENCE_SECONDS)
+    assert np.array_equal(outputs["OUTPUT0"], given)
+    assert given.nbytes in [one.size_bytes for one in broker.objects()]
+
+
 def test_input_that_the_model_refuses_is_its_error_in_tritons_words(service: ServiceProcess) -> None:
     tasks = [
         service.broker.infer_later("doubles", {"OTHER": np.zeros((1, 1), np.float32)}, max_retries=3),
