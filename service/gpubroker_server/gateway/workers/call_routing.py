@@ -226,6 +226,8 @@ class WorkersOfSet:
             match await self._calls.call(run, IS_READY, READY_SECONDS):
                 case Called():
                     self._ready[run.task] = run
+                    # The next look puts it into the set's order, which must not change between two turns.
+                    self._seen = None
                     self.refusal = ""
                     self._came.set()
                 case NotBegun(reason, is_late=False) | WorkerLost(reason):
