@@ -31,12 +31,12 @@ class Tls(NamedTuple):
 
 
 def _read_request(connection: socket.socket) -> None:
-    """Read all of it: closing a connection with unread bytes resets it, and the client loses the answer."""
-    with connection.makefile("rb") as file:
-        length = 0
-        while (line := file.readline().lower()) not in (b"", b"\r\n"):
-            length = int(line.partition(b":")[2]) if line.startswith(b"content-length:") else length
-        file.read(length)
+    """Read what comes first, and the body that a request announces: closing a connection with unread bytes
+    resets it, and the client loses the answer."""
+    head, _, body = connection.recv(10_000).lower().partition(b"\r\n\r\n")
+    announced = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+    while len(body) < announced and (more := connection.recv(10_000)):
+        body += more
 
 
 @contextlib.contextmanager
