@@ -104,19 +104,6 @@ def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
     return _last(broker, to_change) if word == "last" else broker.task_id(word, to_change=to_change)
 
 
-def set_id(broker: "Broker", word: str) -> str:
-    """The id of the worker set that a person means: its id, its unique name, or a part of its id."""
-    if word.startswith("task_") and not is_cut(word):
-        return word  # lists show the end of an id
-    known = list(broker.worker_sets())
-    named = [each.id for each in known if each.name == word or begins_as_cut(each.name, word)]
-    found = named or [each.id for each in known if matches(each.id, word)]
-    if not found:  # the id of one of its workers, or of a set that is over
-        with contextlib.suppress(Refused):
-            return broker.task_id(word)
-    return only(found, word, f"no worker set is named {word!r}, and {no_such_id(word)}")
-
-
 def lease_id(broker: "Broker", word: str) -> str:
     """The id of the lease that a person means, as in `task_id`; the holder is its name.
 

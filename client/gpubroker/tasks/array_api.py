@@ -13,6 +13,7 @@ from msgspec import UNSET
 from gpubroker.errors import BrokerError, ItemFailed, ResultUnreadable, WrongArgument
 from gpubroker.runtime.carrying import faulty_part, is_not_json, is_not_pickled
 from gpubroker.tasks.large_arguments import fitting_body, small_items
+from gpubroker.tasks.naming import id_meant
 from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import (
     SubmitOptions,
@@ -20,6 +21,7 @@ from gpubroker.tasks.submission import (
     as_json,
     objects_named,
     parted_options,
+    with_ids_after,
 )
 from gpubroker.transport.decoding import Page, a_page, decode
 from gpubroker.transport.exchange import Pause, Steps
@@ -65,7 +67,8 @@ class ItemFilter(TypedDict, total=False):
 
 
 AnyArray = Array | str
-"""An array, or its id."""
+"""An array, its id or that of one of its workers, 8 or more characters from the end of it, or a unique
+name."""
 
 
 class ArrayItem(Answer, frozen=True):
@@ -126,13 +129,15 @@ class ArrayApi(Operations):
     @operation
     def array(self, array: AnyArray) -> Steps[Array]:
         """Return the array as it is now."""
-        return decode(Array, (yield from self._ask("GET", _path(array))))
+        return (yield from self._seen(array))
 
     @listing
     def array_items(self, array: AnyArray, **wanted: Unpack[ItemFilter]) -> Pages[ArrayItem]:
         """Yield the items that are done, fetched page by page as they are used."""
 
         def fetch(cursor: str | None) -> Steps[Page[ArrayItem]]:
+            nonlocal array
+            array = yield from id_meant(self._ask, array)
             return (yield from self._items_after(array, cursor, wanted))
 
         return Pages(fetch)
@@ -142,9 +147,11 @@ class ArrayApi(Operations):
         """Yield the array each time that it is further, until it has ended."""
 
         def fetch(cursor: str | None) -> Steps[Page[Array]]:
+            nonlocal array
+            array = yield from id_meant(self._ask, array)
             pause_seconds = _FIRST_PAUSE_SECONDS
             while True:
-                seen = decode(Array, (yield from self._ask("GET", _path(array))))
+                seen = yield from self._seen(array)
                 if seen.is_finished or cursor != str(seen.done):
                     return a_page((seen,), None if seen.is_finished else str(seen.done), seen.raw)
                 yield Pause(pause_seconds)
@@ -155,13 +162,15 @@ class ArrayApi(Operations):
     @operation
     def cancel_array(self, array: AnyArray) -> Steps[Array]:
         """Cancel what is left of an array. Results stay."""
-        return decode(Array, (yield from self._ask("POST", f"{_path(array)}/cancel")))
+        path = yield from self._array_path(array, to_change=True)
+        return decode(Array, (yield from self._ask("POST", f"{path}/cancel")))
 
     @operation
     def retry_array(self, array: AnyArray, *, idempotency_key: str | None = None) -> Steps[Array]:
         """Do the items of an ended array again that failed or were left, as a new array in which they keep
         their numbers. Raises Refused if there are none."""
-        return decode(Array, (yield from self._make(f"{_path(array)}/retry", idempotency_key)))
+        path = yield from self._array_path(array, to_change=True)
+        return decode(Array, (yield from self._make(f"{path}/retry", idempotency_key)))
 
     @listing
     def map(
@@ -192,7 +201,8 @@ class ArrayApi(Operations):
 
         def leave() -> Steps[None]:
             if mapped.array is not None and not mapped.array.is_finished:
-                yield from self._ask("POST", f"{_path(mapped.array)}/cancel")
+                path = yield from self._array_path(mapped.array)
+                yield from self._ask("POST", f"{path}/cancel")
 
         def fetch(cursor: str | None) -> Steps[Page[Any]]:
             mapped.raise_fault()
@@ -207,7 +217,7 @@ class ArrayApi(Operations):
                 page = yield from self._items_after(array, cursor, {"order": "completed"})
                 mapped.add(page)
                 if not was_finished and (show is not None or not page.items):
-                    array = mapped.array = decode(Array, (yield from self._ask("GET", _path(array))))
+                    array = mapped.array = yield from self._seen(array)
                 if show is not None:
                     show(array)
                 if page.items or was_finished:
@@ -222,6 +232,7 @@ class ArrayApi(Operations):
         self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
     ) -> Steps[Array]:
         of_task, given = parted_options(options, ArrayOptions)
+        of_task = yield from with_ids_after(self._ask, target, of_task)
         body = yield from fitting_body(self._send, target, args, of_task)
         listed = _listed(items)
         packed = _packed(target, listed)
@@ -247,9 +258,16 @@ class ArrayApi(Operations):
 
     def _items_after(self, array: AnyArray, cursor: str | None, wanted: ItemFilter) -> Steps[Page[ArrayItem]]:
         params: dict[str, Any] = {**wanted, "after": cursor, "limit": _ITEMS_PER_PAGE}
-        raw = yield from self._ask("GET", f"{_path(array)}/items", **params)
-        found = tuple(decode(ArrayItem, item, array=_id_of(array)) for item in raw["items"])
+        id = yield from id_meant(self._ask, array)
+        raw = yield from self._ask("GET", f"/arrays/{path_part(id)}/items", **params)
+        found = tuple(decode(ArrayItem, item, array=id) for item in raw["items"])
         return a_page(found, str(raw["next_after"]) if raw["has_more"] else None, raw)
+
+    def _seen(self, array: AnyArray) -> Steps[Array]:
+        return decode(Array, (yield from self._ask("GET", (yield from self._array_path(array)))))
+
+    def _array_path(self, array: AnyArray, *, to_change: bool = False) -> Steps[str]:
+        return f"/arrays/{path_part((yield from id_meant(self._ask, array, to_change=to_change)))}"
 
 
 class _Mapped:
@@ -370,11 +388,3 @@ def _packed(target: Target, listed: Sequence[Any]) -> bytes:
         how, fails = ("pickled", is_not_pickled) if callable(target) else ("written as JSON", is_not_json)
         part = faulty_part(((f"item {number}", item) for number, item in enumerate(listed)), fails)
         raise WrongArgument(f"{part or 'the items'} cannot be {how} ({error}); pass plain values") from None
-
-
-def _id_of(array: AnyArray) -> str:
-    return array.id if isinstance(array, Array) else array
-
-
-def _path(array: AnyArray) -> str:
-    return f"/arrays/{path_part(_id_of(array))}"

@@ -1,6 +1,8 @@
-"""Find the task that a person means by a name or a part of an id. The SDK and the command line both do."""
+"""Find the task, array or worker set that a person means by a name or a part of an id. The SDK and the
+command line both do."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,11 @@ Ask = Callable[..., "Steps[Any]"]
 
 def is_whole_id(word: str) -> bool:
     return word.startswith(_PREFIX) and len(word) == _WHOLE_LENGTH
+
+
+def _is_id(word: str) -> bool:
+    """True if the word goes to the service as it is. A list may have cut an id short, though."""
+    return word.startswith(_PREFIX) and not is_cut(word)
 
 
 def is_part_of_id(word: str) -> bool:
@@ -78,6 +85,52 @@ def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
         return word
     found = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
     return only(found, word, f"no task is named {word!r}, and {no_such_id(word)}")
+
+
+def id_meant(ask: Ask, task: Any, *, to_change: bool = False) -> "Steps[str]":
+    """Return the id of an answer of the service, or of the task that a word means. An id is not looked up.
+    Raises Refused as `find_task` does."""
+    if not isinstance(task, str) or _is_id(task):
+        return str(getattr(task, "id", task))
+    return (yield from find_task(ask, task, to_change=to_change))
+
+
+def ids_after(ask: Ask, after: Any, known: MutableMapping[str, str] | None = None) -> "Steps[Any]":
+    """Return dependencies with ids in place of names and parts of ids. Raises Refused as `find_task` does.
+
+    `known`: what a word stands for already, such as the name of a task of the same batch; what is found is
+    added, so that each word is looked up once.
+    """
+    if after is None or isinstance(after, str):  # whoever writes the body refuses a text
+        return after
+    known = {} if known is None else known
+    ids: list[Any] = []
+    for dependency in after:
+        is_mapping = isinstance(dependency, Mapping)
+        task = dependency.get("task") if is_mapping else dependency
+        if isinstance(task, str) and task not in known:
+            known[task] = yield from id_meant(ask, task)
+        id = known[task] if isinstance(task, str) else getattr(task, "id", task)
+        ids.append({**dependency, "task": id} if is_mapping else id)
+    return ids
+
+
+def set_meant(ask: Ask, workers: Any) -> "Steps[str]":
+    """Return the id of a worker set: of an answer of the service, or of the set that a word means by its name
+    or a part of its id, or by the id of one of its workers. Raises Refused."""
+    if not isinstance(workers, str) or _is_id(workers):
+        return str(getattr(workers, "id", workers))
+    page = yield from ask("GET", "/worker-sets")
+    known = list(page["items"])
+    while cursor := page.get("next_cursor"):
+        page = yield from ask("GET", "/worker-sets", cursor=cursor)
+        known += page["items"]
+    named = [each["id"] for each in known if each["name"] == workers or begins_as_cut(each["name"], workers)]
+    found = named or [each["id"] for each in known if matches(each["id"], workers)]
+    if not found:  # the id of one of its workers, or of a set that is over
+        with suppress(Refused):
+            return (yield from find_task(ask, workers, to_change=False))
+    return only(found, workers, f"no worker set is named {workers!r}, and {no_such_id(workers)}")
 
 
 def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":

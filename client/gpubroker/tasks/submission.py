@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
-from typing import Any, Final, Literal, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack, cast
 
 import cloudpickle
 
@@ -19,6 +19,10 @@ from gpubroker.runtime.carrying import (
     is_not_pickled,
 )
 from gpubroker.runtime.objects import ObjectRef, named_object
+from gpubroker.tasks.naming import Ask, ids_after
+
+if TYPE_CHECKING:
+    from gpubroker.transport.exchange import Steps
 
 Target = str | Sequence[str] | Callable[..., Any]
 """`"module:function"` names an entrypoint that the operator allows; a list of words is a command; a function
@@ -102,9 +106,10 @@ class SubmitOptions(TypedDict, total=False):
     grace_seconds: float
     """The time to stop after the notice."""
     after: Sequence[Any]
-    """The tasks, or their ids, that must end first; in `submit_many` also tasks before it, by index (from 0)
-    or by name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}` starts it
-    anyway."""
+    """The tasks that must end first, each as a Task, by its id, a part of the id, or its unique name; in
+    `submit_many` also tasks before it, by index (from 0) or by name; a task of the batch goes before an
+    older one of this name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}`
+    starts it anyway."""
     held: bool
     """The task stays in the queue until it is released: `change(task, held=False)`."""
     not_before: datetime | str
@@ -165,8 +170,22 @@ DEFAULTS = "_gpubroker_options"
 
 def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions) -> bytes:
     """The JSON of `POST /tasks`. Raises WrongArgument for what no service could accept."""
-    options = cast("SubmitOptions", {**getattr(target, DEFAULTS, {}), **options})
+    options = with_defaults(target, options)
     return _body(target, {"run": _run_of(target, args, options)}, options)
+
+
+def with_defaults(target: Target | None, options: SubmitOptions) -> SubmitOptions:
+    """Return the options over those that the decorator of the function states."""
+    return cast("SubmitOptions", {**getattr(target, DEFAULTS, {}), **options})
+
+
+def with_ids_after(ask: Ask, target: Target | None, options: SubmitOptions) -> "Steps[SubmitOptions]":
+    """Return the options with ids in place of names and parts of ids in `after`, also if the function's
+    decorator states it. Raises Refused."""
+    after = with_defaults(target, options).get("after")
+    if after is None:
+        return options
+    return cast("SubmitOptions", {**options, "after": (yield from ids_after(ask, after))})
 
 
 def simulation_body(target: Target | None, args: Sequence[Any], options: SubmitOptions) -> bytes:
@@ -305,6 +324,9 @@ class Submission:
         if "idempotency_key" in options:
             raise WrongArgument("a Submission has no key of its own; pass one key to submit_many")
         self.body = submission_body(target, args, options)
+        options = with_defaults(target, options)
+        self.name = options.get("name")
+        self.after = options.get("after")
         self.given: tuple[Target, Sequence[Any], SubmitOptions] | None = None
         """Of a body that is too long: what it is made of."""
         if len(self.body) > MOST_BODY_BYTES:
@@ -315,9 +337,13 @@ AnySubmission = Submission | Mapping[str, Any]
 """A mapping is the body of `POST /tasks`."""
 
 
-def body_of(task: AnySubmission) -> bytes:
+def body_of(task: AnySubmission, after: Sequence[Any] | None = None) -> bytes:
+    """The JSON of one task; of a Submission with these ids in place of what it runs after."""
     if isinstance(task, Submission):
-        return task.body
+        if after is None:
+            return task.body
+        body = {**json.loads(task.body), "after": plain("after", after)}
+        return json.dumps(body, separators=(",", ":")).encode()
     try:
         return json.dumps(task, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:

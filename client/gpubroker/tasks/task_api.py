@@ -4,7 +4,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 from weakref import ref
 
 import cloudpickle
@@ -14,7 +14,7 @@ from gpubroker.runtime.objects import PICKLE_MARK, opened_object
 from gpubroker.runtime.output import STREAMS
 from gpubroker.tasks.large_arguments import fitting_body, without_arguments
 from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
-from gpubroker.tasks.naming import find_task
+from gpubroker.tasks.naming import find_task, id_meant, ids_after
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
     MOST_BODY_BYTES,
@@ -27,6 +27,7 @@ from gpubroker.tasks.submission import (
     parts_of,
     plain,
     simulation_body,
+    with_ids_after,
 )
 from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
 from gpubroker.tasks.waiting import Deadline
@@ -107,8 +108,6 @@ class EventStart(TypedDict, total=False):
     last: int
 
 
-Options = TypeVar("Options", bound=SubmitOptions)
-
 TaskOrError = str | BrokerError
 """The id of a submitted task, or why it was refused."""
 
@@ -135,7 +134,7 @@ class TaskApi(ObjectApi):
         deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
         idempotency_key.
         """
-        options = yield from self._with_ids_after(options)
+        options = yield from with_ids_after(self._ask, target, options)
         body = yield from fitting_body(self._send, target, args, options)
         return self._task((yield from self._make("/tasks", options.get("idempotency_key"), body)))
 
@@ -157,10 +156,7 @@ class TaskApi(ObjectApi):
         `errors` name all wrong tasks. With your own key the call can be repeated with the same tasks. Raises
         only if nothing was accepted; a later error takes the place of each task that it affected.
         """
-        bodies: list[bytes] = []
-        for task in tasks:
-            given = task.given if isinstance(task, Submission) else None
-            bodies.append(body_of(task) if given is None else (yield from fitting_body(self._send, *given)))
+        bodies = yield from self._bodies_of(list(tasks))
         parts = parts_of(bodies, together=all_or_nothing)
         key = idempotency_key or uuid.uuid4().hex
         answers: list[TaskOrError] = []
@@ -185,7 +181,7 @@ class TaskApi(ObjectApi):
         token may not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
-        options = cast("SubmitOptions", known)
+        options = yield from with_ids_after(self._ask, target, cast("SubmitOptions", known))
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments have no say in it
             body = simulation_body(target, (), without_arguments(options))
@@ -306,7 +302,7 @@ class TaskApi(ObjectApi):
 
         def fetch(cursor: str | None) -> Steps[Page[Event]]:
             nonlocal task
-            task = None if task is None else (yield from self._id_of(task))
+            task = None if task is None else (yield from id_meant(self._ask, task))
             path = "/events" if task is None else f"/tasks/{path_part(task)}/events"
             begin = {"after": cursor} if cursor else first
             raw = yield from self._ask("GET", path, **begin, limit=_EVENTS_PER_PAGE)
@@ -367,25 +363,27 @@ class TaskApi(ObjectApi):
         """
         return (yield from find_task(self._ask, id_of(word), to_change=to_change))
 
-    def _id_of(self, task: AnyTask, *, to_change: bool = False) -> Steps[str]:
-        if not isinstance(task, str) or task.startswith("task_"):
-            return id_of(task)
-        return (yield from find_task(self._ask, task, to_change=to_change))
-
-    def _with_ids_after(self, options: Options) -> Steps[Options]:
-        """Return the options, with ids in place of the names and parts of ids in `after`."""
-        named: Any = options.get("after")
-        if named is None or isinstance(named, str):
-            return options
-        after: list[Any] = []
-        for one in named:
-            task = one["task"] if isinstance(one, Mapping) else one
-            found = yield from self._id_of(task)
-            after.append({**one, "task": found} if isinstance(one, Mapping) else found)
-        return cast("Options", {**options, "after": after})
+    def _bodies_of(self, tasks: Sequence[AnySubmission]) -> Steps[Sequence[bytes]]:
+        """Return the bodies of a batch. A name in `after` of a Submission means the task of the batch that
+        has it, if there is one; the service finds that one."""
+        named = [task.name if isinstance(task, Submission) else _name_in(task) for task in tasks]
+        known = {name: name for name in named if name}
+        bodies: list[bytes] = []
+        for task in tasks:
+            if not isinstance(task, Submission):
+                bodies.append(body_of(task))
+                continue
+            after = yield from ids_after(self._ask, task.after, known)
+            if task.given is None:
+                bodies.append(body_of(task, None if after == task.after else after))
+                continue
+            target, args, options = task.given
+            options = cast("SubmitOptions", {**options, "after": after})
+            bodies.append((yield from fitting_body(self._send, target, args, options)))
+        return bodies
 
     def _path(self, task: AnyTask, *, to_change: bool = False) -> Steps[str]:
-        return f"/tasks/{path_part((yield from self._id_of(task, to_change=to_change)))}"
+        return f"/tasks/{path_part((yield from id_meant(self._ask, task, to_change=to_change)))}"
 
     def _task(self, raw: Mapping[str, Any]) -> Task:
         return decode(Task, raw, told_by=ref(self))
@@ -441,6 +439,12 @@ def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given.get("state"), str):
         given["state"] = given["state"].split(",")
     return given
+
+
+def _name_in(body: object) -> str | None:
+    """Return the name in the body of a task. The service refuses a body of another form."""
+    name = body.get("name") if isinstance(body, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _id_or_error(item: Mapping[str, Any]) -> TaskOrError:

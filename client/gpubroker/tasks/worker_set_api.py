@@ -11,7 +11,15 @@ import cloudpickle
 from gpubroker.errors import ResultUnreadable, WrongArgument
 from gpubroker.runtime.carrying import call_parts, faulty_part, is_not_json, is_not_pickled
 from gpubroker.tasks.large_arguments import fitting_body, small_arguments
-from gpubroker.tasks.submission import MOST_BODY_BYTES, SubmitOptions, Target, as_json, parted_options
+from gpubroker.tasks.naming import set_meant
+from gpubroker.tasks.submission import (
+    MOST_BODY_BYTES,
+    SubmitOptions,
+    Target,
+    as_json,
+    parted_options,
+    with_ids_after,
+)
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
@@ -43,7 +51,8 @@ class WorkerSetOptions(SubmitOptions, total=False):
 
 
 AnyWorkerSet = WorkerSet | str
-"""A worker set, or its id."""
+"""A worker set, its id or that of one of its workers, 8 or more characters from the end of it, or a unique
+name."""
 
 
 class WorkerSetApi(Operations):
@@ -60,6 +69,7 @@ class WorkerSetApi(Operations):
         worker. Raises Refused.
         """
         of_task, given = parted_options(options, WorkerSetOptions)
+        of_task = yield from with_ids_after(self._ask, target, of_task)
         body = yield from fitting_body(self._send, target, args, of_task)
         if given:
             body = body[:-1] + b"," + json.dumps(given).encode()[1:]
@@ -69,7 +79,7 @@ class WorkerSetApi(Operations):
     @operation
     def worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
         """Return the set as it is now."""
-        return decode(WorkerSet, (yield from self._ask("GET", _path(workers))))
+        return decode(WorkerSet, (yield from self._ask("GET", (yield from self._set_path(workers)))))
 
     @listing
     def worker_sets(self, *, sort: str | None = None) -> Pages[WorkerSet]:
@@ -90,17 +100,18 @@ class WorkerSetApi(Operations):
         """Want more or fewer workers. Those that leave finish the calls under way."""
         asked = {"count": count, "min_count": min_count, "max_count": max_count}
         body = {name: value for name, value in asked.items() if value is not None}
-        return decode(WorkerSet, (yield from self._ask("PATCH", _path(workers), body)))
+        return decode(WorkerSet, (yield from self._ask("PATCH", (yield from self._set_path(workers)), body)))
 
     @operation
     def signal_worker_set(self, workers: AnyWorkerSet, value: float) -> Steps[WorkerSet]:
         """Tell a set that scales by `signal` the number that it follows, such as the length of a queue."""
-        return decode(WorkerSet, (yield from self._ask("POST", f"{_path(workers)}/signal", {"value": value})))
+        path = yield from self._set_path(workers)
+        return decode(WorkerSet, (yield from self._ask("POST", f"{path}/signal", {"value": value})))
 
     @operation
     def end_worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
         """Cancel its workers; the set is over when they are gone."""
-        return decode(WorkerSet, (yield from self._ask("DELETE", _path(workers))))
+        return decode(WorkerSet, (yield from self._ask("DELETE", (yield from self._set_path(workers)))))
 
     @operation
     def call_worker(
@@ -119,8 +130,9 @@ class WorkerSetApi(Operations):
         Arguments and result are pickled, which needs the scope `tasks:code`; with `pickled=False` they are
         JSON. Arguments that are too large for a request travel as objects, and arrive as they are; a result
         larger than `limits.result_bytes` is an ObjectRef (in JSON `{"object": id}`). `routing` may be
-        `round_robin`. Sent once. Raises CallFailed if the method raised, if its time was over, or if the
-        worker was lost; Unreachable if no worker is ready in time.
+        `round_robin`. A name of the set is looked up at each call, its id is not. Sent once. Raises
+        CallFailed if the method raised, if its time was over, or if the worker was lost; Unreachable if no
+        worker is ready in time.
         """
         body: dict[str, Any] = {"method": method, "timeout_seconds": timeout_seconds, "routing": routing}
         body |= {"role": role} if role else {}
@@ -128,9 +140,8 @@ class WorkerSetApi(Operations):
         if len(text) > MOST_BODY_BYTES:
             small = yield from small_arguments(self._send, args, kwargs or {}, pickles=pickled)
             text = _call_body(body, method, *small, pickled=pickled)
-        call = Call(
-            "POST", f"{_path(workers)}/call", body=text, patience_seconds=timeout_seconds, repeatable=False
-        )
+        path = yield from self._set_path(workers)
+        call = Call("POST", f"{path}/call", body=text, patience_seconds=timeout_seconds, repeatable=False)
         raw = (yield from self._send(call)).json()
         packed = raw.get("data_base64")
         if packed is None:
@@ -146,6 +157,9 @@ class WorkerSetApi(Operations):
         await broker.workers(solvers, timeout_seconds=5).solve(problem)  # with an AsyncBroker
         """
         return Workers(self, workers, {"role": role, **options})
+
+    def _set_path(self, workers: AnyWorkerSet) -> Steps[str]:
+        return f"/worker-sets/{path_part((yield from set_meant(self._ask, workers)))}"
 
 
 class Workers:
@@ -187,7 +201,3 @@ def _arguments(
         how, fails = ("pickled", is_not_pickled) if pickled else ("written as JSON", is_not_json)
         part = faulty_part(call_parts(args, kwargs), fails) or "an argument"
         raise WrongArgument(f"{part} of {method} cannot be {how} ({error}); pass plain values") from None
-
-
-def _path(workers: AnyWorkerSet) -> str:
-    return f"/worker-sets/{path_part(workers.id if isinstance(workers, WorkerSet) else workers)}"

@@ -54,6 +54,12 @@ class Array(Answered, frozen=True):
     last_item_at: Time | None
     retry_of: Annotated[str | None, Meta(description="The array whose failed items this one does again.")]
 
+    def __repr__(self) -> str:
+        """The main fields in one line; `array.raw` has all."""
+        name = f"{self.name!r}, " if self.name else ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"<Array {self.id} {name}{self.state.value}, {self.done}/{self.total}{failed}>"
+
     @property
     def is_finished(self) -> bool:
         return self.state.is_terminal

@@ -62,6 +62,12 @@ class WorkerSet(Answered, frozen=True):
     workers: tuple[SetWorker, ...]
     created_at: Time
 
+    def __repr__(self) -> str:
+        """The main fields in one line; `workers.raw` has all."""
+        name = f"{self.name!r}, " if self.name else ""
+        running = self.states.get("running", 0)
+        return f"<WorkerSet {self.id} {name}{self.state}, {running}/{self.count} running>"
+
 
 class CallResult(Answered, frozen=True):
     """The value that a method returned in a worker."""
