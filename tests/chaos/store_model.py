@@ -221,8 +221,7 @@ class StoreMachine(RuleBasedStateMachine):
     def drop_a_token(self, name: str, cut: int | None) -> None:
         answer = self._ask(self.store.drop_token(name, by="olga"), cut)
         if answer is not None:
-            # A call cut after its commit is repeated, and finds no token.
-            assert answer is (self.model.tokens.pop(name, None) is not None) or cut is not None
+            assert answer is (self.model.tokens.pop(name, None) is not None)
 
     # Leaders
 

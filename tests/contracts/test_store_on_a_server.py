@@ -258,6 +258,31 @@ async def test_an_idle_template_whose_commit_was_lost_is_put_once_and_is_ours(po
         assert noted == [("a", "idle-template.put", "lab"), ("bob", "idle-template.dropped", "lab")]
 
 
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT, Cut.GOODBYE])
+async def test_an_audit_note_whose_commit_was_lost_is_written_once(postgres_url: str, cut: Cut) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        wire.cut = cut
+        await store.audit(by="ann", tenant="lab", action="service.shutdown", subject="service")
+        assert wire.was_cut.is_set()
+    with psycopg.connect(postgres_url) as connection:
+        assert connection.execute("SELECT actor FROM audit").fetchall() == [("ann",)]
+
+
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT, Cut.GOODBYE])
+async def test_a_drop_whose_commit_was_lost_is_noted_once_and_done(postgres_url: str, cut: Cut) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        await store.put_token(TokenRow("ci", "lab", ("*",), 100, sha256="hash", created_at=NOW), by="alice")
+        await store.put_idle_template(an_idle_template())
+        for drop in (store.drop_token("ci", by="bob"), store.drop_idle_template("sweep", by="bob")):
+            wire.was_cut.clear()
+            wire.cut = cut
+            assert await drop is True
+            assert wire.was_cut.is_set()
+    with psycopg.connect(postgres_url) as connection:
+        noted = connection.execute("SELECT action FROM audit WHERE actor = 'bob' ORDER BY id").fetchall()
+        assert noted == [("token.dropped",), ("idle-template.dropped",)]
+
+
 async def test_callers_get_an_error_while_the_database_is_away_and_later_succeed(
     postgres_url: str,
 ) -> None:

@@ -7,7 +7,7 @@ from sqlalchemy import Column, FromClause, Text, delete, or_, select
 
 from gpubroker_server.adapters.sql import statements
 from gpubroker_server.adapters.sql.columns import demand_of_text, demand_text
-from gpubroker_server.adapters.sql.session import Session, SqlPart, over
+from gpubroker_server.adapters.sql.session import Noted, Session, SqlPart, over
 from gpubroker_server.adapters.sql.system_tables import idle_template, token
 from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.domain.units import Instant
@@ -35,16 +35,15 @@ class SqlIdleTemplates(SqlPart):
     """Implements the port `IdleTemplates`."""
 
     async def put_idle_template(self, template: IdleTemplate) -> bool:
-        def act(session: Session) -> bool:
+        def act(session: Session) -> Noted[bool]:
             if not session.fetch(add_idle_template, [_row(template)]):
                 # The name exists. The row is this template's if the answer to its commit was lost.
                 made = session.fetch(idle_template_made, [(template.name,)])
-                return made == [(template.token, template.made_at)]
+                return Noted(made == [(template.token, template.made_at)])
             note = template.tenant, template.made_by, "idle-template.put", template.name, ""
-            session.write(statements.INSERT_AUDIT, [(session.now(), *note)])
-            return True
+            return Noted(True, [(session.now(), *note)])
 
-        return await self._write_alone(act)
+        return await self._write_noted(act)
 
     async def idle_templates(self, now: Instant | None = None) -> Sequence[IdleTemplate]:
         query = select(*_c).order_by(_c.name)
@@ -54,14 +53,13 @@ class SqlIdleTemplates(SqlPart):
         return [_of_row(row) for row in await self._rows(query)]
 
     async def drop_idle_template(self, name: str, *, by: str) -> bool:
-        def act(session: Session) -> bool:
+        def act(session: Session) -> Noted[bool]:
             for (tenant,) in session.fetch(drop_idle_template, [(name,)]):
                 note = tenant, by, "idle-template.dropped", name, ""
-                session.write(statements.INSERT_AUDIT, [(session.now(), *note)])
-                return True
-            return False
+                return Noted(True, [(session.now(), *note)])
+            return Noted(False)
 
-        return await self._write_alone(act)
+        return await self._write_noted(act)
 
 
 def _row(stored: IdleTemplate) -> tuple[Any, ...]:

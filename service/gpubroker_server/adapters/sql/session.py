@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from sqlalchemy import (
@@ -277,6 +277,14 @@ class Readers:
         self._engine.dispose()
 
 
+class Noted(NamedTuple, Generic[T]):
+    """The answer of an act, and the rows of the audit log that are written with it. By its first row an act
+    is found again after a commit whose outcome is unknown."""
+
+    answer: T
+    rows: Sequence[Row] = ()
+
+
 class SqlPart:
     """A part of the store. It reads, and it may write in a transaction of its own."""
 
@@ -287,6 +295,10 @@ class SqlPart:
 
     async def _write_alone(self, act: Callable[[Session], T]) -> T:
         raise NotImplementedError
+
+    async def _write_noted(self, act: Callable[[Session], Noted[T]]) -> T:
+        """Run an act with its notes in a transaction of its own, exactly once."""
+        return (await self._write_alone(act)).answer
 
 
 def read_rows(connection: Connection, query: Executable, values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from gpubroker_server.adapters.sql.pruning import prune_step
 from gpubroker_server.adapters.sql.reads import SqlItemPages, SqlReads
 from gpubroker_server.adapters.sql.rows import token_row
 from gpubroker_server.adapters.sql.run_logs import SqlRunLogs
-from gpubroker_server.adapters.sql.session import DatabaseRefused, Readers, Session
+from gpubroker_server.adapters.sql.session import DatabaseRefused, Noted, Readers, Session
 from gpubroker_server.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.leader_term import LeaderRow
@@ -270,25 +270,23 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         await self._on_leader(terms.resign_term(term))
 
     async def put_token(self, token: TokenRow, *, by: str) -> bool:
-        def act(session: Session) -> bool:
+        def act(session: Session) -> Noted[bool]:
             if not session.fetch(sql.add_token, [token_row(token)]):
                 # The name exists. The row is this token's if the answer to its commit was lost.
-                return session.fetch(sql.token_hash, [(token.name,)]) == [(token.sha256,)]
+                return Noted(session.fetch(sql.token_hash, [(token.name,)]) == [(token.sha256,)])
             session.write(sql.count_token_change, [(1,)])
-            session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, by, "token.put", token.name, "")])
-            return True
+            return Noted(True, [(session.now(), token.tenant, by, "token.put", token.name, "")])
 
-        return await self._write_alone(act)
+        return await self._write_noted(act)
 
     async def drop_token(self, name: str, *, by: str) -> bool:
-        def act(session: Session) -> bool:
+        def act(session: Session) -> Noted[bool]:
             for _, tenant in session.fetch(sql.drop_token, [(name,)]):
                 session.write(sql.count_token_change, [(1,)])
-                session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, "token.dropped", name, "")])
-                return True
-            return False
+                return Noted(True, [(session.now(), tenant, by, "token.dropped", name, "")])
+            return Noted(False)
 
-        return await self._write_alone(act)
+        return await self._write_noted(act)
 
     async def claim_blobs(self, directory: str, *, instead_of: str) -> str:
         """Set the name of the directory of objects if the present one is `instead_of` (empty for none).
@@ -301,10 +299,10 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, Sq
         return await self._write_alone(act)
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
-        def act(session: Session) -> None:
-            session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, action, subject, "")])
+        def act(session: Session) -> Noted[None]:
+            return Noted(None, [(session.now(), tenant, by, action, subject, "")])
 
-        await self._write_alone(act)
+        await self._write_noted(act)
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
         tasks = await self._write_alone(lambda session: prune_step(session, term, cutoffs))

@@ -21,6 +21,7 @@ from gpubroker_server.adapters.sql.session import (
     CommitUnknown,
     ConnectionLost,
     Found,
+    Noted,
     Row,
     Session,
 )
@@ -389,18 +390,31 @@ class Writer:
         self.answer((), refused)
 
     def _run_alone(self, act: Callable[[Session], Any]) -> Any:
-        """Run `act` in a transaction of its own. The act is idempotent, so an unknown commit is repeated."""
+        """Run `act` in a transaction of its own. After an unknown commit an act is repeated, which writes
+        nothing twice, unless the audit log has its note: a second note would tell of a second act."""
+        notes: Sequence[Row] = ()
+        answer: Any = None
 
         def transaction() -> Any:
+            nonlocal answer, notes
             self._session.begin()
             answer = act(self._session)
+            notes = answer.rows if isinstance(answer, Noted) else ()
+            if notes:
+                self._session.write(sql.INSERT_AUDIT, notes)
             # Every writing transaction takes the head of the log, which says whether this software may write.
             self._session.take_positions(0)
             self._session.commit()
             return answer
 
+        def recover(_unknown: CommitUnknown) -> Any:
+            if notes:
+                return answer if self._was_committed(partial(self._has_note, notes[0])) else None
+            self._session.reconnect()
+            return None
+
         try:
-            return self._transact(transaction, lambda _unknown: self._session.reconnect())
+            return self._transact(transaction, recover)
         except Exception as error:
             return error
 
