@@ -167,6 +167,26 @@ async def test_stream_that_finds_its_model_gone_waits_until_it_is_loaded_again(
         assert [server.in_flight for server in stage.fleet.servers] == [0]
 
 
+@pytest.mark.parametrize("is_told_in_answer", [True, False])
+async def test_stream_told_that_the_models_process_is_gone_reports_it(is_told_in_answer: bool) -> None:
+    rules, host = a_host()
+    heard = LeavingStream() if is_told_in_answer else Leaving()
+    async with a_stage(heard, served=(rules, host)) as stage:
+        gateway, message = stage.gateway, field(1, "any")
+        await brought(gateway, host, asyncio.ensure_future(stage.ask(INFER, message)))
+        doubts = doubts_told(gateway)
+        heard.gone, heard.detail = True, "Stub process 'any_0_0' is not healthy."
+        call = stage.open()
+        await call.write(message)
+        if is_told_in_answer:
+            assert ModelStreamInferResponse.FromString(await call.read()).error_message == heard.detail
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="is not healthy"):
+                await call.read()
+        await until(lambda: len(doubts) == 1)
+        call.cancel()
+
+
 async def test_streams_that_gave_up_waiting_leave_room_for_others() -> None:
     async with a_stage(Heard(), served=a_host(cold_seconds=0.0), most_waiting_bytes=1) as stage:
         for _ in range(2):

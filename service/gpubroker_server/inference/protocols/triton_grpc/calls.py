@@ -183,6 +183,11 @@ class GrpcCall(ProxiedRequest):
         """Ask the server at `backend` for a whole answer. Raises CallFailed."""
         return await backend.ask(self._method, message, self._metadata, seconds)
 
+    def _report_if_dead(self, message: str) -> None:
+        """Have the leader check the model if a server says that the model's process is gone."""
+        if self._was_there and says_dead(message):
+            self._report_dead()
+
     def seconds_left(self) -> float | None:
         """Return the seconds until the client's own deadline; None if it has none."""
         left: float | None = self._context.time_remaining()
@@ -237,8 +242,7 @@ class GrpcCall(ProxiedRequest):
                 self._upstream = None
                 self.refuse(refused)
             return
-        if self._was_there and says_dead(failed.detail):
-            self._report_dead()
+        self._report_if_dead(failed.detail)
         is_servers_answer = failed.trouble is None
         is_unknown = is_servers_answer and says_unknown_model(failed.detail)
         if is_unknown and self._may_ask_again() and self._ask_again():

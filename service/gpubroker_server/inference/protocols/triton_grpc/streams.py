@@ -165,8 +165,10 @@ class GrpcStream(GrpcCall):
             if turn.only is None:
                 await self._pass_head(first)
             while (answer := await call.read()) is not None:
+                error = error_in(answer) if turn.only is not None or self._was_there else ""
+                self._report_if_dead(error)
                 if turn.only is not None:
-                    if says_unknown_model(error_in(answer)) and await self._sent_elsewhere(turn, None):
+                    if says_unknown_model(error) and await self._sent_elsewhere(turn, None):
                         return False
                     await self._pass_head(first)
                 if self.state is State.SENT:
@@ -177,6 +179,7 @@ class GrpcStream(GrpcCall):
             self._last = await call.last()
         except CallFailed as failed:
             note_failure(turn.server.grpc, failed)
+            self._report_if_dead(failed.detail)
             refused = unauthorized(turn.server, failed)
             if await self._sent_elsewhere(turn, failed):
                 return False
