@@ -31,7 +31,7 @@ class LogLine(str):
     __slots__ = ("stream",)
 
     stream: Stream
-    """Where it was printed: stdout or stderr."""
+    """The stream on which the line was printed: stdout or stderr."""
 
     def __new__(cls, text: str, stream: Stream) -> Self:
         line = super().__new__(cls, text)
@@ -117,7 +117,7 @@ class LogReading(Reading[LogLine]):
 
     @property
     def has_news(self) -> bool:
-        """Whether the answer to the last call had a line."""
+        """True if the answer to the last call had a line."""
         return self._has_news
 
     def _pause(self) -> Steps[None]:

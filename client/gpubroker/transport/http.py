@@ -218,7 +218,7 @@ class AsyncHttp(AsyncCaller):
 
 
 def _named(broker: SyncHttp | AsyncHttp) -> str:
-    """Its class and its address, without a password that the address may have."""
+    """Return the broker's class and address, without the user name and password that the address may have."""
     url = httpx.URL(broker.connection.url).copy_with(username=None, password=None)
     return f"<{type(broker).__name__} {url}>"
 

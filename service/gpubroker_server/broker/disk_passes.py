@@ -82,7 +82,7 @@ class DiskPasses:
         return decisions
 
     def due(self, now: Instant) -> list[Decision]:
-        """Cleaning of nodes with a disk that is too full."""
+        """Return the decisions to clean the nodes that have a disk that is too full."""
         if not self._pace.is_due(now):
             return []
         self._pace.done(now)
@@ -98,7 +98,8 @@ class DiskPasses:
         return decisions
 
     async def answered(self, report: DiskReport, now: Instant) -> list[Decision]:
-        """The same for the same report. Raises StoreUnavailable."""
+        """Return the decisions that answer this report. They are the same if the report comes again. Raises
+        StoreUnavailable."""
         asked = self._passes.get(report.request)
         if asked is None or asked.node != report.node:
             return []

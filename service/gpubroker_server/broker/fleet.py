@@ -96,9 +96,9 @@ class FleetKeeper:
         """The room found by the last look, until a cycle takes it over."""
         self._diagnosis_pace = Interval(DIAGNOSIS_SECONDS)
         self._dates = known_dates(() if before is None else before.dates)
-        """Since when what is wrong now is known ..."""
+        """When each present finding was first seen."""
         self._told_dates = dates_of(self._dates)
-        """... as it is published."""
+        """The same times in the form in which the leader publishes them."""
         self._began_at = self.clock.now()
         self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)

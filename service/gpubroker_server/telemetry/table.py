@@ -59,8 +59,8 @@ class Sources(Struct, frozen=True):
 
 
 class Scrape:
-    """What is known at one scrape. A value that several metrics show is computed once, when it is first
-    needed."""
+    """The values that the metrics of one scrape show. A value that several metrics show is computed once,
+    when it is first needed."""
 
     def __init__(
         self,

@@ -39,11 +39,11 @@ class NotMeasured(Exception):
 
 class Inventory(Struct, frozen=True):
     devices: tuple[ReportedDevice, ...]
-    """Without those that are lost."""
+    """The devices of the machine, without lost ones."""
     faults: tuple[tuple[str, str], ...]
-    """(UUID, or what people call it while that is unknown; why it cannot be used)"""
+    """(UUID, or the device's usual name while its UUID is unknown; why the device cannot be used)"""
     complete: bool
-    """Every GPU has been read or is lost, so what is not in the list is not in use."""
+    """True if every GPU has been read or is lost, so that a device that is not in the list is not in use."""
     absence: str = ""
     """Why the machine shows no GPU at all; empty if it shows one, or if that is a fault."""
 

@@ -13,7 +13,7 @@ from gpubroker_server.ports.backends import CallBackend, CallFailed, CallReply, 
 
 
 class TritonRpcServer(Struct, frozen=True):
-    """Where a server is, and how to connect."""
+    """The address of a server over gRPC, and how to connect to it."""
 
     name: str
     address: str
@@ -115,10 +115,10 @@ class _Stream(CallStream):
         self._answers = aiter(call)
 
     async def write(self, message: bytes) -> None:
-        """Without effect on a call that is over: `read` says why it is.
+        """Write a message. This has no effect on a call that is over: `read` says why it is over.
 
-        The library's own `write` puts a mistake of its own in the place of the server's status then, if that
-        is yet to come; hence the part below it.
+        On such a call, the library's own `write` would replace a server's status that has not come yet with
+        an error of its own; hence the call to the part below it.
         """
         with contextlib.suppress(*_OVER):
             await self._call.wait_for_connection()

@@ -32,7 +32,7 @@ WAITING_PER_CONNECTION: Final = 16
 
 
 class TritonServer(ServerConnections, frozen=True):
-    """Where a server is, and how to connect."""
+    """The address of a server over HTTP, and how to connect to it."""
 
     name: str
     host: str

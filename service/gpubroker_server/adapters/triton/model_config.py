@@ -1,4 +1,5 @@
-"""What a model's `config.pbtxt` says that matters before a load: steps of an ensemble, versions, and CPUs."""
+"""Reads the parts of a model's `config.pbtxt` that matter before a load: the steps of an ensemble, the
+versions, and whether the model runs on CPUs alone."""
 
 import re
 from pathlib import Path

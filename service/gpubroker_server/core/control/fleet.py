@@ -117,9 +117,9 @@ class FleetSeen(Struct, frozen=True):
     idle_grace_seconds: Seconds = Seconds(300.0)
     """A device that is listed as idle has been idle for longer than this."""
     dates: tuple[FindingDate, ...] = ()
-    """Since when the leader, or one before it, has known what is wrong ..."""
+    """When the leader, or one before it, first saw each present finding."""
     at: Instant | None = None
-    """... and when it last looked at the fleet."""
+    """When the leader last looked at the fleet."""
     failing: tuple[FailingGpu, ...] = ()
     """Devices on which runs fail at once, one after the other."""
 

@@ -53,7 +53,8 @@ class Diagnosis(Struct, frozen=True):
     survey: Survey
     """The survey for the task. For a gang it has no verdicts on devices."""
     device_survey: Survey
-    """The same; for a gang of its first rank without room, beside the ranks before it."""
+    """The survey for the task; for a gang, that for its first rank without room, beside the ranks before
+    it."""
     blockers: tuple[Blocker, ...]
     """Everything that keeps the task from a placement."""
     ranks: tuple[RankVerdict, ...] = ()

@@ -134,7 +134,7 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
 
 
 def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
-    """The same in steps, which yield what they cost."""
+    """Like `find_way`, but in steps, each of which yields its cost."""
     has_pledges = bool(view.draft.pledges_of(task.id))
     if not has_pledges and view.limits.ahead_of(task):
         return Wait(WaitReason.LIMIT)

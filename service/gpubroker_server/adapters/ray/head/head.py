@@ -82,7 +82,7 @@ _PATIENT: Final = {
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_raylet_start_wait_time_s": "120",
 }
-"""For the processes of a Ray that this software starts."""
+"""Environment variables for the processes of a Ray that this software starts."""
 
 ON_LOOPBACK: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1: without it Ray puts the machine's outward address in its place."""

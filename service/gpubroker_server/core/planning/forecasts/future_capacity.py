@@ -150,7 +150,7 @@ class CapacityProfile(Struct, frozen=True):
     devices: dict[DeviceKey, list[tuple[float, int]]]
     """Usable device -> (instant, free MiB from then on), by time."""
     room: list[tuple[float, NodeHeadroom]]
-    """The same for CPU, host memory, run slots and custom resources."""
+    """(instant, free CPU, host memory, run slots and custom resources from then on), by time."""
 
     def mb(self, device: DeviceKey, at: float) -> int:
         steps = self.devices.get(device)

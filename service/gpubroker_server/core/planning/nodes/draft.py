@@ -132,7 +132,7 @@ class Draft:
         return room
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> NodeHeadroom:
-        """The same once every run under notice has left the node."""
+        """Return the headroom that the node will have once every run under notice has left it."""
         return self.headroom(node, priority=priority).with_room_of(*self._under_notice(node))
 
     def _under_notice(self, node: NodeName) -> Iterator[Task]:

@@ -79,7 +79,7 @@ class Guarantees:
         return self.reclaimable_by(task.tenant, task.demand, task.priority, task.id)
 
     def reclaimable_by(self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK) -> Surplus:
-        """The same for a task that is not named, or has no pledges."""
+        """Like `reclaimable`, for a task of these properties; NO_TASK is a task without pledges."""
         return self.surplus(tenant) if self._is_within_guarantee(tenant, demand, priority, task) else {}
 
     def borrower_rule_for(self, task: Task) -> BorrowerRule | None:
@@ -90,7 +90,7 @@ class Guarantees:
     def borrower_rule(
         self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK
     ) -> BorrowerRule | None:
-        """The same for a task that is not named, or has no pledges."""
+        """Like `borrower_rule_for`, for a task of these properties; NO_TASK is a task without pledges."""
         borrows = self._is_within_guarantee(tenant, demand, priority, task) is False
         if not (borrows and self._policy.tenant(tenant).cohort):
             return None
