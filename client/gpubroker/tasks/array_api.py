@@ -309,8 +309,8 @@ class _Mapped:
 
 
 def progress_bar() -> Callable[[Array], None]:
-    """Shows how far an array is on standard error: in a terminal one line that changes, otherwise a line for
-    each tenth."""
+    """Return a function that shows on standard error how far an array is: in a terminal as one line that
+    changes, otherwise as a line for each tenth of the items."""
     shown = -1
 
     def show(array: Array) -> None:

@@ -69,7 +69,8 @@ class LogReading(Reading[LogLine]):
         *,
         polls: bool = False,
     ) -> None:
-        """`polls`: follow by answers that end with what there is by now, so that others come in between."""
+        """`polls`: True to follow the log with short requests, each of which ends with the lines that there
+        are, so that other readers get a turn in between."""
         self._polls = polls
         self._stream: Stream = wanted.get("stream", "stdout")
         self._find = find

@@ -204,7 +204,7 @@ def parted_options(options: Mapping[str, Any], kind: Any) -> tuple[SubmitOptions
 
 
 def check_options(options: SubmitOptions) -> None:
-    """Raises WrongArgument for an unknown option."""
+    """Check that all options are known. Raises WrongArgument for an unknown one."""
     for name in options:
         if name not in SubmitOptions.__annotations__:
             raise WrongArgument(_unknown_option(name))
@@ -301,7 +301,7 @@ class Submission:
     """The arguments of one `submit`, for `submit_many`."""
 
     def __init__(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> None:
-        """Raises WrongArgument for what no service could accept."""
+        """Encode the arguments. Raises WrongArgument for arguments that no service could accept."""
         if "idempotency_key" in options:
             raise WrongArgument("a Submission has no key of its own; pass one key to submit_many")
         self.body = submission_body(target, args, options)

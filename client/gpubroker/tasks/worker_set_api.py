@@ -168,7 +168,7 @@ class Workers:
 def _call_body(
     body: Mapping[str, Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> bytes:
-    """Raises WrongArgument."""
+    """Return the body of a call of a method. Raises WrongArgument."""
     given = _arguments(method, args, kwargs, pickled=pickled)
     return json.dumps({**body, **given}, allow_nan=False).encode()
 

@@ -158,7 +158,7 @@ class SlotDivider:
     """Divides the slots of models among gateways, by what they hold and want."""
 
     def __init__(self, slots: Mapping[str, int], store: SlotStore, clock: Clock) -> None:
-        """`slots`: by model, for all gateways together."""
+        """`slots`: model -> slots of all gateways together."""
         self._slots = slots
         self._store = store
         self._clock = clock

@@ -113,7 +113,7 @@ class LeaderCandidate:
             await self.leader.wind_up()
 
     async def _win(self) -> LeaderTerm:
-        """Returns with a term as soon as no other process has one."""
+        """Wait until no other process has a term, and return a new one."""
         watched: ObservedLeader | None = None
         while True:
             self.resigned.clear()

@@ -76,7 +76,7 @@ class LogKeeper:
             self.executor.read_logs(node, logs)
 
     async def keep(self, logs: Sequence[Logged]) -> None:
-        """Returns when it is durable. Raises StoreUnavailable, StaleTerm."""
+        """Store parts of logs, and return once they are durable. Raises StoreUnavailable and StaleTerm."""
         known = dict(self._known)
         replaced: set[LogName] = set()
         cut: dict[LogName, tuple[int, int]] = {}

@@ -167,7 +167,7 @@ class LimitedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def may_begin(self) -> bool:
-        """The head of a request is complete. Whether the request may begin."""
+        """Return True if the request may begin whose head is complete now."""
         self._is_in_body = True
         self._advanced = True
         if self._refusal is not None:

@@ -72,12 +72,13 @@ class GpuThread:
 
     @property
     def is_new(self) -> bool:
-        """It was never asked."""
+        """True if the driver was never asked."""
         return self.devices is None and self._began is None and not self._silent
 
     @property
     def is_out(self) -> bool:
-        """It has answered before, none of its devices can be measured now, and no question is under way."""
+        """True if the driver has answered before, none of its devices can be measured now, and no question is
+        under way."""
         if self.devices is None or self.absence or self._began is not None:
             return False
         return bool(self._silent) and {device.uuid for device in self.devices} <= self._silent.keys()

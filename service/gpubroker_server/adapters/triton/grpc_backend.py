@@ -30,7 +30,7 @@ class TritonRpcServer(Struct, frozen=True):
 
 
 class RpcBackend(CallBackend):
-    """It never sends a call twice: the library's own retries are off."""
+    """Calls a server over gRPC. It never sends a call twice, because the library's own retries are off."""
 
     def __init__(self, server: TritonRpcServer) -> None:
         self._server = server
@@ -81,7 +81,7 @@ class RpcBackend(CallBackend):
         return (*own, *(pair for pair in metadata if pair[0] not in self._replaced))
 
     def _failure(self, error: grpc.aio.AioRpcError, is_ours: bool = False) -> CallFailed:
-        """`is_ours`: the deadline of the call was not the client's."""
+        """`is_ours`: True if the service, not the client, set the deadline of the call."""
         code, detail = error.code(), error.details() or ""
         trouble = None
         if code is grpc.StatusCode.UNAVAILABLE and detail.startswith(_NOT_REACHED):

@@ -50,11 +50,11 @@ class HttpBackend(ModelBackend):
     def __init__(self, server: TritonServer) -> None:
         self._server = server
         self._idle: deque[ServerConnection] = deque()
-        """The one that was used last is last."""
+        """The idle connections; the one that was used last is last."""
         self._connections: set[ServerConnection] = set()
         self._waiting: deque[HttpRequest] = deque()
         self._checks: deque[HttpRequest] = deque()
-        """They wait too; for these a connection is opened beyond the limit."""
+        """Checks that wait for a connection. For these, a connection is opened beyond the limit."""
         self._opening: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._sweep_seconds = min(1.0, server.silence_seconds / 4)

@@ -35,11 +35,11 @@ class ConnectionPool(Protocol):
     def on_lost(self, connection: "ServerConnection") -> None: ...
 
     def forget(self, request: "HttpRequest") -> None:
-        """It no longer waits for a connection."""
+        """Note that the request no longer waits for a connection."""
 
 
 class HttpRequest(UpstreamRequest):
-    """Until its answer has ended, whichever connection it is on."""
+    """One request, until its answer has ended, whichever connection it is on."""
 
     __slots__ = (
         "_body",
@@ -111,7 +111,7 @@ class HttpRequest(UpstreamRequest):
             self.connection.resume()
 
     def begin_on(self, connection: "ServerConnection") -> None:
-        """It has waited: send what is held."""
+        """Begin a request that has waited on this connection, and send what is held of it."""
         self.connection = connection
         connection.begin(self)
         was_paused = self._held_bytes > WAITING_BYTES

@@ -182,7 +182,7 @@ class IdleFill:
         self._looked_at: Instant | None = None
 
     def note(self, task: Task, *, is_new: bool) -> None:
-        """`is_new`: it was submitted in this term."""
+        """Count a task of a template. `is_new`: True if it was submitted in this term."""
         if (name := _template_of(task)) is not None:
             self._tasks[task.id] = name
             self._submitted[name] += is_new

@@ -44,7 +44,8 @@ class NodeWatch:
         self._alarms = dict.fromkeys(overloaded, Alarm(is_on=True))
 
     def expect(self, nodes: Iterable[NodeName]) -> None:
-        """These were there in the last term: it is no news if they answer this one."""
+        """Note that these nodes were there in the last term, so that it is no news if they answer this
+        leader."""
         self._expected.update(nodes)
 
     @property

@@ -167,7 +167,7 @@ class NodeUpperBound(NamedTuple):
     """The number of devices that are entirely free."""
 
     def may_fit(self, demand: Demand) -> bool:
-        """False: it cannot fit. True: it may fit."""
+        """Return False if the demand certainly does not fit, True if it may fit."""
         if demand.gpus > len(self.amounts):
             return False
         if demand.takes_whole_devices:
@@ -176,7 +176,7 @@ class NodeUpperBound(NamedTuple):
 
 
 def ceiling(offered: Iterable[tuple[Device, int]]) -> NodeUpperBound:
-    """`offered`: (device, MiB that could be leased there)."""
+    """`offered`: pairs of a device and the MiB that could be leased there."""
     found = list(offered)
     amounts = sorted((mb for _, mb in found), reverse=True)
     return NodeUpperBound(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in found))

@@ -117,7 +117,8 @@ class _Gang:
     def _verdicts(
         self, places: Gang, draft: Draft | None = None, first: Blocker | None = None
     ) -> tuple[RankVerdict, ...]:
-        """`draft`: with those places taken; `first`: why the next rank has no place."""
+        """`draft`: a draft in which `places` are taken; `first`: the reason why the next rank has no
+        place."""
         bundles, known = self._task.demand.bundles, dict[Demand, _RankResult]()
         if first is not None:
             known[bundles[len(places)]] = None, first

@@ -33,7 +33,7 @@ class Verdict(StrEnum):
     DISK_FULL = "disk_full"
     """A disk of the device's node is too full for anything to start."""
     GPU_CLOSED = "gpu_closed"
-    """It needs a reset or a repair, or an operator has closed it."""
+    """The device needs a reset or a repair, or an operator has closed it."""
     STALE = "stale"
     """The device's last sample is too old."""
     HELD_BACK = "held_back"

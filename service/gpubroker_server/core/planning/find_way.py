@@ -276,7 +276,8 @@ def _reclaim(task: Task, view: View) -> Steps[Eviction | None]:
 
 
 def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: bool) -> Steps[Way]:
-    """`has_room`: it has places, all of them reserved."""
+    """Look for runs that may be preempted for the task. `has_room`: True if the task has places, all of them
+    reserved."""
     offers, by_tenant = view.offers, bool(view.guarantees.reclaimable(task))
     closed = view.reservations.off_limits(task) & offers.nodes
     waits = WaitReason.RESERVED if has_room else WaitReason.NO_ROOM

@@ -19,7 +19,7 @@ _AT_ONCE: Final = 4096
 
 
 class BadTensor(ValueError):
-    """These values are not a tensor of that type and shape; the text says why."""
+    """Raised for values that are not a tensor of the stated type and shape. The text says why."""
 
 
 class Tensor(Struct, frozen=True):

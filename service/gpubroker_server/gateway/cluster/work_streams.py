@@ -50,9 +50,11 @@ class TellSignal(Body):
         | None
     ) = None
     data_age_seconds: (
-        Annotated[float, Field(ge=0, le=1e9, description="How old the stream's newest data are.")] | None
+        Annotated[float, Field(ge=0, le=1e9, description="The age of the stream's newest data.")] | None
     ) = None
-    quality: Annotated[float, Field(ge=0, le=1, description="Of its data.")] | None = None
+    quality: Annotated[float, Field(ge=0, le=1, description="The quality of the stream's data.")] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

@@ -123,7 +123,7 @@ class _Site:
         return place_ranks(self._task, self._task.demand.least_ranks or 1, gang_nodes)
 
     def _gang_nodes(self, nodes: Iterable[NodeName], removed: Iterable[Candidate]) -> list[GangNode]:
-        """These nodes once such victims have left."""
+        """Return these nodes as they are once the victims have left."""
         room = {node: self._offers[node].room for node in nodes}
         free = {
             node: {site.device.key: site.free_after_releases_mb for site in self._offers[node].sites}

@@ -173,7 +173,7 @@ class _LeavingByTenant:
     """The losses of tenants as runs leave, one after the other; ranks of a gang leave before the gang."""
 
     def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:
-        """`may`: (tenant, MiB in all, largest single loss) -> whether it may lose that."""
+        """`may`: (tenant, MiB in all, largest single loss) -> True if the tenant may lose this."""
         self._draft = draft
         self._may = may
         self._alone: dict[TaskId, int] = {}
