@@ -116,9 +116,9 @@ class LeaseApi(LeaseSteps):
         sort: str | None = None,
         tenant: str | None = None,
     ) -> Pages[Lease]:
-        """All leases that match, newest first; `state` may be several, separated by commas. `sort`: submitted
-        or priority; with a `-` the latest, or the highest, first. `tenant`: another one, or `*` for all:
-        needs the scope admin."""
+        """List all leases that match, newest first; `state` may be several, separated by commas. `sort`:
+        submitted or priority; with a `-` the latest, or the highest, first. `tenant`: another one, or `*` for
+        all: needs the scope admin."""
         return self._pages(Lease, "/leases", state=state, holder=holder, sort=sort, tenant=tenant)
 
     @operation

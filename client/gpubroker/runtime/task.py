@@ -96,7 +96,7 @@ class RunningTask:
         self._journal = journal
         self._stop = threading.Event()
         self._released = threading.Event()
-        """Set when it need not wait for other ranks any longer."""
+        """Set when the task need not wait for other ranks any longer."""
         self._rank_zero_address = ""
         self._world = Workers(0, tuple(range(order.world_size)))
         self._world_changed = threading.Event()

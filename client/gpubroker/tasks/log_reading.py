@@ -22,7 +22,7 @@ reader's mark, by which it is told from what the run printed."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 0.5
-"""Between looks at two streams that have nothing new."""
+"""The longest pause between two looks at streams that have nothing new."""
 
 
 class LogLine(str):

@@ -270,7 +270,7 @@ async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
-    """`prefix`: what may stand before the answer."""
+    """`prefix`: bytes that may stand before the answer."""
     return Answer(
         response.status_code,
         {name.lower(): text for name, text in response.headers.items()},

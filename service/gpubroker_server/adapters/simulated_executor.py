@@ -100,7 +100,7 @@ class WaitingExecutor:
         """None while another process leads."""
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
-        """Until they have ended and are forgotten."""
+        """The runs that have not both ended and been forgotten."""
         self._watched: dict[RunId, tuple[tuple[DeviceKey, Mib], ...]] = {}
         """Devices and MiB of external holders, until they are forgotten."""
         self._fences: dict[tuple[TaskId, int], Fence] = {}

@@ -150,7 +150,7 @@ class DiskPasses:
         return DiskOrder(request, *about, deletes, runs_sync, above=above, node=node)
 
     def _told(self, report: DiskReport, found: DiskReport | None, caveat: str) -> Mapping[str, Any]:
-        """`found`: if this is the report of a deletion, what was looked at before it."""
+        """`found`: for the report of a deletion, the report of the look before it."""
         looked = (report,) if found is None else (found, report)
         kept: Counter[str] = Counter()
         for answer in looked:

@@ -88,7 +88,7 @@ class FleetKeeper:
     def __post_init__(self, rules: FleetRules, before: FleetSeen | None) -> None:
         self._control = FleetControl(rules, self.policy, before)
         self._asked: asyncio.Future[HostUse] | None = None
-        """Until it is answered."""
+        """The question about the use of this host, until it is answered."""
         self._closes_failing_gpus = rules.failing_gpus.close
         self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []

@@ -84,8 +84,8 @@ class ModelDispatcher:
         have_let_go: HaveLetGo = _no_gateways,
         watches: Sequence[Callable[[Hear], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`wait_seconds`: how long calls of an older leader may be under way. `watches` run beside the calls,
-        and report too."""
+        """`wait_seconds`: the time for which calls of an older leader may be under way. `watches` run beside
+        the calls, and report too."""
         self._watches = watches
         self._clock = clock
         self._ticks = ticks

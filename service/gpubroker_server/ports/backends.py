@@ -146,7 +146,7 @@ class CallFailed(Exception):
         self.metadata = metadata
         """The trailing metadata."""
         self.trouble = trouble
-        """Set if the server itself has said nothing."""
+        """The trouble with the connection; None if the server itself has answered."""
 
 
 class CallReply(NamedTuple):

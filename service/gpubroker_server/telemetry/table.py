@@ -132,7 +132,7 @@ class MetricRow(NamedTuple):
     labels: LabelNames
     read: Callable[[Scrape], Samples | None]
     is_counter: bool = False
-    """Then its name ends with `_total`, which is added when it is written."""
+    """True for a counter. Its name ends with `_total`, which is added when it is written."""
 
     def metric(self, scrape: Scrape) -> Metric | None:
         samples = self.read(scrape)

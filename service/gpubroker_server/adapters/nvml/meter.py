@@ -165,7 +165,7 @@ class DeviceMeter:
         self._restart = restart
         self._restarting: Future[Sequence[DeviceProbe]] | None = None
         self._out_since: float | None = None
-        """Since when no device answers."""
+        """The time since which no device answers."""
 
     def inventory(self) -> Inventory:
         """Return the devices as last measured. MIG instances are numbered after all GPUs."""

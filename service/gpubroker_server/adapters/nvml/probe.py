@@ -62,8 +62,8 @@ _RECOVERY = {
 """NVML_GPU_RECOVERY_ACTION_*; what is not listed is unknown."""
 
 NODE_GPUS = "GPUBROKER_NODE_GPUS"
-"""In the environment of a node that shares its machine with others: JSON, the indexes of its GPUs, or
-[UUID, index, MiB] of each simulated one."""
+"""A variable in the environment of a node that shares its machine with others: JSON, the indexes of its GPUs,
+or [UUID, index, MiB] of each simulated one."""
 
 
 class GpuChoice(NamedTuple):

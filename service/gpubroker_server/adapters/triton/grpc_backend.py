@@ -93,7 +93,7 @@ class RpcBackend(CallBackend):
 
 
 _NOT_REACHED: Final = "failed to connect to all addresses"
-"""How the library's message begins if there was no connection, and nothing was sent."""
+"""The beginning of the library's message if there was no connection and nothing was sent."""
 
 _OVER: Final = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
 

@@ -28,7 +28,7 @@ IDLE_SECONDS: Final = Seconds(30.0)
 it while a request is on its way."""
 
 WAITING_PER_CONNECTION: Final = 16
-"""How many requests may wait for each connection; more are refused as BUSY."""
+"""The number of requests that may wait for each connection; more are refused as BUSY."""
 
 
 class TritonServer(ServerConnections, frozen=True):

@@ -23,7 +23,7 @@ class ModelConfig(Struct, frozen=True):
     steps: tuple[str, ...] = ()
     """The models of an ensemble, each once."""
     latest: int | None = 1
-    """How many of the highest versions are loaded; None: all."""
+    """The number of the highest versions that are loaded; None: all versions."""
     specific: tuple[str, ...] = ()
     """If there are any, these versions are loaded instead."""
     on_cpu: bool = False

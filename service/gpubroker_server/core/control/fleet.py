@@ -136,7 +136,8 @@ def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[No
 
 class FleetControl:
     def __init__(self, rules: FleetRules, policy: Policy, before: FleetSeen | None = None) -> None:
-        """`before`: what the last leader published; its templates' tasks may have been submitted since."""
+        """`before`: the state that the last leader published. Tasks of its templates may have been submitted
+        since."""
         self.seen = before = FleetSeen() if before is None else replace(before, templates=())
         self.fill = IdleFill(policy.sample_period_seconds)
         self._rules = rules

@@ -210,7 +210,8 @@ class IdleFill:
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
 
     def look(self, world: World, idle: Set[str], now: Instant) -> None:
-        """`idle`: what is still idle of what was found."""
+        """Note in `seen` how many tasks of each template run, wait and are missing. `idle`: the devices of
+        the seats that are still idle."""
         running, waiting = self._count(world)
         alive = running + waiting
         self._age(alive, now)

@@ -32,7 +32,8 @@ class NodeWatch:
         period_seconds: Seconds,
         overloaded: Iterable[Overload] = (),
     ) -> None:
-        """`thresholds`: by measure; `period_seconds`: between two samples; `overloaded`: in the last term."""
+        """`thresholds`: measure -> its threshold. `period_seconds`: the time between two samples.
+        `overloaded`: the overloads that were there in the last term."""
         self._thresholds = thresholds
         self._period_seconds = period_seconds
         self._expected: set[NodeName] = set()

@@ -104,9 +104,9 @@ _DEFAULTS = {field.name: field.default for field in fields(Demand)}
 
 
 def need_mb(demand: Demand, device: Device) -> Mib | None:
-    """MiB to lease on this device; None if it is not allowed, or too small even when empty. A stated size has
-    the device's `context_mb` on top; a whole device, or a fraction (rounded down) of what may be leased of
-    it, includes the context."""
+    """Return the MiB to lease on this device; None if it is not allowed, or too small even when empty. A
+    stated size has the device's `context_mb` on top; a whole device, or a fraction (rounded down) of what may
+    be leased of it, includes the context."""
     if not may_use_device(demand, device):
         return None
     room = device.allocatable_mb

@@ -150,7 +150,8 @@ def _judge_device(
     is_open: bool,
     is_stale: bool,
 ) -> DeviceFinding:
-    """`closed`: what keeps the task from the whole node. `is_open`: whether the task may use the node."""
+    """`closed`: the verdict that keeps the task from the whole node. `is_open`: True if the task may use the
+    node."""
     demand, device = task.demand, ledger.device
     need = need_mb(demand, device) if demand.gpus else Mib(0)
     free = Mib(max(0, ledger.free_mb(task=task.id, priority=task.priority)))

@@ -81,8 +81,8 @@ def checked(tensor: Tensor) -> Tensor:
 
 
 def size_of(datatype: str) -> int:
-    """Bytes of one value. Raises BadTensor for a type whose values differ in length, and for an unknown
-    one."""
+    """Return the bytes of one value. Raises BadTensor for a type whose values differ in length, and for an
+    unknown one."""
     if datatype == "BF16":
         return _BF16_BYTES
     if datatype not in _FORMATS:

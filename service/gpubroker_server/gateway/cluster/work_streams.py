@@ -28,7 +28,7 @@ LARGEST = 1e12
 """The largest progress: far beyond every score, and far from what a float cannot hold."""
 
 SEEDS = 2**53
-"""Whole numbers below it are exact in every client."""
+"""The upper bound of seeds. Whole numbers below it are exact in every client."""
 
 
 class PutStream(Body):

@@ -42,7 +42,8 @@ another one is started. While a process makes progress, as on a busy machine, ki
 load."""
 LONGEST_START_SECONDS = 900.0
 STARTING_NAMES = ("python", "ray::IDLE", "ray::Runner.__i")
-"""How the kernel's names of Ray's workers begin until they answer; it keeps 15 characters."""
+"""The beginnings of the names that the kernel has of Ray's workers until they answer. The kernel keeps 15
+characters of a name."""
 
 
 class RayRunners:

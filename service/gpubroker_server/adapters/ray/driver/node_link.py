@@ -47,7 +47,8 @@ class ReportListener(Protocol):
     async def send(self, *parts: Any) -> None: ...
 
     async def send_reports(self, packed: bytes, asked_at: float, term: int) -> None:
-        """`asked_at`: in `boot_seconds`, when the agent was polled; `term`: for which leader."""
+        """`asked_at`: the time at which the agent was polled, in `boot_seconds`. `term`: the term of the
+        leader for which it was polled."""
 
     async def room(self) -> None:
         """Return when there is room for more reports."""

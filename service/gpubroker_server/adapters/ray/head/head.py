@@ -40,7 +40,8 @@ from gpubroker_server.adapters.ray.processes import (
 log = logging.getLogger("gpubroker.ray")
 
 START_SECONDS = 180.0
-"""On a busy machine a head needs more than a minute. It is given up at once if a vital process ends."""
+"""The longest time that a head may take to start; on a busy machine it needs more than a minute. It is given
+up at once if a vital process ends."""
 STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02

@@ -109,7 +109,7 @@ class Draft:
             yield from rank_tasks_on(self.task(name), node)
 
     def active(self) -> Iterator[Task]:
-        """All runs, those admitted in this draft included, in no order."""
+        """Return all runs, including those that were admitted in this draft, in no order."""
         return filter(lambda row: row.is_active, map(self.task, {*self.world.active, *self._tasks}))
 
     def kinds_for(self, node: NodeName, task: Task) -> set[str]:

@@ -162,7 +162,7 @@ def within_surplus(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -
 
 
 def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
-    """MiB that these count against quotas."""
+    """Return the MiB that these runs count against quotas."""
     taken = _LeavingByTenant(draft, lambda *_: True)
     for candidate in gone:
         taken.takes(candidate.task, candidate.rank)
