@@ -175,7 +175,7 @@ def tensors_of(model: str, inputs: Inputs, options: InferLaterOptions) -> list[t
 
 
 def uploads_of(tensors: Sequence[tuple[dict[str, Any], bytes]]) -> list[int]:
-    """Which of these inputs go as objects, since all together are too large for one request."""
+    """Return the indexes of the inputs that are sent as objects, if all are too large for one request."""
     if sum(len(data) for _, data in tensors) <= INLINE_BYTES:
         return []
     return [at for at, (_, data) in enumerate(tensors) if len(data) > _UPLOADED_BYTES]
