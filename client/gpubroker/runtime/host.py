@@ -54,7 +54,7 @@ class RunHost:
         self._rendezvous: RendezvousPort | None = None
         """The rendezvous of a run with several ranks; such a run has the process to itself."""
         self._offer = ""
-        """Its address, while the run waits for the other ranks."""
+        """The address of the rendezvous, while the run waits for the other ranks."""
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
 
     @property

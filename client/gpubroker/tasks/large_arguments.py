@@ -65,7 +65,7 @@ def _or_object(send: Send, value: Any, *, pickles: bool) -> Steps[Any]:
 
 
 def _packed(value: Any, *, pickles: bool) -> bytes:
-    """As an object that is opened as a value of the run's own, which it may change."""
+    """Return the bytes of an object that each run opens as a value of its own, which it may change."""
     if pickles:
         return b"".join(pickled_buffers(value, beside=False))
     return JSON_MARK + json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

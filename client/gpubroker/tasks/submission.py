@@ -84,8 +84,8 @@ class SubmitOptions(TypedDict, total=False):
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
-    """For the task's own code, in GPUBROKER_MAX_CONCURRENCY; a worker of a set answers so many calls at
-    once."""
+    """The number of calls that a worker of a set answers at once. The code of other tasks finds it in
+    GPUBROKER_MAX_CONCURRENCY."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
@@ -114,7 +114,7 @@ class SubmitOptions(TypedDict, total=False):
     deadline_at: datetime | str
     """The time at which the task expires if it waits, and is asked to stop if it runs."""
     deadline_seconds: float
-    """The same as `deadline_at`, counted from now."""
+    """The time from now to the deadline, instead of `deadline_at`."""
     expected_seconds: float
     """The time that one run takes, for forecasts only."""
     result_format: str
@@ -204,7 +204,7 @@ def parted_options(options: Mapping[str, Any], kind: Any) -> tuple[SubmitOptions
 
 
 def check_options(options: SubmitOptions) -> None:
-    """Raises WrongArgument for an unknown option."""
+    """Check that all options are known. Raises WrongArgument for an unknown one."""
     for name in options:
         if name not in SubmitOptions.__annotations__:
             raise WrongArgument(_unknown_option(name))
@@ -301,12 +301,12 @@ class Submission:
     """The arguments of one `submit`, for `submit_many`."""
 
     def __init__(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> None:
-        """Raises WrongArgument for what no service could accept."""
+        """Encode the arguments. Raises WrongArgument for arguments that no service could accept."""
         if "idempotency_key" in options:
             raise WrongArgument("a Submission has no key of its own; pass one key to submit_many")
         self.body = submission_body(target, args, options)
         self.given: tuple[Target, Sequence[Any], SubmitOptions] | None = None
-        """Of a body that is too long: what it is made of."""
+        """The target, arguments and options of a body that is too long; otherwise None."""
         if len(self.body) > MOST_BODY_BYTES:
             self.given = target, args, options
 

@@ -76,7 +76,8 @@ def id_of(task: AnyTask) -> str:
 
 
 def check_success(outcome: Outcome) -> None:
-    """Raises TaskFailed, TaskExpired or TaskCancelled for a task that ended without a result."""
+    """Check that the task succeeded. Raises TaskFailed, TaskExpired or TaskCancelled if it ended without a
+    result."""
     if outcome.state is TaskState.CANCELLED:
         raise TaskCancelled(outcome.id)
     if outcome.state is not TaskState.SUCCEEDED:

@@ -319,7 +319,7 @@ class TaskApi(ObjectApi):
 
     @listing
     def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[LogLine]:
-        """What a task has printed, line by line with their ends, while it runs and afterwards.
+        """Read the lines that a task has printed, with their line ends, while it runs and afterwards.
 
             for line in broker.logs(task, follow=True):
                 print(line, end="", file=sys.stderr if line.stream == "stderr" else sys.stdout)

@@ -70,8 +70,8 @@ if TYPE_CHECKING:
 
 
 NODES_AT_ONCE = 20
+"""After so many nodes have been taken into the history, waiting requests have their turn."""
 DATABASE_LOG_SECONDS = 10.0
-"""So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
 """The time that a start waits for model servers to list their models."""
 

@@ -151,8 +151,8 @@ class Leader:
         log.info("leading", term=self.leader_term.term)
 
     async def wind_up(self) -> None:
-        """Returns when all reports so far are committed and all committed orders sent. Nothing is planned
-        from now on; the next leader gets later reports again."""
+        """Plan nothing from now on, and return once all reports so far are committed and all committed orders
+        are sent. The next leader gets later reports again."""
         self._is_winding_up = True
         self._timer.wake(urgent=True)
         await self._wound_up.wait()
@@ -348,7 +348,7 @@ class CycleTimer:
             self._is_urgent.set()
 
     async def next(self) -> None:
-        """Returns when a cycle shall begin. A later `wake` is for the next one."""
+        """Wait until the next cycle should begin. A `wake` after that is for the cycle after it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TICK_SECONDS):
                 await self._woken.wait()

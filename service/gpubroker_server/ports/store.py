@@ -334,7 +334,8 @@ class BlobStore(Protocol):
     """Objects by sha256 digest. Each call may raise StoreUnavailable."""
 
     async def put(self, data: bytes, *, owner: str) -> str:
-        """Returns the digest; durable then. `owner` is a task id, for messages. Raises BlobTooLarge."""
+        """Store an object, and return its digest once it is durable. `owner`: a task id, for messages. Raises
+        BlobTooLarge."""
 
     async def get(self, digest: str) -> bytes:
         """Return the bytes of the blob. Raises BlobMissing, BlobCorrupt."""

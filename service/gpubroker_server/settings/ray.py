@@ -98,7 +98,7 @@ class RaySettings(Struct, frozen=True, kw_only=True):
     gpus: Annotated[tuple[str, ...] | None, prepare(_gpu_words)] = None
     """The GPUs of a node to use, as in CUDA_VISIBLE_DEVICES; None: as that variable says."""
     gpu_memory_mb: PositiveMib | None = None
-    """What a GPU without memory of its own offers; None: nine tenths of the machine's memory."""
+    """The memory that a GPU without memory of its own offers; None: nine tenths of the machine's memory."""
     inherit_env: Annotated[tuple[str, ...], WORDS] = ()
     """Environment variables of a node that tasks inherit, besides locale and paths."""
 

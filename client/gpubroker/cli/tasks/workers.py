@@ -125,7 +125,7 @@ def scale(
     max_count: Max = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Want more or fewer workers. Those that leave finish the calls under way."""
+    """Change how many workers are wanted. Workers that leave finish their calls first."""
     with connect() as broker:
         seen = broker.scale_worker_set(
             set_id(broker, workers), count, min_count=min_count, max_count=max_count

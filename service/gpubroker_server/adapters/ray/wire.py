@@ -211,7 +211,7 @@ def write_reports(
     held_seconds: float = 0.0,
     protocol: int = PROTOCOL,
 ) -> bytes:
-    """`held_seconds`: for how long the poll that this answers waited for a report."""
+    """Encode the answer to a poll. `held_seconds`: the time for which the poll waited for a report."""
     if protocol == 8:
         reports = [_without_order_time(report) for report in reports if report[0] != "node_sampled"]
     if protocol < TELLS_UNPROVEN_ENDS:

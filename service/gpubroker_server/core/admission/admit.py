@@ -91,7 +91,8 @@ def with_run(new: AdmittedTask, spec: RunSpec) -> AdmittedTask:
 
 def like(first: AdmittedTask, id: TaskId, spec: RunSpec) -> AdmittedTask:
     """Return a task that differs from an admitted one in its id and in what it runs only: all other work is
-    shared. Whether the run is allowed must be known; see `Permissions.check_run`."""
+    shared. The caller must have checked that the run is allowed; see
+    `Permissions.check_run`."""
     return AdmittedTask(replace(first.task, id=id, queued_bytes=bytes_of(spec)), spec, like=first)
 
 
