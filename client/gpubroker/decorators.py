@@ -7,7 +7,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 from gpubroker.errors import WrongArgument
@@ -34,8 +34,12 @@ class TaskFunction(Protocol[P, R_co]):
         """Queue a run of it with these arguments, at the service that `Broker()` finds."""
 
 
-def task(**options: Unpack[SubmitOptions]) -> Callable[[Callable[P, R_co]], TaskFunction[P, R_co]]:
-    """Declare how a function is submitted.
+@overload
+def task(function: Callable[P, R_co], /) -> TaskFunction[P, R_co]: ...
+@overload
+def task(**options: Unpack[SubmitOptions]) -> Callable[[Callable[P, R_co]], TaskFunction[P, R_co]]: ...
+def task(function: Callable[..., Any] | None = None, /, **options: Unpack[SubmitOptions]) -> Any:
+    """Declare how a function is submitted; `@task` alone is `@task()`.
 
         @task(gpu_mb=18 * 1024, priority="batch", max_retries=2)
         def fit(epochs: int) -> float: ...
@@ -47,6 +51,8 @@ def task(**options: Unpack[SubmitOptions]) -> Callable[[Callable[P, R_co]], Task
     The function is pickled, which needs the scope `tasks:code`, and can still be called. The options are
     those of `Broker.submit`; `submit_many` and `simulate` take the function as well. Raises WrongArgument.
     """
+    if function is not None and not callable(function):
+        raise WrongArgument(f"task() takes its options by name, such as gpus=1, not {function!r}")
     check_options(options)
     for name in ("kwargs", "idempotency_key"):
         if name in options:
@@ -58,7 +64,7 @@ def task(**options: Unpack[SubmitOptions]) -> Callable[[Callable[P, R_co]], Task
         submittable.submit = partial(_submit, function)  # type: ignore[method-assign]  # it has none before
         return submittable
 
-    return decorate
+    return decorate if function is None else decorate(function)
 
 
 def _submit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Task":
@@ -88,6 +94,9 @@ def inference(
     asked. The options are those of `Broker.infer`; raises what that raises, and WrongArgument if the function
     returns something else.
     """
+
+    if callable(model_name):
+        raise WrongArgument('inference needs the name of the model: @inference(model_name="resnet")')
 
     def decorate(function: F) -> F:
         from gpubroker.broker import AsyncBroker, Broker

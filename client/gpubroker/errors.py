@@ -67,8 +67,12 @@ class CallFailed(BrokerError):
     """A call to a worker set has no result.
 
     `code` is `call-failed` if the method raised, `call-timeout` if its time was over, and `worker-lost` if
-    the worker ended with it; only of the first it is certain how far it went.
+    the worker ended with it; only of the first it is certain how far it went. The text ends with the
+    method's own traceback, if there is one.
     """
+
+    def __str__(self) -> str:
+        return f"{self.detail}\n\n{self.traceback.rstrip()}" if self.traceback else self.detail
 
     @property
     def kind(self) -> str:
@@ -94,6 +98,26 @@ class ItemFailed(BrokerError):
         self.array = array
         self.kind = kind
         self.traceback = traceback
+
+
+class ResultUnreadable(BrokerError):
+    """A result cannot be unpickled here, such as because a module of its type is missing. `source` is the id
+    of the task or of the array, `number` that of the item; the cause is `__cause__`. What is stored is whole:
+    `outcome` has the bytes.
+    """
+
+    def __init__(self, source: str, why: BaseException, *, number: int | None = None) -> None:
+        what = f"the result of {source}" if number is None else f"the result of item {number} of {source}"
+        try:
+            text = f"{type(why).__name__}: {why}"
+        except Exception:  # a foreign exception may not even have a text
+            text = type(why).__name__
+        super().__init__(
+            f"{what} cannot be opened here ({text}); install here what it is made of, or return plain data",
+            code="result-unreadable",
+        )
+        self.source = source
+        self.number = number
 
 
 class TaskFailed(BrokerError):

@@ -19,6 +19,11 @@ def size_bytes(text: str, plain: int) -> float:
     return float(found[1]) * (_BYTES[unit] if unit else plain)
 
 
+def is_unit(word: str) -> bool:
+    """Whether this word is a unit of a size or of a duration."""
+    return word.lower() in _BYTES or word in _SECONDS
+
+
 def size_mb(text: str) -> int:
     """`18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB, as MiB, rounded up."""
     return math.ceil(size_bytes(text, plain=2**20) / 2**20)

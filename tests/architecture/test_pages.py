@@ -101,6 +101,26 @@ def test_the_readme_shows_how_to_run_see_and_test_it() -> None:
     assert {("gpubroker", verb) for verb in verbs} <= shown
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial/getting-started.md"])
+def test_first_pages_say_how_to_watch_and_where_commands_run(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for told in (
+        "ps --watch",
+        "gpus",
+        "--watch",
+        "first folder of the service's",
+        "-C DIR",
+        "share-data-between",
+    ):
+        assert told in text, told
+    assert {"come-from-slurm.md", "come-from-ray-jobs.md"} <= set(re.findall(r"come-from-[\w-]+\.md", text))
+
+
+def test_one_sentence_says_what_max_concurrency_is() -> None:
+    told = [page for page in markdown() if "no other effect" in page.read_text(encoding="utf-8")]
+    assert told == []
+
+
 def test_a_command_that_does_not_exist_would_be_seen() -> None:
     assert is_unknown(["make", "coffee"])
     assert is_unknown(["gpubroker", "brew"])

@@ -1,6 +1,7 @@
 """Arrays through SDK and command line."""
 
 import base64
+import itertools
 import json
 from inspect import signature
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from gpubroker import Broker, BrokerError, ItemFailed, WrongArgument
+from gpubroker import AsyncBroker, Broker, BrokerError, ItemFailed, WrongArgument
 from gpubroker.cli.tasks.arrays import map_
 from gpubroker.cli.tasks.submit import submit as submit_command
 from gpubroker.tasks.array_api import ArrayItem, bar_line, progress_bar
@@ -99,11 +100,73 @@ def test_a_failed_item_may_be_its_exception(do: Do, service: RecordedService) ->
     assert (zero, one.number, two) == (0, 1, 20)
 
 
+def test_an_item_whose_result_cannot_be_opened_is_named(do: Do, service: RecordedService) -> None:
+    foreign = item(1, data_base64=base64.b64encode(b"cno_such_module\nThing\n.").decode())
+    service.reply_with(array(total=2), page(item(0), foreign, after=1))
+    zero, one = do("map", len, [1, 2], return_exceptions=True)
+    assert (zero, one.number, one.source) == (0, 1, ID)
+    assert f"the result of item 1 of {ID} cannot be opened here (ModuleNotFoundError: No module" in str(one)
+
+
 def test_a_map_that_ends_with_items_left_says_so(do: Do, service: RecordedService) -> None:
     service.reply_with(array(), page(item(1), after=1))
     service.reply_with(page(after=1), array(1, state="cancelled"), page(after=1))
     with pytest.raises(BrokerError, match="cancelled with 2 items left"):
         do("map", "jobs:f", [1, 2, 3])
+
+
+def test_a_map_of_no_items_yields_nothing_and_asks_nothing(do: Do, service: RecordedService) -> None:
+    assert do("map", "jobs:f", []) == do("map", len, iter(())) == []
+    assert service.requests == []
+
+
+def test_an_endless_iterator_is_refused_with_the_limit(
+    do: Do, service: RecordedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker.tasks.array_api.MOST_ITEMS", 1000)
+    numbers = itertools.count()
+    for name in ("map", "submit_array"):
+        with pytest.raises(WrongArgument, match="at most 1000 items, and there are more"):
+            do(name, "jobs:f", numbers)
+    assert (next(numbers), service.requests) == (2002, [])
+
+
+def ends_of(service: RecordedService) -> list[str]:
+    return [request.path for request in service.requests if request.path.endswith("/cancel")]
+
+
+@pytest.mark.parametrize(("keep", "cancels"), [(False, 1), (True, 0)])
+def test_leaving_a_map_cancels_its_array_unless_kept(
+    service: RecordedService, keep: bool, cancels: int
+) -> None:
+    service.reply_with(array(), page(item(0), after=1), array(state="cancelled"))
+    with Broker(service.url, "gpb_secret") as broker:
+        for value in broker.map("jobs:f", [1, 2, 3], keep=keep):
+            assert value == 0
+            break
+        assert ends_of(service) == [f"/arrays/{ID}/cancel"] * cancels
+
+
+async def test_an_async_map_that_is_closed_cancels_its_array(service: RecordedService) -> None:
+    service.reply_with(array(), page(item(0), after=1), array(state="cancelled"))
+    async with AsyncBroker(service.url, "gpb_secret") as broker:
+        results: Any = broker.map("jobs:f", [1, 2, 3])
+        assert await anext(results) == 0
+        await results.aclose()
+    assert ends_of(service) == [f"/arrays/{ID}/cancel"]
+
+
+def test_a_map_cancels_the_rest_when_an_item_raises(do: Do, service: RecordedService) -> None:
+    service.reply_with(array(), page(bad(0), after=1), array(state="cancelled"))
+    with pytest.raises(ItemFailed):
+        do("map", "jobs:f", [1, 2, 3])
+    assert ends_of(service) == [f"/arrays/{ID}/cancel"]
+
+
+def test_a_map_that_came_to_its_end_is_not_cancelled(do: Do, service: RecordedService) -> None:
+    service.reply_with(array(), page(item(0), item(1), item(2), after=2))
+    assert do("map", "jobs:f", [1, 2, 3]) == [0, 10, 20]
+    assert ends_of(service) == []
 
 
 def test_functions_and_their_items_are_pickled_and_results_unpickled(

@@ -347,6 +347,58 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
     )  # fmt: skip
 
 
+def test_checkpoints_that_follow_each_other_share_a_line(service: RecordedService, run: Run) -> None:
+    at, other = "2026-11-21T10:02:11.412Z", FULL_ID[:-4] + "zzzz"
+    saves = {"kind": "task.changed", "fields": {"checkpoint_at": at}}
+    said = [
+        *({"key": FULL_ID, **saves}, {"key": other, **saves}) * 3,
+        {"key": FULL_ID, "kind": "task.succeeded", "fields": {}},
+    ]
+    lines = [{"position": number, "at": at, **event} for number, event in enumerate(said, start=1)]
+    more = Reply(200, {"items": lines, "next_after": 7}), Reply(200, {"items": [], "next_after": 7})
+    service.reply_with(*more, *more)
+    shown = run("events -n 7").out.splitlines()
+    assert [line.split()[0] for line in shown] == ["1", "2", "5", "7", "6"]
+    assert [line.endswith("(the last of 2 more checkpoints; -o json has all)") for line in shown] == [
+        False, False, True, False, True,
+    ]  # fmt: skip
+    assert len(run("events -n 7 -o json").json) == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sumbit a:b", "did you mean: gpubroker submit"),
+        ("pss", "did you mean: gpubroker ps"),
+        ("squeu", "did you mean: gpubroker ps"),
+        ("mgirate", "did you mean: gpubroker migrate, or: gpubroker migrate-data"),
+        ("ps --json", "no option --json; write --output json"),
+        ("workers list --json", "no option --json; write --output json"),
+        ("stats --jsn", "no option --jsn; write --output json"),
+        ("--json ps", "no option --json; write --output json after the command"),
+        ("submit --gres gpu:1 a:b", "no option --gres; write --gpus"),
+        ("version --gres gpu:1", "No such option: --gres"),
+        ("submit a:b --gpu-memory 18 GiB", "a size or a duration is one word; write 18GiB"),
+        ("submit --gpu-memory 18 GiB -- python", "a size or a duration is one word; write 18GiB"),
+        ("submit --timeout=90 s a:b", "a size or a duration is one word; write 90s"),
+        ("lease ask --gpu-memory 18 GiB", "a size or a duration is one word; write 18GiB"),
+    ],
+)
+def test_a_mistyped_line_says_what_was_meant(
+    service: RecordedService, run: Run, line: str, said: str
+) -> None:
+    ended = run(line)
+    assert (ended.code, service.requests) == (2, [])
+    assert said in " ".join(ended.err.replace("│", " ").split())
+
+
+def test_a_running_task_is_explained_with_how_to_follow_it(service: RecordedService, run: Run) -> None:
+    explained = Reply(200, {"id": FULL_ID, "state": "running", "message": "running on n1"})
+    running = a_task(FULL_ID, "running", run={"kind": "command", "command": ["ls"]})
+    service.reply_with(explained, Reply(200, running))
+    assert f"\nto follow it: gpubroker logs -f {FULL_ID[-8:]}\n" in run("explain", FULL_ID).out
+
+
 def test_token_create_only_prints_the_secret_to_standard_output(service: RecordedService, run: Run) -> None:
     service.reply_with(Reply(201, {"name": "ci", "scopes": ["tasks:write"], "token": "gpb_new"}))
     ended = run("token create ci --scope tasks:write --max-priority 50 --expires 30d")

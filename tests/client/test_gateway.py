@@ -7,7 +7,15 @@ from datetime import UTC, datetime, timedelta
 import cloudpickle
 import httpx
 import pytest
-from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout, WrongArgument
+from gpubroker import (
+    AsyncBroker,
+    Refused,
+    ResultUnreadable,
+    TaskFailed,
+    TaskState,
+    WaitTimeout,
+    WrongArgument,
+)
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Observation, SketchKey, What
 from gpubroker_server.core.domain.orders import Failure
@@ -113,6 +121,23 @@ async def test_results_come_back_unchanged(gateway: Gateway, broker: AsyncBroker
     pickled = await broker.submit(len, [1, 2])
     await gateway.end(pickled.id, cloudpickle.dumps({1, 2}), form="cloudpickle")
     assert await broker.result(pickled) == {1, 2}
+
+
+class Foreign(Exception):
+    """Like exceptions of many libraries: its pickle is opened with fewer arguments than it takes."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+
+
+async def test_a_foreign_exception_in_a_result_comes_with_the_task(
+    gateway: Gateway, broker: AsyncBroker
+) -> None:
+    task = await broker.submit(len, [1, 2])
+    await gateway.end(task.id, cloudpickle.dumps(Foreign(7, "no luck")), form="cloudpickle")
+    with pytest.raises(ResultUnreadable, match=rf"{task.id} cannot be opened here \(TypeError") as unreadable:
+        await broker.result(task)
+    assert (unreadable.value.source, type(unreadable.value.__cause__)) == (task.id, TypeError)
 
 
 async def test_a_failure_comes_back_as_the_task_left_it(gateway: Gateway, broker: AsyncBroker) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gpubroker import WrongArgument
-from gpubroker.cli.lookup import UNFINISHED
+from gpubroker.tasks.naming import UNFINISHED
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do

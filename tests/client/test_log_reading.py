@@ -2,7 +2,7 @@
 
 import pytest
 from gpubroker import Broker
-from gpubroker.errors import Refused, Unreachable
+from gpubroker.errors import Refused, Unreachable, WrongArgument
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
@@ -47,14 +47,14 @@ def test_followed_log_goes_on_with_the_next_attempt_and_ends_with_the_task(
         *(at(2, "succeeded"), printed("")),
         at(2, "succeeded"),
     )
-    assert do("logs", FULL_ID, follow=True) == ["one\n", "two\n", "three\n"]
+    assert do("logs", FULL_ID, follow=True, stream="stdout") == ["one\n", "two\n", "three\n"]
     places = [(given["attempt"], given.get("offset")) for given in asked(service)]
     assert places == [("1", None), ("1", "4"), ("2", None), ("2", "6")]
 
 
 def test_of_one_attempt_only_that_one_is_followed(service: RecordedService, do: Do) -> None:
     service.reply_with(at(2, "running"), printed("one\n"), at(2, "running"))
-    assert do("logs", FULL_ID, follow=True, attempt=1) == ["one\n"]
+    assert do("logs", FULL_ID, follow=True, attempt=1, stream="stdout") == ["one\n"]
 
 
 def test_a_connection_that_is_lost_costs_no_line_and_repeats_none(service: RecordedService, do: Do) -> None:
@@ -68,7 +68,7 @@ def test_a_connection_that_is_lost_costs_no_line_and_repeats_none(service: Recor
         *(at(1, "succeeded"), printed("three\n")),
         at(1, "succeeded"),
     )
-    lines = do("logs", FULL_ID, follow=True)
+    lines = do("logs", FULL_ID, follow=True, stream="stdout")
     said = "[... bytes 4 to 100 were not kept ...]\n"
     assert lines == ["one\n", "\n", said, "two\n", PRINTED, "three\n"]
     assert [given.get("offset") for given in asked(service)] == [None, str(104 + len(PRINTED))]
@@ -76,8 +76,9 @@ def test_a_connection_that_is_lost_costs_no_line_and_repeats_none(service: Recor
 
 def test_a_log_that_is_not_followed_is_read_on_too(service: RecordedService, do: Do) -> None:
     service.reply_with(printed("one\ntw", **LONGER), at(1), printed("two\n"))
-    assert do("logs", FULL_ID) == ["one\n", "two\n"]
-    assert asked(service) == [{}, {"attempt": "1", "offset": "4"}]
+    assert do("logs", FULL_ID, stream="stdout") == ["one\n", "two\n"]
+    out = {"stream": "stdout"}
+    assert asked(service) == [out, {**out, "attempt": "1", "offset": "4"}]
 
 
 @pytest.mark.parametrize("follow", [False, True])
@@ -90,7 +91,7 @@ def test_answers_that_break_off_are_retried_with_pauses_but_not_for_ever(
         Broker(service.url, "gpb_secret", retry_seconds=0.5) as broker,
         pytest.raises(Unreachable, match="from byte 0"),
     ):
-        list(broker.logs(FULL_ID, follow=follow))
+        list(broker.logs(FULL_ID, follow=follow, stream="stdout"))
     assert 2 <= len(asked(service)) <= 8
 
 
@@ -99,7 +100,37 @@ def test_answers_that_break_off_after_a_line_are_read_on_without_end(service: Re
     service.always = at(1, "succeeded")
     service.always_at = {"/logs": printed("end")}
     with Broker(service.url, "gpb_secret", retry_seconds=0) as broker:
-        assert list(broker.logs(FULL_ID, follow=True)) == ["one\n"] * 9 + ["end"]
+        assert list(broker.logs(FULL_ID, follow=True, stream="stdout")) == ["one\n"] * 9 + ["end"]
+
+
+def test_both_streams_are_read_and_each_line_names_its_own(service: RecordedService, do: Do) -> None:
+    service.reply_with(printed("one\nrest"), printed("wrong\n"))
+    lines = do("logs", FULL_ID)
+    assert [(line.stream, line) for line in lines] == [
+        ("stdout", "one\n"), ("stdout", "rest"), ("stderr", "wrong\n"),
+    ]  # fmt: skip
+    assert [given["stream"] for given in asked(service)] == ["stdout", "stderr"]
+
+
+def test_both_streams_are_followed_in_turns_over_all_attempts(service: RecordedService, do: Do) -> None:
+    service.reply_with(
+        *(at(1), printed("one\nha"), at(1), printed("")),
+        *(at(1), printed("half\n"), at(1), printed("wrong\n")),
+        *(at(2, "pending"), printed(""), at(2, "running"), printed("")),  # the first attempt is over
+        *(at(2), printed("two\n"), at(2), printed("")),
+        *(at(2, "succeeded"), printed("end"), at(2, "succeeded"), printed("bad\n")),
+        *(at(2, "succeeded"), at(2, "succeeded")),
+    )
+    lines = do("logs", FULL_ID, follow=True)
+    assert [line for line in lines if line.stream == "stdout"] == ["one\n", "half\n", "two\n", "end"]
+    assert [line for line in lines if line.stream == "stderr"] == ["wrong\n", "bad\n"]
+    assert not any("follow" in given for given in asked(service))
+
+
+def test_an_offset_needs_the_stream_whose_bytes_it_counts(service: RecordedService, do: Do) -> None:
+    with pytest.raises(WrongArgument, match="name it"):
+        do("logs", FULL_ID, offset=7)
+    assert service.requests == []
 
 
 def test_a_refusal_is_raised(service: RecordedService, do: Do) -> None:

@@ -1,6 +1,7 @@
 """Results and exceptions of user code, in a form that can travel."""
 
 import json
+from threading import Lock
 
 import cloudpickle
 import pytest
@@ -89,3 +90,10 @@ def test_an_exception_whose_text_exits_the_program_is_still_reported() -> None:
             raise SystemExit
 
     assert "Deadly" in fault_of(raised(Deadly())).message
+
+
+@pytest.mark.parametrize(("form", "value"), [("json", {1}), ("cloudpickle", Lock())])
+def test_the_part_of_a_result_that_cannot_travel_is_named(form: str, value: object) -> None:
+    fault = fault_of(succeeded({"model": [7, value]}, form, LIMIT, no_room))
+    assert "because of the result['model'][1]: " in fault.message
+    assert "because of" not in fault_of(succeeded(value, form, LIMIT, no_room)).message

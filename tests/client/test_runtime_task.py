@@ -49,6 +49,12 @@ def test_a_saved_state_comes_back_as_it_was(state: Any) -> None:
     assert Recorded(resume_state=data).task.resume_state == state
 
 
+def test_a_state_that_cannot_be_pickled_says_which_part() -> None:
+    with pytest.raises(TypeError) as refused:
+        Recorded().task.checkpoint({"model": [threading.Lock()]})
+    assert refused.value.__notes__[0].startswith("checkpoint(state): the state['model'][0] cannot be pickled")
+
+
 def test_the_first_attempt_resumes_from_nothing() -> None:
     assert (Recorded().task.resume_state, Recorded().task.resume_uri) == (None, None)
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gpubroker.cli.tables import gib_of
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task, outcome, page
@@ -389,3 +390,9 @@ def test_the_holders_of_a_gpu_have_a_line_each(service: RecordedService, run: Ru
     assert max(map(len, lines[1:])) <= 80
     assert ["fit7168 7.0 GiB (priority 25)" in lines[0], len(lines)] == [True, 5]
     assert shown[shown.index(lines[-1]) + 1].strip() == "and 2 more"
+
+
+def test_free_and_whole_memory_that_round_alike_are_in_mib() -> None:
+    assert (gib_of(10_239, 10_240), gib_of(10_240, 10_240), gib_of(5_120, 10_240, unit=" GiB")) == (
+        "10239/10240 MiB", "10.0/10.0", "5.0/10.0 GiB",
+    )  # fmt: skip

@@ -7,10 +7,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from gpubroker import Broker, Submission, WrongArgument, task
+from gpubroker import AsyncBroker, Broker, Submission, WrongArgument, inference, task
 
 from tests.client.conftest import Do
-from tests.client.recorded_service import FULL_ID, RecordedService, Reply, Request, a_task
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, Request, a_task, outcome
 
 
 @task(gpu_mb=2048, priority="critical", labels={"team": "vision"}, max_retries=2)
@@ -83,6 +83,55 @@ def test_submit_many_and_simulate_take_a_task_function(service: RecordedService,
 
 def test_invalid_options_of_the_decorator_are_refused() -> None:
     with pytest.raises(WrongArgument, match="has no option gpu; did you mean"):
-        task(gpu=1)  # type: ignore[call-arg]  # the mistake is the test
+        task(gpu=1)  # type: ignore[call-overload]  # the mistake is the test
     with pytest.raises(WrongArgument, match="kwargs belongs to one submit"):
         task(kwargs={"a": 1})
+
+
+def test_task_without_parentheses_declares_no_options(service: RecordedService, do: Do) -> None:
+    @task
+    def double(number: int) -> int:
+        return 2 * number
+
+    service.reply_with(Reply(202, a_task(FULL_ID)))
+    do("submit", double, 3)
+    function, args, _ = called(service.requests[0])
+    assert (double(4), function(*args), callable(double.submit)) == (8, 6, True)
+
+
+def test_a_decorator_that_gets_no_function_says_what_it_takes() -> None:
+    with pytest.raises(WrongArgument, match="takes its options by name"):
+        task("gpus")  # type: ignore[call-overload]  # the mistake is the test
+    with pytest.raises(WrongArgument, match="needs the name of the model"):
+
+        @inference  # type: ignore[arg-type]  # the same
+        def classify() -> None: ...
+
+
+def test_a_task_waits_and_ends_itself_through_its_broker(service: RecordedService) -> None:
+    ended = Reply(200, a_task(FULL_ID, "succeeded"))
+    service.reply_with(
+        *(Reply(202, a_task(FULL_ID)), ended, ended, outcome("succeeded", result=7)),
+        *(outcome("succeeded", result=7), Reply(200, a_task(FULL_ID, "stopping"))),
+    )
+    with Broker(service.url, "t") as broker:
+        submitted = broker.submit("team.work:fit")
+        assert submitted.wait(5).is_finished
+        assert submitted.result(timeout_seconds=5) == 7
+        assert submitted.outcome().value == 7
+        assert submitted.cancel(reason="wrong data").state == "stopping"
+    assert service.requests[-1].body == {"reason": "wrong data"}
+
+
+async def test_a_task_of_an_async_broker_is_awaited(service: RecordedService) -> None:
+    ended = Reply(200, a_task(FULL_ID, "succeeded"))
+    service.reply_with(Reply(202, a_task(FULL_ID)), ended, outcome("succeeded", result=7))
+    async with AsyncBroker(service.url, "t") as broker:
+        assert await (await broker.submit("team.work:fit")).result() == 7
+
+
+def test_the_texts_of_tasks_and_brokers_are_short(service: RecordedService) -> None:
+    service.reply_with(Reply(202, a_task(FULL_ID, name="fit", node="n1", state="running")))
+    with Broker(service.url.replace("//", "//me:secret@"), "t") as broker:
+        assert repr(broker) == f"<Broker {service.url}>"
+        assert repr(broker.submit("team.work:fit")) == f"<Task {FULL_ID} 'fit', running on n1>"

@@ -6,7 +6,7 @@ from typing import Any
 import cloudpickle
 import httpx
 import pytest
-from gpubroker import AsyncBroker, Broker, CallFailed, Refused, WrongArgument
+from gpubroker import AsyncBroker, Broker, CallFailed, Refused, ResultUnreadable, WrongArgument
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import RecordedService, Reply
@@ -64,7 +64,18 @@ def test_a_failed_call_is_not_repeated_and_has_the_methods_traceback(service: Re
     ):
         broker.call_worker("task_1", "solve", pickled=False)
     assert (failed.value.kind, failed.value.traceback) == ("exception", "Traceback ...")
+    assert str(failed.value) == "solve failed\n\nTraceback ..."
     assert len(service.requests) == 1
+
+
+def test_a_result_of_a_call_that_cannot_be_opened_names_the_worker(service: RecordedService) -> None:
+    packed = base64.b64encode(b"cno_such_module\nThing\n.").decode()
+    service.reply_with(Reply(200, {"worker": "task_2", "attempt": 1, "result": None, "data_base64": packed}))
+    with (
+        Broker(service.url, "gpb_secret") as broker,
+        pytest.raises(ResultUnreadable, match="result of solve in worker task_2 cannot be opened"),
+    ):
+        broker.call_worker("task_1", "solve")
 
 
 def test_arguments_that_cannot_travel_are_refused_before_the_call(service: RecordedService) -> None:

@@ -72,7 +72,7 @@ def test_any_gateway_answers_for_all_and_says_when_it_cannot(
     assert a.broker.wait(held).state == "cancelled"
 
     spoken = a.broker.submit("tests.e2e.work:hold_and_say", str(tmp_path / "gate"), gpu_mb=1024)
-    followed = [gateway.broker.logs(spoken, follow=True) for gateway in (a, b)]
+    followed = [gateway.broker.logs(spoken, follow=True, stream="stdout") for gateway in (a, b)]
     assert [next(lines) for lines in followed] == ["before\n", "before\n"]
     (tmp_path / "gate").touch()
     assert [list(lines) for lines in followed] == [["after\n"], ["after\n"]]

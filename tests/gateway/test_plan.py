@@ -307,6 +307,7 @@ async def test_described_nodes_have_the_custom_resources_of_every_node(api: Clie
         ({"resources": {"gpu_memory": 1}}, "resources/gpu_memory", 'did you mean "gpu_mb"?'),
         ({"resources": {"gpu_mb": "40GiB"}}, "resources/gpu_mb", 'found "40GiB"; in MiB that is 40960'),
         ({"resources": {"memory_mb": "1.5 TB"}}, "resources/memory_mb", "in MiB that is 1430512"),
+        ({"resources": {"gpu_mb": "24GB"}}, "resources/gpu_mb", 'found "24GB"; in MiB that is 22889'),
         ({"resources": {"bundles": [{"gpu": 1}]}}, "resources/bundles/0/gpu", 'did you mean "gpus"?'),
         ({"resources": {"roles": {"x": {"cpus": 1}}}}, "resources/roles/x/cpus", 'did you mean "cpu"?'),
         ({"count": 0}, "count", "must be at least 1; found 0"),

@@ -1,9 +1,11 @@
 """The `gpubroker` command line."""
 
+import io
 import sys
 
 from gpubroker import errors
 from gpubroker.run_reports import RUN_VERBS, report
+from gpubroker.tasks.naming import SHOWN_ID_LENGTH as SHOWN_ID_LENGTH
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -17,9 +19,6 @@ EXIT_NOT_NOW = 8
 """The task would wait, or the components do not fit."""
 EXIT_INTERRUPTED = 130
 
-SHOWN_ID_LENGTH = 8
-"""Tables show this many characters from the end of an id; as many must be typed."""
-
 
 def main() -> None:
     """Run the command line and exit with one of the codes above."""
@@ -29,6 +28,7 @@ def main() -> None:
             # A command may report often: without the command line's libraries that takes a tenth.
             report(*words)
             sys.exit(EXIT_OK)
+        _write_what_the_terminal_lacks()
         from gpubroker.cli.app import app
 
         app()
@@ -38,6 +38,13 @@ def main() -> None:
         for line in (f"gpubroker: {error}", *getattr(error, "__notes__", ())):
             eprint(line)
         sys.exit(exit_code(error))
+
+
+def _write_what_the_terminal_lacks() -> None:
+    """Have a terminal or pipe that is not UTF-8 get a ? for a character that it lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")
 
 
 def exit_code(error: errors.BrokerError | errors.WrongArgument) -> int:

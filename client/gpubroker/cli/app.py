@@ -1,9 +1,10 @@
 """The commands, and those that other packages add through the entry-point group `gpubroker.commands`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -11,6 +12,7 @@ from typer.main import get_group
 
 from gpubroker import __version__
 from gpubroker.cli import EXIT_USAGE
+from gpubroker.cli.mistakes import explain, near_commands
 from gpubroker.cli.printing import Format, Output, eprint
 
 _PANELS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -86,6 +88,25 @@ _OTHER_NAMES: Final = {
 """Names of these commands in other systems."""
 
 
+_WORDS = "gpubroker.words"
+_UsageError: Any = typer.BadParameter.__base__
+
+
+@contextmanager
+def _explained(words: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        explain(error, words)
+        raise
+
+
+def _did_you_mean(word: str, *meant: str) -> NoReturn:
+    commands = ", or: ".join(f"gpubroker {name}" for name in meant)
+    eprint(f"gpubroker: no command {word!r}; did you mean: {commands}")
+    raise typer.Exit(EXIT_USAGE)
+
+
 class Commands(TyperGroup):
     """Loads a command when it, or the help, is asked for; those of other packages last."""
 
@@ -104,9 +125,24 @@ class Commands(TyperGroup):
             )
             raise typer.Exit(EXIT_USAGE)
         if meant := _OTHER_NAMES.get(cmd_name):
-            eprint(f"gpubroker: no command {cmd_name!r}; did you mean: gpubroker {meant}")
-            raise typer.Exit(EXIT_USAGE)
+            _did_you_mean(cmd_name, meant)
         return None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            names = {*self.list_commands(ctx), *_SERVER_COMMANDS}
+            if meant := near_commands(args[0], names, _OTHER_NAMES):
+                _did_you_mean(args[0], *meant)
+        return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = tuple(args)
+        with _explained(args):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _explained(ctx.meta[_WORDS]):
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = [*_PLACES, *super().list_commands(ctx)]

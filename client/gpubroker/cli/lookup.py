@@ -14,17 +14,15 @@ import typer
 from gpubroker.cli import SHOWN_ID_LENGTH
 from gpubroker.cli.printing import eprint, refuse
 from gpubroker.errors import BrokerError, Refused
+from gpubroker.tasks.naming import TASKS_SEARCHED, is_whole_id, matches, no_such_id, only
 from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.wire.stats import Stats
 
-_TASK_ID_LENGTH = len("task_") + 26
-_TASKS_SEARCHED = 2000
 _RETRY_SECONDS = 3.0
 """At a terminal, a quick error is better than a long wait for a service that may come back."""
-UNFINISHED = ("pending", "admitted", "running", "stopping")
 UNFINISHED_LEASES = "pending,held,stopping,quarantined"
 
 _WAYS = (
@@ -76,26 +74,12 @@ def _token_source(url: str, given: str | None) -> str:
 
 
 def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
-    """The id of the task that a person means; exits with 6 if it is ambiguous.
+    """The id of the task that a person means, as `Broker.task_id` finds it. Raises Refused.
 
-    A name means the one unfinished task that has it, and ended ones only if there is none. It goes before a
-    part of an id; for a change, a word may not be both. Each load of a model is a task with the model's name:
-    the newest of its ended ones is meant. `last` is the task last
-    submitted from here; without one, it shows the newest task of the service but never changes it.
+    `last` is the task last submitted from here; without one, it shows the newest task of the service but
+    never changes it.
     """
-    if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
-        return word
-    if word == "last":
-        return _last(broker, to_change)
-    named = list(islice(broker.list(name=word, state=UNFINISHED, limit=6), 6))
-    if not named:
-        named = list(islice(broker.list(name=word, limit=6), 6))
-        named = named[:1] if all(task.run.kind == "model" for task in named) else named
-    found = [task.id for task in named]
-    if is_part_of_id(word) and (to_change or not found):
-        recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
-        found += [task.id for task in recent if matches(task.id, word) and task.id not in found]
-    return only(found, word, f"no task is named {word!r}, and {_no_such_id(word)}")
+    return _last(broker, to_change) if word == "last" else broker.task_id(word, to_change=to_change)
 
 
 def lease_id(broker: "Broker", word: str) -> str:
@@ -103,40 +87,14 @@ def lease_id(broker: "Broker", word: str) -> str:
 
     Ended leases of a holder only count if it has no other.
     """
-    if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
+    if is_whole_id(word):
         return word
-    if_none = f"no lease is held by {word!r}, and {_no_such_id(word)}"
+    if_none = f"no lease is held by {word!r}, and {no_such_id(word)}"
     if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word)]:
         return only(held, word, if_none)
-    recent = list(islice(broker.leases(), _TASKS_SEARCHED))
+    recent = list(islice(broker.leases(), TASKS_SEARCHED))
     found = [lease.id for lease in recent if lease.holder == word]
     return only(found or [lease.id for lease in recent if matches(lease.id, word)], word, if_none)
-
-
-def only(found: Sequence[str], word: str, if_none: str) -> str:
-    """The only id that was found; otherwise exits with 6."""
-    if not found:
-        refuse(if_none)
-    if len(found) > 1:
-        ids = ", ".join(found[:5]) + (" ..." if found[5:] else "")
-        refuse(f"{word!r} is ambiguous: {ids}; use one of these ids")
-    return found[0]
-
-
-def _no_such_id(word: str) -> str:
-    if is_part_of_id(word):
-        return f"no id among the newest {_TASKS_SEARCHED} begins or ends with it"
-    return f"an id needs at least {SHOWN_ID_LENGTH} characters, as lists show them"
-
-
-def is_part_of_id(word: str) -> bool:
-    """Fewer characters than lists show could match the task of another person."""
-    return len(word.removeprefix("task_")) >= SHOWN_ID_LENGTH
-
-
-def matches(id: str, word: str) -> bool:
-    """Whether the word is long enough, and the beginning or the end of this id."""
-    return is_part_of_id(word) and (id.startswith((word, f"task_{word}")) or id.endswith(word))
 
 
 def change_each(ids: Sequence[str], change: Callable[[str], None]) -> None:

@@ -29,7 +29,15 @@ Priority = Annotated[
 Server = Annotated[
     str | None, typer.Option(metavar="NAME", help="The model's server, if several have the model.")
 ]
-
+LoadWait = Annotated[
+    Any,
+    typer.Option(
+        "--wait",
+        parser=parsing.seconds,
+        metavar="DURATION",
+        help="Longest time to wait until it is in memory, such as 5m.",
+    ),
+]
 
 models = typer.Typer(help="List the models of servers; measure how much memory one takes.")
 
@@ -72,9 +80,7 @@ def measure(
         ),
     ] = None,
     priority: Priority = None,
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest time to wait until it is in memory.")
-    ] = 300.0,
+    wait: LoadWait = "5m",
     server: Server = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -98,9 +104,7 @@ def measure(
 def load(
     model: Name,
     priority: Priority = None,
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest time to wait until it is in memory.")
-    ] = 0.0,
+    wait: LoadWait = "0",
     server: Server = None,
     output: Output = Format.TABLE,
 ) -> None:

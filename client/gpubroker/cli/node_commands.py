@@ -12,7 +12,7 @@ from rich.text import Text
 from gpubroker.cli import parsing
 from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, emit, emit_all
-from gpubroker.cli.tables import Column, PlainTable, gib, size_of_bytes, timestamp
+from gpubroker.cli.tables import Column, PlainTable, gib_of, size_of_bytes, timestamp
 
 if TYPE_CHECKING:
     from gpubroker.wire.nodes import Node, NodeDisk
@@ -165,7 +165,7 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
             _state(node),
             f"{node.cpu.used:g}/{node.cpu.total:g}",
             busy,
-            f"{gib(node.memory_mb.used)}/{gib(node.memory_mb.total)} GiB",
+            gib_of(node.memory_mb.used, node.memory_mb.total, unit=" GiB"),
             memory,
             disk,
             f"{node.runs.used}/{node.runs.limit}",

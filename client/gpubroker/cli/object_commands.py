@@ -15,9 +15,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli import SHOWN_ID_LENGTH
-from gpubroker.cli.lookup import change_each, connect, is_part_of_id, matches, only
+from gpubroker.cli.lookup import change_each, connect
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size_of_bytes, timestamp
+from gpubroker.errors import Refused
+from gpubroker.tasks.naming import is_part_of_id, matches, only
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -65,7 +67,7 @@ def delete(
 
         try:
             found = _found(broker, ids)
-        except typer.Exit:
+        except Refused:
             eprint("nothing was deleted")
             raise
         change_each(found, delete_one)

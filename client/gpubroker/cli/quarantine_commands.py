@@ -9,9 +9,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpubroker.cli.lookup import connect, matches, only
+from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size
+from gpubroker.tasks.naming import matches, only
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker

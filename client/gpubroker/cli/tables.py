@@ -90,6 +90,13 @@ def gib(mb: float) -> str:
     return f"{mb / 1024:.1f}"
 
 
+def gib_of(mb: float, of_mb: float, between: str = "/", unit: str = "") -> str:
+    """Return `9.5/10.0`, in GiB; in MiB if they differ and would read the same."""
+    if mb != of_mb and gib(mb) == gib(of_mb):
+        return f"{mb:.0f}{between}{of_mb:.0f} MiB"
+    return f"{gib(mb)}{between}{gib(of_mb)}{unit}"
+
+
 def size(mb: float) -> str:
     """In GiB; in MiB if that would round to zero."""
     return f"{mb:.0f} MiB" if 0 < mb < 103 else f"{gib(mb)} GiB"

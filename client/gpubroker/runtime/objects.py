@@ -5,6 +5,7 @@ read-only, and arrays are not copied.
 """
 
 import ast
+import json
 import pickle
 import re
 import sys
@@ -19,6 +20,7 @@ import cloudpickle
 ARRAY_MARK = b"\x93NUMPY"
 """How a .npy file begins."""
 PICKLE_MARK = b"\x93GPUBROKER1\n"
+JSON_MARK = b"\x93GPUBROKERJ\n"
 _PYTHON_BYTES = 8
 _NUMBER_BYTES = 8
 _ALIGNED_TO = 64
@@ -82,11 +84,14 @@ def _array_buffers(numpy: Any, array: Any) -> Sequence[bytes | memoryview]:
     return [file.getvalue(), memoryview(array.ravel(order="K").view(numpy.uint8))]
 
 
-def pickled_buffers(value: Any) -> Sequence[bytes | memoryview]:
+def pickled_buffers(value: Any, *, beside: bool = True) -> Sequence[bytes | memoryview]:
     """The mark, the Python minor, the number of parts, the length of each, and the parts: first the pickle,
-    then its buffers. Each part is aligned."""
+    then its buffers. Each part is aligned.
+
+    `beside`: with buffers such as those of arrays beside the pickle, which are read-only where it is opened.
+    """
     buffers: list[pickle.PickleBuffer] = []
-    packed = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    packed = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append if beside else None)
     parts: list[bytes | memoryview] = [packed, *(buffer.raw() for buffer in buffers)]
     numbers = b"".join(len(part).to_bytes(_NUMBER_BYTES, "little") for part in parts)
     count = len(parts).to_bytes(_NUMBER_BYTES, "little")
@@ -100,7 +105,7 @@ def pickled_buffers(value: Any) -> Sequence[bytes | memoryview]:
 
 
 def opened_object(view: memoryview, *, unpickles: bool) -> Any:
-    """A read-only array, the value that was pickled, or the bytes as a read-only view.
+    """A read-only array, the value that was pickled or is JSON, or the bytes as a read-only view.
 
     `unpickles`: the submitter may run code of its own here. Raises UnreadableObject.
     """
@@ -114,7 +119,16 @@ def opened_object(view: memoryview, *, unpickles: bool) -> Any:
                 "numpy arrays or bytes"
             )
         return _unpickled(view)
+    if view[: len(JSON_MARK)] == JSON_MARK:
+        return _json_value(view)
     return view
+
+
+def _json_value(view: memoryview) -> Any:
+    try:
+        return json.loads(bytes(view[len(JSON_MARK) :]))
+    except ValueError as fault:
+        raise UnreadableObject(f"it begins as a value in JSON, and is none: {fault}") from None
 
 
 def _array(view: memoryview) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 
+from gpubroker.runtime.carrying import faulty_part, is_not_json, is_not_pickled
 from gpubroker.runtime.messages import MESSAGE_CHARS, TRACEBACK_BYTES, RunOutcome, failed
 from gpubroker.runtime.objects import pickled_buffers
 from gpubroker.runtime.task import Stopped
@@ -87,7 +88,13 @@ def _as_json(value: Any) -> bytes:
 
 
 def _cannot_carry(value: Any, result_format: str, fault: Exception) -> str:
-    what = f"a result of type {type(value).__qualname__} cannot be carried as {result_format}: {fault}"
+    part = faulty_part(
+        [("the result", value)], is_not_pickled if result_format == "cloudpickle" else is_not_json
+    )
+    inside = f", because of {part}" if part not in (None, "the result") else ""
+    what = (
+        f"a result of type {type(value).__qualname__} cannot be carried as {result_format}{inside}: {fault}"
+    )
     if result_format == "cloudpickle":
         return f"{what}; return plain data instead of open files, locks or connections"[:MESSAGE_CHARS]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

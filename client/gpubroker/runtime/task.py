@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from gpubroker.run_reports import share_of
+from gpubroker.runtime.carrying import faulty_part, is_not_pickled
 from gpubroker.runtime.journal import AT_ONCE, Journal
 from gpubroker.runtime.messages import (
     URI_CHARS,
@@ -281,7 +282,12 @@ class RunningTask:
 
     def _packed(self, state: Any) -> bytes:
         plain = isinstance(state, bytes | bytearray | memoryview)
-        data = _PLAIN + bytes(state) if plain else _PICKLED + cloudpickle.dumps(state)
+        try:
+            data = _PLAIN + bytes(state) if plain else _PICKLED + cloudpickle.dumps(state)
+        except Exception as fault:
+            part = faulty_part([("the state", state)], is_not_pickled) or "the state"
+            fault.add_note(f"checkpoint(state): {part} cannot be pickled; leave it out, or pass plain data")
+            raise
         limit = self._order.checkpoint_limit_bytes
         if len(data) > limit:
             raise CheckpointTooLarge(

@@ -4,12 +4,15 @@ import base64
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, TypedDict, Unpack
 
 import cloudpickle
 from msgspec import UNSET
 
-from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
+from gpubroker.errors import BrokerError, ItemFailed, ResultUnreadable, WrongArgument
+from gpubroker.runtime.carrying import faulty_part, is_not_json, is_not_pickled
+from gpubroker.tasks.large_arguments import fitting_body, small_items
 from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import (
     SubmitOptions,
@@ -17,17 +20,20 @@ from gpubroker.tasks.submission import (
     as_json,
     objects_named,
     parted_options,
-    submission_body,
 )
 from gpubroker.transport.decoding import Page, a_page, decode
 from gpubroker.transport.exchange import Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 from gpubroker.wire.arrays import Array
 from gpubroker.wire.arrays import ArrayItem as Answer
+from gpubroker.wire.bounds import MOST_ITEMS
 from gpubroker.wire.tasks import Failure
 
 _INLINE_BYTES = 4 * 2**20
-"""Larger items are uploaded as an object first."""
+"""Larger items are uploaded as an object first ..."""
+_COPIED_BYTES = 16 * 2**20
+"""... and those that are larger still as one each, if the operator has not set
+`limits.copied_object_bytes`."""
 _ITEMS_PER_PAGE = 5000
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -80,11 +86,16 @@ class ArrayItem(Answer, frozen=True):
     @property
     def value(self) -> Any:
         """The result; unpickles it if it is a pickle, which runs code that the function chose. Raises
-        ItemFailed."""
+        ItemFailed, or ResultUnreadable for a pickle that cannot be opened here."""
         if self.failed is not None:
             raise self.failed
         data = self.data
-        return self.result if data is None else cloudpickle.loads(data)
+        if data is None:
+            return self.result
+        try:
+            return cloudpickle.loads(data)
+        except Exception as fault:  # to unpickle may raise anything, also exceptions of other libraries
+            raise ResultUnreadable(self.array or "an array", fault, number=self.number) from fault
 
     @property
     def failed(self) -> ItemFailed | None:
@@ -160,6 +171,7 @@ class ArrayApi(Operations):
         ordered: bool = True,
         return_exceptions: bool = False,
         progress: bool = False,
+        keep: bool = False,
         **options: Unpack[ArrayOptions],
     ) -> Pages[Any]:
         """`target(item)` for each item, by workers of the service: an iterator over the results, in the order
@@ -167,17 +179,25 @@ class ArrayApi(Operations):
 
             for size in broker.map(measure, paths, max_parallel=8, progress=True): ...
 
-        It is submitted when the first result is asked for, with the options of `submit_array`. An item that
-        failed raises ItemFailed in its place, or is that exception with `return_exceptions`. `progress` shows
-        a bar on standard error. Results of functions are unpickled here. Raises BrokerError if the array ends
-        with items left, such as by a cancel.
+        It is submitted when the first result is asked for, with the options of `submit_array`; without items
+        nothing is. An item that failed raises ItemFailed in its place, or is that exception with
+        `return_exceptions`. What ends the loop before the last result, also such an exception, cancels what
+        is left of the array; with `keep` it goes on. `progress` shows a bar on standard error. Results of
+        functions are unpickled here. Raises BrokerError if the array ends with items left, such as by a
+        cancel.
         """
         show = progress_bar() if progress else None
         mapped = _Mapped(ordered, return_exceptions)
 
+        def leave() -> Steps[None]:
+            if mapped.array is not None and not mapped.array.is_finished:
+                yield from self._ask("POST", f"{_path(mapped.array)}/cancel")
+
         def fetch(cursor: str | None) -> Steps[Page[Any]]:
             mapped.raise_fault()
-            array = mapped.array or (yield from self._submit_array(target, items, args, options))
+            if mapped.array is None and not (listed := _listed(items)):
+                return a_page(())
+            array = mapped.array or (yield from self._submit_array(target, listed, args, options))
             mapped.array, pause_seconds = array, _FIRST_PAUSE_SECONDS
             if not mapped.has_more:
                 yield Pause(pause_seconds)
@@ -186,7 +206,7 @@ class ArrayApi(Operations):
                 page = yield from self._items_after(array, cursor, {"order": "completed"})
                 mapped.add(page)
                 if not was_finished and (show is not None or not page.items):
-                    array = decode(Array, (yield from self._ask("GET", _path(array))))
+                    array = mapped.array = decode(Array, (yield from self._ask("GET", _path(array))))
                 if show is not None:
                     show(array)
                 if page.items or was_finished:
@@ -195,15 +215,19 @@ class ArrayApi(Operations):
                     yield Pause(pause_seconds)
                     pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-        return Pages(fetch)
+        return Pages(fetch, None if keep else leave)
 
     def _submit_array(
         self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
     ) -> Steps[Array]:
         of_task, given = parted_options(options, ArrayOptions)
-        body = submission_body(target, args, of_task)
-        listed = list(items)
-        packed, count = _packed(target, listed), len(listed)
+        body = yield from fitting_body(self._send, target, args, of_task)
+        listed = _listed(items)
+        packed = _packed(target, listed)
+        if len(packed) > _COPIED_BYTES:
+            listed = yield from small_items(self._send, target, listed)
+            packed = _packed(target, listed)
+        count = len(listed)
         if callable(target):
             body = _with_objects_of(body, listed)
         if len(packed) > _INLINE_BYTES:
@@ -274,7 +298,13 @@ class _Mapped:
             if item is None:
                 return
             self._next += 1
-            yield item.failed if item.failed and self._return_exceptions else item.value
+            try:
+                value = item.value
+            except (ItemFailed, ResultUnreadable) as fault:
+                if not self._return_exceptions:
+                    raise
+                value = fault
+            yield value
 
 
 def progress_bar() -> Callable[[Array], None]:
@@ -315,6 +345,17 @@ def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
     return json.dumps(given).encode()
 
 
+def _listed(items: Iterable[Any]) -> Sequence[Any]:
+    """Return all items. Raises WrongArgument if they are more than an array takes, or have no end."""
+    listed = list(islice(items, MOST_ITEMS + 1))
+    if len(listed) > MOST_ITEMS:
+        raise WrongArgument(
+            f"an array has at most {MOST_ITEMS} items, and there are more (or the iterator has no end); make "
+            "several arrays, such as with itertools.islice"
+        )
+    return listed
+
+
 def _packed(target: Target, listed: Sequence[Any]) -> bytes:
     """Return the items as a pickled list for functions, as JSON for the others. Raises WrongArgument."""
     if not listed:
@@ -325,8 +366,9 @@ def _packed(target: Target, listed: Sequence[Any]) -> bytes:
             return packed
         return json.dumps(list(map(as_json, listed)), separators=(",", ":"), allow_nan=False).encode()
     except Exception as error:  # objects may raise anything when they are pickled
-        how = "pickled" if callable(target) else "written as JSON"
-        raise WrongArgument(f"the items cannot be {how} ({error}); pass plain values") from None
+        how, fails = ("pickled", is_not_pickled) if callable(target) else ("written as JSON", is_not_json)
+        part = faulty_part(((f"item {number}", item) for number, item in enumerate(listed)), fails)
+        raise WrongArgument(f"{part or 'the items'} cannot be {how} ({error}); pass plain values") from None
 
 
 def _id_of(array: AnyArray) -> str:

@@ -3,8 +3,9 @@
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 from gpubroker.errors import Unreachable
 from gpubroker.runtime.output import Stream
@@ -19,30 +20,60 @@ _CUT = re.compile(rb"(\[\.\.\. bytes \d+ to (\d+) were not kept \.\.\.\])([0-9a-
 reader's mark, by which it is told from what the run printed."""
 
 
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 0.5
+"""Between looks at two streams that have nothing new."""
+
+
+class LogLine(str):
+    """A line that a task printed, with its end."""
+
+    __slots__ = ("stream",)
+
+    stream: Stream
+    """Where it was printed: stdout or stderr."""
+
+    def __new__(cls, text: str, stream: Stream) -> Self:
+        line = super().__new__(cls, text)
+        line.stream = stream
+        return line
+
+
 class LogOptions(TypedDict, total=False):
     """Which output of a task."""
 
     attempt: int
     """Left out: the newest; with `follow`, that one and all later ones."""
     stream: Stream
-    """stdout (the default) or stderr."""
+    """stdout or stderr. Left out: both; each line says of which it is (`line.stream`)."""
     rank: int
     """The rank of a gang."""
     worker: str
     """The id of one worker of an array or a worker set that has several."""
     offset: int
-    """Begin at this byte of the attempt's stream."""
+    """Begin at this byte of the attempt's stream, which has to be given."""
     follow: bool
     """Go on until the task has ended; wait for it to start."""
 
 
-class LogReading(Reading[str]):
-    """Raises Unreachable if for `retry_seconds` each answer breaks off at once, without a line."""
+class LogReading(Reading[LogLine]):
+    """Reads one stream. Raises Unreachable if for `retry_seconds` each answer breaks off at once, without a
+    line."""
 
     def __init__(
-        self, path: str, get: Callable[[], Steps[Task]], wanted: LogOptions, retry_seconds: float
+        self,
+        find: Callable[[], Steps[str]],
+        get: Callable[[], Steps[Task]],
+        wanted: LogOptions,
+        retry_seconds: float,
+        *,
+        polls: bool = False,
     ) -> None:
-        self._path = path
+        """`polls`: follow by answers that end with what there is by now, so that others come in between."""
+        self._polls = polls
+        self._stream: Stream = wanted.get("stream", "stdout")
+        self._find = find
+        self._path = ""
         self._get = get
         self._retry_seconds = retry_seconds
         self._follows = wanted.get("follow", False)
@@ -56,10 +87,12 @@ class LogReading(Reading[str]):
         self._called = self._was_over = self._ended_well = False
         """(the attempt was over before the last call, the answer came to its end)"""
         self._called_at, self._called_for = 0.0, 0
+        self._has_news = False
         self._breaks, self._give_up_at = 0, 0.0
         """Answers, one after the other, that broke off at once."""
 
     def next_call(self) -> Steps[Call | None]:
+        self._path = self._path or (yield from self._find())
         if not self._follows and not self._called:
             self._called = True
             return self._call(self._only)
@@ -70,13 +103,22 @@ class LogReading(Reading[str]):
         task = yield from self._get()
         if not self._attempt:
             self._attempt = self._only or max(1, task.attempt)
+        self._has_news = False
         if self._ended_well and self._was_over:
             if self._only is not None or (task.is_finished and task.attempt <= self._attempt):
                 return None
             self._attempt, self._offset = self._attempt + 1, 0
+        while self._polls and not task.is_finished and self._attempt > max(1, task.attempt, self._only or 0):
+            yield Pause(_LONGEST_PAUSE_SECONDS)  # an attempt that has yet to come can only be followed
+            task = yield from self._get()
         waits_again = task.state == "pending" and task.attempt == self._attempt
         self._was_over = task.is_finished or task.attempt > self._attempt or waits_again
         return self._call(self._attempt)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the answer to the last call had a line."""
+        return self._has_news
 
     def _pause(self) -> Steps[None]:
         pause = pause_seconds(self._breaks - 1)
@@ -90,24 +132,24 @@ class LogReading(Reading[str]):
     def _call(self, attempt: int | None) -> Call:
         self._called_at, self._called_for = time.monotonic(), self._offset
         params: dict[str, Any] = {"attempt": attempt, "offset": self._offset or None}
-        params |= {"follow": self._follows or None, "mark": self._mark}
+        params |= {"follow": (self._follows and not self._polls) or None, "mark": self._mark}
         given = without_none(params)
         return Call("GET", f"{self._path}/logs", self._params | given)
 
-    def take(self, data: bytes) -> Iterator[str]:
+    def take(self, data: bytes) -> Iterator[LogLine]:
         text, end = self._begun + data, 0
         for found in _LINE.finditer(text):
             end = found.end()
             yield self._counted(found[0])
         self._begun = text[end:]
 
-    def end(self, fault: Unreachable | None) -> Iterable[str]:
-        """A line that was broken off is read again."""
+    def end(self, fault: Unreachable | None) -> Iterable[LogLine]:
+        """A line that was broken off, or has yet to end, is read again."""
         broken = fault is not None
         self._ended_well = not broken
         self._note_break(broken)
         line, self._begun = self._begun, b""
-        if broken or not line:
+        if broken or not line or (self._polls and not self._was_over):
             return ()
         return (self._counted(line),)
 
@@ -122,10 +164,42 @@ class LogReading(Reading[str]):
             self._give_up_at = now + self._retry_seconds
         self._breaks += 1
 
-    def _counted(self, line: bytes) -> str:
+    def _counted(self, line: bytes) -> LogLine:
+        self._has_news = True
         cut = _CUT.fullmatch(line)
         if cut is not None and cut[3].decode() == self._mark:
             self._offset, line = int(cut[2]), cut[1] + b"\n"
         else:
             self._offset += len(line)
-        return line.decode(errors="replace")
+        return LogLine(line.decode(errors="replace"), self._stream)
+
+
+class BothStreams(Reading[LogLine]):
+    """Reads standard output and standard error: what is kept one after the other, what is followed in turns,
+    a few times a second."""
+
+    def __init__(self, streams: Iterable[LogReading], *, follows: bool) -> None:
+        self._streams = deque(streams)
+        self._follows = follows
+        self._quiet = 0
+        """Answers, one after the other, that had nothing new."""
+
+    def next_call(self) -> Steps[Call | None]:
+        if self._streams and self._quiet >= len(self._streams):
+            pause = _FIRST_PAUSE_SECONDS * 2.0 ** (self._quiet // len(self._streams) - 1)
+            yield Pause(min(pause, _LONGEST_PAUSE_SECONDS))
+        while self._streams:
+            call = yield from self._streams[0].next_call()
+            if call is not None:
+                return call
+            self._streams.popleft()
+        return None
+
+    def take(self, data: bytes) -> Iterable[LogLine]:
+        return self._streams[0].take(data)
+
+    def end(self, fault: Unreachable | None) -> Iterable[LogLine]:
+        yield from self._streams[0].end(fault)
+        if self._follows:
+            self._quiet = 0 if self._streams[0].has_news else min(self._quiet + 1, 16)
+            self._streams.rotate(-1)

@@ -1,9 +1,11 @@
 """Operations on objects that tasks open: store a value once, and name it in the arguments of many."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from gpubroker.errors import BrokerError, Refused
+from gpubroker.errors import BrokerError, Refused, WrongArgument
+from gpubroker.runtime.carrying import faulty_part, is_not_pickled
 from gpubroker.runtime.objects import ObjectRef, object_buffers, opened_object
 from gpubroker.transport.bodies import Body, BuffersBody, FileBody, is_binary_file
 from gpubroker.transport.decoding import Page, a_page
@@ -37,10 +39,10 @@ class ObjectApi(Operations):
 
         The function gets the value itself. It is fetched once per node; arrays are read-only there and not
         copied, and bytes are a read-only memoryview. Only functions get pickled values, not entrypoints.
-        A file is read while it is sent. Raises Refused, with the code `objects-full` if the tenant's limit is
-        reached.
+        A file is read while it is sent. Raises WrongArgument for what cannot be pickled, and Refused, with
+        the code `objects-full` if the tenant's limit is reached.
         """
-        body = FileBody(value) if is_binary_file(value) else BuffersBody(object_buffers(value))
+        body = FileBody(value) if is_binary_file(value) else BuffersBody(_buffers_of(value))
         stored = (yield from self._send(upload_call(body))).json()
         return ObjectRef(stored["id"], stored["size_bytes"])
 
@@ -88,6 +90,16 @@ class ObjectApi(Operations):
     def _content(self, id: str) -> Steps[bytes]:
         call = Call("GET", _content_path(id), patience_seconds=_TRANSFER_SECONDS)
         return (yield from self._send(call)).content
+
+
+def _buffers_of(value: Any) -> Sequence[bytes | memoryview]:
+    try:
+        return object_buffers(value)
+    except Exception as error:  # objects may raise anything when they are pickled
+        part = faulty_part([("the value", value)], is_not_pickled) or "the value"
+        raise WrongArgument(
+            f"cannot pickle {part} ({type(error).__name__}: {error}); store plain values"
+        ) from error
 
 
 def object_id_of(stored: AnyObject) -> str:

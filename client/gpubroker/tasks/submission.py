@@ -11,6 +11,13 @@ from typing import Any, Final, Literal, TypedDict, Unpack, cast
 import cloudpickle
 
 from gpubroker.errors import WrongArgument
+from gpubroker.runtime.carrying import (
+    call_parts,
+    faulty_part,
+    function_parts,
+    is_not_json,
+    is_not_pickled,
+)
 from gpubroker.runtime.objects import ObjectRef, named_object
 
 Target = str | Sequence[str] | Callable[..., Any]
@@ -75,7 +82,8 @@ class SubmitOptions(TypedDict, total=False):
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
-    """For the task's own code, which finds it in GPUBROKER_MAX_CONCURRENCY; it has no other effect."""
+    """For the task's own code, in GPUBROKER_MAX_CONCURRENCY; a worker of a set answers so many calls at
+    once."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
@@ -176,9 +184,12 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
     try:
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
+        run = body.get("run", {})
+        parts = (*call_parts(run.get("args", ()), run.get("kwargs", {})), *given.items())
+        part = faulty_part(parts, is_not_json) or "an argument"
         raise WrongArgument(
-            f"the arguments of {target!r} cannot be written as JSON ({error}); pass plain values, or submit "
-            "the function itself, which is pickled"
+            f"{part} of {target!r} cannot be written as JSON ({error}); pass plain values, or submit the "
+            "function itself, which is pickled"
         ) from None
 
 
@@ -268,13 +279,17 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # objects may raise anything when they are pickled
         name = getattr(function, "__qualname__", repr(function))
+        part = faulty_part((*call_parts(args, kwargs), *function_parts(function)), is_not_pickled)
+        what = f"{name} or an object that it refers to" if part is None else f"{part} of {name}"
         raise WrongArgument(
-            f"cannot pickle {name} or an object that it refers to ({type(error).__name__}: {error}); create "
-            "locks, files and connections inside the function, and pass plain values"
+            f"cannot pickle {what} ({type(error).__name__}: {error}); create locks, files and connections "
+            "inside the function, and pass plain values"
         ) from error
     return packed
 
 
+MOST_BODY_BYTES = 8 * 2**20
+"""The largest body that a service takes, if its operator has not set `limits.body_bytes`."""
 MOST_TASKS_TOGETHER = 10_000
 _TASKS_PER_PART = 1000
 _BYTES_PER_PART = 8 * 2**20
@@ -288,6 +303,10 @@ class Submission:
         if "idempotency_key" in options:
             raise WrongArgument("a Submission has no key of its own; pass one key to submit_many")
         self.body = submission_body(target, args, options)
+        self.given: tuple[Target, Sequence[Any], SubmitOptions] | None = None
+        """Of a body that is too long: what it is made of."""
+        if len(self.body) > MOST_BODY_BYTES:
+            self.given = target, args, options
 
 
 AnySubmission = Submission | Mapping[str, Any]

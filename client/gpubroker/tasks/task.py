@@ -21,9 +21,32 @@ class Task(Answer, frozen=True):
     def __reduce__(self) -> Any:
         return decode, (Task, self.raw)  # a copy elsewhere has no broker
 
+    def __repr__(self) -> str:
+        """The main fields in one line; `task.raw` has all."""
+        name = f"{self.name!r}, " if self.name else ""
+        where = f" on {self.node}" if self.node else ""
+        return f"<Task {self.id} {name}{self.raw.get('state', self.state.value)}{where}>"
+
     @property
     def is_finished(self) -> bool:
         return self.state.is_terminal
+
+    def result(self, timeout_seconds: float | None = None) -> Any:  # type: ignore[misc]  # over the field
+        """`broker.result(task)` of the broker that it came from: it waits, and returns what the task
+        returned."""
+        return self._broker().result(self, timeout_seconds)
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        """`broker.wait(task)` of the broker that it came from: the ended Task, or a coroutine of it."""
+        return self._broker().wait(self, timeout_seconds)
+
+    def outcome(self) -> Any:
+        """`broker.outcome(task)` of the broker that it came from: an Outcome, or a coroutine of one."""
+        return self._broker().outcome(self)
+
+    def cancel(self, *, grace_seconds: float | None = None, reason: str | None = None) -> Any:
+        """`broker.cancel(task)` of the broker that it came from: the Task, or a coroutine of it."""
+        return self._broker().cancel(self, grace_seconds=grace_seconds, reason=reason)
 
     def retry(self, *, idempotency_key: str | None = None) -> Any:
         """`broker.retry(task)` of the broker that it came from: a Task, or a coroutine of one."""
@@ -45,7 +68,7 @@ class Task(Answer, frozen=True):
 
 
 AnyTask = Task | str
-"""A task, or its id."""
+"""A task, its id, 8 or more characters from the end of it, or a unique name."""
 
 
 def id_of(task: AnyTask) -> str:

@@ -2,19 +2,24 @@
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 from weakref import ref
 
 import cloudpickle
 
-from gpubroker.errors import BrokerError, WrongArgument
+from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, opened_object
-from gpubroker.tasks.log_reading import LogOptions, LogReading
+from gpubroker.runtime.output import STREAMS
+from gpubroker.tasks.large_arguments import fitting_body, without_arguments
+from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
+from gpubroker.tasks.naming import find_task
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
+    MOST_BODY_BYTES,
     AnySubmission,
+    Submission,
     SubmitOptions,
     Target,
     batch_body,
@@ -22,7 +27,6 @@ from gpubroker.tasks.submission import (
     parts_of,
     plain,
     simulation_body,
-    submission_body,
 )
 from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
 from gpubroker.tasks.waiting import Deadline
@@ -103,6 +107,8 @@ class EventStart(TypedDict, total=False):
     last: int
 
 
+Options = TypeVar("Options", bound=SubmitOptions)
+
 TaskOrError = str | BrokerError
 """The id of a submitted task, or why it was refused."""
 
@@ -118,7 +124,8 @@ class TaskApi(ObjectApi):
 
         `target` is the name of an entrypoint (arguments and result are JSON), a command as a list of words,
         or a function, which is pickled and needs the scope `tasks:code`; the modules that it imports must be
-        importable where it runs. Raises Refused, also for a task that can never fit.
+        importable where it runs. Arguments that are too large for a request travel as objects, and arrive as
+        they are. Raises Refused, also for a task that can never fit.
 
         The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels,
         model_type, profile, max_concurrency, stream; gpu_mb (MiB per GPU, or "learned"), gpus,
@@ -128,7 +135,8 @@ class TaskApi(ObjectApi):
         deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
         idempotency_key.
         """
-        body = submission_body(target, args, options)
+        options = yield from self._with_ids_after(options)
+        body = yield from fitting_body(self._send, target, args, options)
         return self._task((yield from self._make("/tasks", options.get("idempotency_key"), body)))
 
     @operation
@@ -149,7 +157,10 @@ class TaskApi(ObjectApi):
         `errors` name all wrong tasks. With your own key the call can be repeated with the same tasks. Raises
         only if nothing was accepted; a later error takes the place of each task that it affected.
         """
-        bodies = [body_of(task) for task in tasks]
+        bodies: list[bytes] = []
+        for task in tasks:
+            given = task.given if isinstance(task, Submission) else None
+            bodies.append(body_of(task) if given is None else (yield from fitting_body(self._send, *given)))
         parts = parts_of(bodies, together=all_or_nothing)
         key = idempotency_key or uuid.uuid4().hex
         answers: list[TaskOrError] = []
@@ -174,7 +185,10 @@ class TaskApi(ObjectApi):
         not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
-        body = simulation_body(target, args, cast("SubmitOptions", known))
+        options = cast("SubmitOptions", known)
+        body = simulation_body(target, args, options)
+        if len(body) > MOST_BODY_BYTES:  # the arguments have no say in it
+            body = simulation_body(target, (), without_arguments(options))
         answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
         return decode(Simulation, answer.json())
 
@@ -191,18 +205,19 @@ class TaskApi(ObjectApi):
 
     @operation
     def result(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Any]:
-        """Wait for the task and return its result. Raises TaskFailed, TaskCancelled or WaitTimeout.
+        """Wait for the task and return its result. Raises TaskFailed, TaskCancelled or WaitTimeout, and
+        ResultUnreadable for a pickle that cannot be opened here.
 
         A result in cloudpickle format, the default for functions, is unpickled here, which runs code that the
         task chose: use `outcome` for tasks you do not trust. A result that was too large has become an object
         (`outcome` has its id) and is fetched.
         """
-        yield from self._wait(task, timeout_seconds)
-        outcome = yield from self._outcome(task)
+        ended = yield from self._wait(task, timeout_seconds)
+        outcome = yield from self._outcome(ended)
         if outcome.format == "object":
             check_success(outcome)
             data = yield from self._content(outcome.value["object"])
-            return opened_result(data)
+            return _opened(outcome.id, lambda: opened_result(data))
         return value_of(outcome)
 
     @operation
@@ -216,20 +231,22 @@ class TaskApi(ObjectApi):
     ) -> Steps[Task]:
         """End the task; a running one gets notice and then its grace period."""
         body = without_none({"grace_seconds": grace_seconds, "reason": reason})
-        return self._task((yield from self._ask("POST", f"{_path(task)}/cancel", body)))
+        path = yield from self._path(task, to_change=True)
+        return self._task((yield from self._ask("POST", f"{path}/cancel", body)))
 
     @operation
     def retry(self, task: AnyTask, *, idempotency_key: str | None = None) -> Steps[Task]:
         """Run an ended task again, as a new task: the same run, resources, priority, labels and limits,
         without its dependencies, hold, start time and deadline. Raises Refused as `submit` does."""
-        return self._task((yield from self._make(f"{_path(task)}/retry", idempotency_key)))
+        path = yield from self._path(task, to_change=True)
+        return self._task((yield from self._make(f"{path}/retry", idempotency_key)))
 
     @operation
     def stack(self, task: AnyTask, *, rank: int = 0, worker: str | None = None) -> Steps[Stack]:
         """The Python threads of a running task, which goes on; of a gang, of one rank; of an array or a set,
         of the worker that runs, or of the one with this id. Raises Refused (`task-not-running`)."""
-        asked = self._ask("GET", f"{_path(task)}/stack", rank=rank or None, worker=worker)
-        return decode(Stack, (yield from asked))
+        path = yield from self._path(task)
+        return decode(Stack, (yield from self._ask("GET", f"{path}/stack", rank=rank or None, worker=worker)))
 
     @operation
     def cancel_selected(
@@ -261,7 +278,8 @@ class TaskApi(ObjectApi):
         """Change a task's priority, hold it in the queue (`held=True`) or release it, or change its times
         while it waits. The options are those of `ChangeOptions`."""
         body = {name: plain(name, value) for name, value in wanted.items()}
-        return self._task((yield from self._ask("PATCH", _path(task), body)))
+        path = yield from self._path(task, to_change=True)
+        return self._task((yield from self._ask("PATCH", path, body)))
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
@@ -273,7 +291,8 @@ class TaskApi(ObjectApi):
     @operation
     def explain(self, task: AnyTask) -> Steps[Explanation]:
         """Why the task waits, with a verdict per device; or where it runs."""
-        return decode(Explanation, (yield from self._ask("GET", f"{_path(task)}/explain")))
+        path = yield from self._path(task)
+        return decode(Explanation, (yield from self._ask("GET", f"{path}/explain")))
 
     @listing
     def events(
@@ -282,11 +301,13 @@ class TaskApi(ObjectApi):
         """The event log, oldest first; of one task if given, or of all workers of an array or a worker set.
         With `follow` it never ends. It begins after a position (`after`), or with so many of the newest
         (`last`, up to 500)."""
-        path = "/events" if task is None else f"{_path(task)}/events"
         first = {"after": 0} if start.get("last") is None else {"last": start["last"]}
         first |= {"after": start["after"]} if start.get("after") else {}
 
         def fetch(cursor: str | None) -> Steps[Page[Event]]:
+            nonlocal task
+            task = None if task is None else (yield from self._id_of(task))
+            path = "/events" if task is None else f"/tasks/{path_part(task)}/events"
             begin = {"after": cursor} if cursor else first
             raw = yield from self._ask("GET", path, **begin, limit=_EVENTS_PER_PAGE)
             items = tuple(decode(Event, item) for item in raw["items"])
@@ -297,35 +318,88 @@ class TaskApi(ObjectApi):
         return Pages(fetch)
 
     @listing
-    def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[str]:
+    def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[LogLine]:
         """What a task has printed, line by line with their ends, while it runs and afterwards.
 
             for line in broker.logs(task, follow=True):
-                print(line, end="")
+                print(line, end="", file=sys.stderr if line.stream == "stderr" else sys.stdout)
 
-        The options are those of `LogOptions`: attempt, stream (stdout or stderr), rank, worker (of an array
-        or a set with several), offset (in bytes) and follow, which goes on until the task has ended. Of a
-        long log the middle is not kept; a line says so.
+        A line is a `str` that says of which stream it is. The options are those of `LogOptions`: attempt,
+        stream (stdout or stderr; left out, both), rank, worker (of an array or a set with several), offset
+        (in bytes of the stream) and follow, which goes on until the task has ended. Of a long log the middle
+        is not kept; a line says so.
         """
-        worker = wanted.get("worker")
-        return LogReading(_path(task), lambda: self._get(task, worker), wanted, self._retry_seconds)
+        worker, follows = wanted.get("worker"), wanted.get("follow", False)
+
+        path = ""
+
+        def find() -> Steps[str]:
+            nonlocal path
+            path = path or (yield from self._path(task))
+            return path
+
+        def get() -> Steps[Task]:
+            return self._task((yield from self._ask("GET", (yield from find()), worker=worker)))
+
+        def of(options: LogOptions, *, polls: bool = False) -> LogReading:
+            return LogReading(find, get, options, self._retry_seconds, polls=polls)
+
+        if "stream" in wanted:
+            return of(wanted)
+        if "offset" in wanted:
+            raise WrongArgument('offset counts the bytes of one stream; name it: stream="stdout"')
+        return BothStreams(
+            [of({**wanted, "stream": stream}, polls=follows) for stream in STREAMS], follows=follows
+        )
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
         """What your past runs used, by model type (else name, else entrypoint) and kind of device."""
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
 
+    @operation
+    def task_id(self, word: AnyTask, *, to_change: bool = False) -> Steps[str]:
+        """Return the id of the task that a name or a part of an id means. Raises Refused if there is none, or
+        more than one.
+
+        A name means the one unfinished task that has it, and an ended one if there is none. `to_change`: a
+        word that is the name of one task and a part of another one's id is refused too.
+        """
+        return (yield from find_task(self._ask, id_of(word), to_change=to_change))
+
+    def _id_of(self, task: AnyTask, *, to_change: bool = False) -> Steps[str]:
+        if not isinstance(task, str) or task.startswith("task_"):
+            return id_of(task)
+        return (yield from find_task(self._ask, task, to_change=to_change))
+
+    def _with_ids_after(self, options: Options) -> Steps[Options]:
+        """Return the options, with ids in place of the names and parts of ids in `after`."""
+        named: Any = options.get("after")
+        if named is None or isinstance(named, str):
+            return options
+        after: list[Any] = []
+        for one in named:
+            task = one["task"] if isinstance(one, Mapping) else one
+            found = yield from self._id_of(task)
+            after.append({**one, "task": found} if isinstance(one, Mapping) else found)
+        return cast("Options", {**options, "after": after})
+
+    def _path(self, task: AnyTask, *, to_change: bool = False) -> Steps[str]:
+        return f"/tasks/{path_part((yield from self._id_of(task, to_change=to_change)))}"
+
     def _task(self, raw: Mapping[str, Any]) -> Task:
         return decode(Task, raw, told_by=ref(self))
 
     def _get(self, task: AnyTask, worker: str | None = None) -> Steps[Task]:
-        return self._task((yield from self._ask("GET", _path(task), worker=worker)))
+        path = yield from self._path(task)
+        return self._task((yield from self._ask("GET", path, worker=worker)))
 
     def _wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
         deadline = Deadline(timeout_seconds)
+        path = yield from self._path(task)
         while True:
             left = deadline.next_poll_seconds()
-            call = Call("GET", f"{_path(task)}/wait", {"timeout_seconds": left}, patience_seconds=left)
+            call = Call("GET", f"{path}/wait", {"timeout_seconds": left}, patience_seconds=left)
             seen = self._task((yield from self._send(call)).json())
             if seen.is_finished:
                 return seen
@@ -333,7 +407,8 @@ class TaskApi(ObjectApi):
                 raise deadline.error(seen)
 
     def _outcome(self, task: AnyTask) -> Steps[Outcome]:
-        return decode(Outcome, (yield from self._ask("GET", f"{_path(task)}/result")))
+        path = yield from self._path(task)
+        return decode(Outcome, (yield from self._ask("GET", f"{path}/result")))
 
 
 def opened_result(data: bytes) -> Any:
@@ -345,7 +420,15 @@ def opened_result(data: bytes) -> Any:
 def value_of(outcome: Outcome) -> Any:
     """The result of a finished task; unpickles it if it is a pickle. Raises as `check_success` does."""
     check_success(outcome)
-    return outcome.value if outcome.data is None else cloudpickle.loads(outcome.data)
+    data = outcome.data
+    return outcome.value if data is None else _opened(outcome.id, lambda: cloudpickle.loads(data))
+
+
+def _opened(task: str, unpickle: Callable[[], Any]) -> Any:
+    try:
+        return unpickle()
+    except Exception as fault:  # to unpickle may raise anything, also exceptions of other libraries
+        raise ResultUnreadable(task, fault) from fault
 
 
 def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,7 +445,3 @@ def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def _id_or_error(item: Mapping[str, Any]) -> TaskOrError:
     return str(item["id"]) if "id" in item else error_of_problem(item["problem"], int(item["status"]))
-
-
-def _path(task: AnyTask) -> str:
-    return f"/tasks/{path_part(id_of(task))}"

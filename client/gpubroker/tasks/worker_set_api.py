@@ -8,8 +8,10 @@ from typing import Any, Unpack
 
 import cloudpickle
 
-from gpubroker.errors import WrongArgument
-from gpubroker.tasks.submission import SubmitOptions, Target, parted_options, submission_body
+from gpubroker.errors import ResultUnreadable, WrongArgument
+from gpubroker.runtime.carrying import call_parts, faulty_part, is_not_json, is_not_pickled
+from gpubroker.tasks.large_arguments import fitting_body
+from gpubroker.tasks.submission import SubmitOptions, Target, parted_options
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
@@ -56,7 +58,7 @@ class WorkerSetApi(Operations):
         worker. Raises Refused.
         """
         of_task, given = parted_options(options, WorkerSetOptions)
-        body = submission_body(target, args, of_task)
+        body = yield from fitting_body(self._send, target, args, of_task)
         if given:
             body = body[:-1] + b"," + json.dumps(given).encode()[1:]
         made = yield from self._make("/worker-sets", options.get("idempotency_key"), body)
@@ -124,7 +126,12 @@ class WorkerSetApi(Operations):
         )  # fmt: skip
         raw = (yield from self._send(call)).json()
         packed = raw.get("data_base64")
-        return raw["result"] if packed is None else cloudpickle.loads(base64.b64decode(packed))
+        if packed is None:
+            return raw["result"]
+        try:
+            return cloudpickle.loads(base64.b64decode(packed))
+        except Exception as fault:  # to unpickle may raise anything, also exceptions of other libraries
+            raise ResultUnreadable(f"{method} in worker {raw['worker']}", fault) from fault
 
     def workers(self, workers: AnyWorkerSet, *, role: str = "", **options: Any) -> "Workers":
         """Return a handle on which the methods can be called by name; `options` are those of `call_worker`.
@@ -161,10 +168,9 @@ def _arguments(
         json.dumps((args, kwargs), allow_nan=False)
         return {"args": list(args), "kwargs": dict(kwargs)}
     except Exception as error:  # objects may raise anything when they are pickled
-        how = "pickled" if pickled else "written as JSON"
-        raise WrongArgument(
-            f"the arguments of {method} cannot be {how} ({error}); pass plain values"
-        ) from None
+        how, fails = ("pickled", is_not_pickled) if pickled else ("written as JSON", is_not_json)
+        part = faulty_part(call_parts(args, kwargs), fails) or "an argument"
+        raise WrongArgument(f"{part} of {method} cannot be {how} ({error}); pass plain values") from None
 
 
 def _path(workers: AnyWorkerSet) -> str:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.request import getproxies
@@ -40,6 +41,9 @@ class SyncHttp(SyncCaller):
         self._retry_seconds = retry_seconds
         self.is_direct = transport is None
         self._http = httpx.Client(transport=transport, **_client_settings(self.connection))
+
+    def __repr__(self) -> str:
+        return _named(self)
 
     def __enter__(self) -> Self:
         return self
@@ -81,13 +85,19 @@ class SyncHttp(SyncCaller):
             while (call := self._carry_out(of.next_call())) is not None:
                 yield from self._read_on(of, call)
             return
-        cursor: str | None = None
-        while True:
-            page = self._carry_out(of.fetch(cursor))
-            yield from page.items
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        try:
+            cursor: str | None = None
+            while True:
+                page = self._carry_out(of.fetch(cursor))
+                yield from page.items
+                cursor = page.next_cursor
+                if cursor is None:
+                    return
+        except BaseException as fault:
+            if of.leave is not None and not isinstance(fault, Unreachable):
+                with suppress(BrokerError):  # what ended the iteration says more
+                    self._carry_out(of.leave())
+            raise
 
     def _read_on(self, reading: Reading[T], call: Call) -> Iterator[T]:
         _check_open(self._http)
@@ -120,6 +130,9 @@ class AsyncHttp(AsyncCaller):
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(transport=transport, **_client_settings(self.connection))
+
+    def __repr__(self) -> str:
+        return _named(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,14 +180,20 @@ class AsyncHttp(AsyncCaller):
                 async for each in self._read_on(of, call):
                     yield each
             return
-        cursor: str | None = None
-        while True:
-            page = await self._carry_out(of.fetch(cursor))
-            for item in page.items:
-                yield item
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        try:
+            cursor: str | None = None
+            while True:
+                page = await self._carry_out(of.fetch(cursor))
+                for item in page.items:
+                    yield item
+                cursor = page.next_cursor
+                if cursor is None:
+                    return
+        except BaseException as fault:
+            if of.leave is not None and not isinstance(fault, Unreachable):
+                with suppress(BrokerError):
+                    await self._carry_out(of.leave())
+            raise
 
     async def _read_on(self, reading: Reading[T], call: Call) -> AsyncIterator[T]:
         _check_open(self._http)
@@ -191,6 +210,12 @@ class AsyncHttp(AsyncCaller):
             fault = _unreachable(self.connection, error)
         for each in reading.end(fault):
             yield each
+
+
+def _named(broker: SyncHttp | AsyncHttp) -> str:
+    """Its class and its address, without a password that the address may have."""
+    url = httpx.URL(broker.connection.url).copy_with(username=None, password=None)
+    return f"<{type(broker).__name__} {url}>"
 
 
 def _client_settings(connection: Connection) -> dict[str, Any]:

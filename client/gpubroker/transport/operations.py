@@ -31,9 +31,11 @@ S = TypeVar("S", bound=Struct)
 
 @dataclass(frozen=True, slots=True)
 class Pages(Generic[T]):
-    """A list of the service; `fetch` gets the page at a cursor, None for the first."""
+    """A list of the service; `fetch` gets the page at a cursor, None for the first. `leave` is carried out if
+    the iteration ends before the last item was taken."""
 
     fetch: Callable[[str | None], Steps[Page[T]]]
+    leave: Callable[[], Steps[None]] | None = None
 
 
 class Reading(ABC, Generic[T]):

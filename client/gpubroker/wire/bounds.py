@@ -6,6 +6,8 @@ from msgspec import Meta
 
 MOST_PRIORITY = 100
 MOST_RETRIES = 100
+MOST_ITEMS = 10_000_000
+"""Of one array."""
 MOST_GRACE_SECONDS = 3600.0
 
 Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]

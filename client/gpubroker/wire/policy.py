@@ -70,7 +70,8 @@ class Profile(Answered, frozen=True):
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="A task finds it in GPUBROKER_MAX_CONCURRENCY; no other effect. Only roles have it."
+            description="For the task's own code, in GPUBROKER_MAX_CONCURRENCY; a worker of a set answers so "
+            "many calls at once. Only roles have it."
         ),
     ] = None
 

@@ -191,7 +191,7 @@ class Task(Answered, frozen=True, kw_only=True):
     model_type: str
     profile: str
     max_concurrency: Annotated[
-        int | None, Meta(description="Its process finds it in GPUBROKER_MAX_CONCURRENCY; no other effect.")
+        int | None, Meta(description="For the task's own code, in GPUBROKER_MAX_CONCURRENCY.")
     ]
     stream: str
     result_format: str

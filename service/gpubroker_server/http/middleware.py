@@ -214,6 +214,7 @@ def _too_large(setting: str, max_bytes: int, found: str) -> Problem:
     return Problem(
         "payload-too-large",
         f"a body may have {max_bytes} bytes, and {found}; "
-        f"put large data where tasks can read it and pass its address, or raise limits.{setting}",
+        "store large data as an object (POST /objects, broker.put, gpubroker upload) and pass "
+        f'{{"object": id}} as the argument, or raise limits.{setting}',
         headers={"Connection": "close"},
     )

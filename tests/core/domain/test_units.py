@@ -1,7 +1,7 @@
 """Numbers in words for people."""
 
 import pytest
-from gpubroker_server.core.domain.units import in_time, release_numbers
+from gpubroker_server.core.domain.units import in_gib, in_time, release_numbers
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,8 @@ def test_releases_compare_by_their_numbers_and_an_unknown_one_is_first() -> None
     releases = ["", "0.2.0", "0.3.0.dev0", "0.10.1", "1.0"]
     assert sorted(releases, key=release_numbers) == releases
     assert release_numbers("0.3.0.dev0") == release_numbers("0.3.0")
+
+
+def test_sizes_that_would_read_the_same_are_in_mib() -> None:
+    assert (in_gib(10_240), in_gib(10_240, 10_240), in_gib(10_240, 20_480)) == ("10.0 GiB",) * 3
+    assert (in_gib(10_241, 10_240), in_gib(10_240, 5, 10_241)) == ("10241 MiB", "10240 MiB")

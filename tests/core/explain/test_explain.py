@@ -54,6 +54,18 @@ def test_task_waiting_for_memory_reads_its_need_and_the_largest_free_block() -> 
     assert (explanation.position, explanation.queue_length) == (1, 1)
 
 
+def test_sizes_that_differ_below_rounding_are_told_in_mib() -> None:
+    world = a_world(
+        a_device(), holding(a_task("a", gpu_mb=70 * GIB), "gpu0"), a_task("new", gpu_mb=10 * GIB + 1)
+    )
+    needs, block = "needs 10241 MiB on one GPU", "the largest free block is 10240 MiB (n1/gpu0)"
+    assert explained(world).message == f"{needs}; {block}"
+    assert explained(world).devices[0].message == "10241 MiB are needed, 10240 MiB are free"
+    large = a_world(a_device(), a_task("new", gpu_mb=80 * GIB + 1))
+    assert "81921 MiB on one GPU exceed the largest, which offers 81920 MiB" in explained(large).message
+    assert explained(large).devices[0].message == "too small: 81920 MiB in all"
+
+
 def test_free_memory_in_pieces_is_fragmented() -> None:
     world = a_world(
         a_device(),

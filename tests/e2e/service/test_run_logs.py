@@ -43,7 +43,8 @@ def fail_once(witness: str) -> None:
 
 
 def text(broker: Broker, task: object, **wanted: object) -> str:
-    return "".join(broker.logs(task, **wanted))  # type: ignore[arg-type]
+    """What it has printed to one stream."""
+    return "".join(broker.logs(task, **{"stream": "stdout", **wanted}))  # type: ignore[arg-type]
 
 
 def test_a_log_is_followed_while_the_run_prints_and_read_afterwards(
@@ -51,10 +52,12 @@ def test_a_log_is_followed_while_the_run_prints_and_read_afterwards(
 ) -> None:
     broker = service.broker
     task = broker.submit(talk, str(tmp_path / "gate"), gpu_mb=1024)
-    lines = broker.logs(task, follow=True)
+    lines = broker.logs(task, follow=True, stream="stdout")
     before = [next(lines) for _ in range(3)]
     assert before == ["python\n", "c code\n", "child\n"]
-    assert list(broker.logs(task)) == before, "of a running task all that it has printed by now"
+    assert list(broker.logs(task, stream="stdout")) == before, (
+        "of a running task all that it has printed by now"
+    )
     assert text(broker, task, stream="stderr") == "child error\npython error\n"
     service.driver().kill()  # another one takes its place, and asks from the same byte on
     (tmp_path / "gate").touch()
@@ -62,6 +65,17 @@ def test_a_log_is_followed_while_the_run_prints_and_read_afterwards(
     assert broker.get(task).is_finished
     assert text(broker, task) == "python\nc code\nchild\npython again\n"
     assert text(broker, task, offset=len("python\n")) == "c code\nchild\npython again\n"
+
+
+def test_both_streams_are_followed_and_each_line_names_its_own(broker: Broker, tmp_path: Path) -> None:
+    task = broker.submit(talk, str(tmp_path / "gate"), gpu_mb=1024)
+    lines = broker.logs(task, follow=True)
+    before = [next(lines) for _ in range(5)]
+    printed = {"stdout": ["python\n", "c code\n", "child\n"], "stderr": ["child error\n", "python error\n"]}
+    assert {name: [line for line in before if line.stream == name] for name in printed} == printed
+    (tmp_path / "gate").touch()
+    assert [(line.stream, line) for line in lines] == [("stdout", "python again\n")]
+    assert [line.stream for line in broker.logs(task)] == ["stdout"] * 4 + ["stderr"] * 2
 
 
 def test_no_line_of_one_run_is_in_another_s_log(broker: Broker) -> None:
@@ -101,7 +115,7 @@ def test_each_rank_and_each_attempt_has_a_log_of_its_own(broker: Broker, tmp_pat
 def test_of_a_long_log_the_beginning_and_the_end_are_kept(broker: Broker) -> None:
     task = broker.submit(["sh", "-c", "seq 1 500000"], cpu=1)
     broker.wait(task, PATIENCE_SECONDS)
-    lines = list(broker.logs(task))
+    lines = list(broker.logs(task, stream="stdout"))
     assert lines[:2] == ["1\n", "2\n"]
     assert lines[-1] == "500000\n"
     [cut] = [line for line in lines if "were not kept" in line]

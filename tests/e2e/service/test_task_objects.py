@@ -47,6 +47,20 @@ def test_arguments_and_items_of_an_array_are_objects(broker: Broker) -> None:
     until(lambda: not list(broker.list(state=OPEN)), "the workers end")
 
 
+def doubled(array: Any, *, more: bytes) -> tuple[float, str, int]:
+    array *= 2  # its own
+    return float(array.sum()), type(more).__name__, len(more)
+
+
+def test_arguments_larger_than_a_request_arrive_as_they_are(broker: Broker) -> None:
+    array, more = np.ones(1_200_000), b"x" * 9_000_000
+    task = broker.submit(doubled, array, kwargs={"more": more}, cpu=1)
+    assert broker.result(task) == (2_400_000.0, "bytes", 9_000_000)
+    assert broker.result(broker.submit("tests.e2e.work:size_of", list(range(2_000_000)))) == 2_000_000
+    items = [np.full(1_500_000, number) for number in range(3)]
+    assert list(broker.map(lambda item: float(item[0]), items, cpu=0.1)) == [0.0, 1.0, 2.0]
+
+
 def test_task_whose_object_was_deleted_fails_at_its_start_without_a_retry(broker: Broker) -> None:
     stored = broker.put(b"bytes")
     first = broker.submit("tests.e2e.work:size_of", stored, cpu=0.1)

@@ -19,6 +19,7 @@ from gpubroker.cli.lookup import (
 )
 from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
 from gpubroker.cli.tasks.view import task_table
+from gpubroker.errors import Refused
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -192,7 +193,7 @@ def _change(words: Sequence[str], output: Format, change: Callable[["Broker", st
     with connect() as broker:
         try:
             found = [task_id(broker, word, to_change=True) for word in words]
-        except typer.Exit:
+        except (typer.Exit, Refused):
             if len(words) > 1:
                 eprint(f"none of the {len(words)} tasks was changed")
             raise

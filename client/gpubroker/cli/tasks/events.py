@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from gpubroker.cli.lookup import connect, task_id
-from gpubroker.cli.printing import Format, Output, emit, emit_all
+from gpubroker.cli.printing import Format, Output, emit, emit_all, print_drawn
 from gpubroker.cli.tables import duration, short_id, size, timestamp
 from gpubroker.errors import Refused
 
@@ -55,7 +55,8 @@ def events(
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order.
+    """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order. Checkpoints of a
+    task that follow each other are counted in one line.
 
     A token sees the events of its tenant, and with the scope cluster:read those of nodes and devices.
     """
@@ -68,10 +69,41 @@ def events(
             emit_all(output, listed, lambda events: Group(*map(_event_line, events)))
             return
         try:
+            if output is Format.TABLE:
+                for line in _lines_of(broker.events(wanted, **start, follow=follow)):
+                    print_drawn(line)
+                return
             for event in broker.events(wanted, **start, follow=follow):
-                emit(Format.NDJSON if output is Format.JSON else output, event, _event_line)
+                emit(Format.NDJSON, event, _event_line)
         except KeyboardInterrupt:
             return
+
+
+def _lines_of(events: Iterable[Event]) -> Iterator[Text]:
+    """Yield a line for each event, but of the checkpoints of a task only for the first. When something else
+    happens to the task, or at the end, a line says how many followed and when the last was."""
+    saved: dict[str, tuple[Event, int]] = {}
+    for event in events:
+        _, count = saved.get(event.key, (event, -1))
+        if _is_checkpoint(event):
+            saved[event.key] = event, count + 1
+            if count >= 0:
+                continue
+        elif count >= 0:
+            yield from _folded(*saved.pop(event.key))
+        yield _event_line(event)
+    for last, count in saved.values():
+        yield from _folded(last, count)
+
+
+def _is_checkpoint(event: Event) -> bool:
+    return event.kind == "task.changed" and event.fields.keys() == {"checkpoint_at"}
+
+
+def _folded(last: Event, count: int) -> Iterator[Text]:
+    if count:
+        note = f"  (the last of {count} more checkpoints; -o json has all)" if count > 1 else ""
+        yield _event_line(last).append(note, "dim")
 
 
 def _event_line(event: Event) -> Text:

@@ -19,6 +19,7 @@ from gpubroker.cli.tables import (
     duration,
     executor_in_words,
     gib,
+    gib_of,
     short_id,
     size,
     with_short_ids,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 24
 """The table has the devices that have room soonest; `-o json` has all."""
 _MOST_HOLDERS = 5
+_PRINTING = frozenset({"entrypoint", "command", "function"})
+"""Kinds of tasks whose runs have a log."""
 _WIDE = 110
 _COLUMNS = (
     Column("GPU", share=0.3),
@@ -73,6 +76,9 @@ def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
     if found.error and found.is_finished:
         yield f"details: gpubroker show {short_id(found.id)}"
     yield from (f"{name} {line}" for name, line in past_of(broker, found).items() if name != ATTEMPTS)
+    if not found.is_finished and found.run.kind in _PRINTING:
+        worker = f" --worker {short_id(explained.worker)}" if explained.worker else ""
+        yield f"to follow it: gpubroker logs -f {short_id(found.id)}{worker}"
     if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
         yield f"executor: {executor_in_words(stats.executor)}"
 
@@ -145,8 +151,8 @@ def _quota(quota: Quota | None) -> Iterator[Text]:
         return
     lent = f", and {quota.cohort} lends {gib(quota.lent_mb)} more" if quota.cohort else ""
     yield Text(
-        f"quota of {quota.tenant}: {gib(quota.used_mb)} of {gib(quota.guaranteed_mb)} GiB used{lent}; "
-        f"this task counts {gib(quota.counts_mb)}, {gib(quota.left_mb)} left"
+        f"quota of {quota.tenant}: {gib_of(quota.used_mb, quota.guaranteed_mb, ' of ', ' GiB')} used{lent}; "
+        f"this task counts {gib_of(quota.counts_mb, quota.left_mb, ', ')} left"
     )
 
 
@@ -264,7 +270,7 @@ def _device_facts(device: DeviceVerdict) -> tuple[str, ...]:
     return (
         device.node,
         device.kind,
-        f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
+        gib_of(device.free_mb, device.allocatable_mb),
         "" if device.free_in is None else _short(device.free_in),
         holders,
         message,

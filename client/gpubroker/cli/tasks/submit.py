@@ -112,7 +112,7 @@ ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults
 Profile = Annotated[str | None, typer.Option(help="Role to take sizes and limits from: gpubroker profiles.")]
 Concurrency = Annotated[
     int | None,
-    typer.Option("--max-concurrency", help="For its code, in GPUBROKER_MAX_CONCURRENCY; no other effect."),
+    typer.Option("--max-concurrency", help="For the task's own code, in GPUBROKER_MAX_CONCURRENCY."),
 ]
 Stream = Annotated[str | None, typer.Option(help="Work stream, as configured by the operator.")]
 Name = Annotated[str | None, typer.Option("--name", "-n", help="Name to show in lists.")]
@@ -324,7 +324,8 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
             eprint(f"accepted {task.id}")
             wait_and_show(broker, task.id, given["wait_timeout"], output)
             return
-        eprint(f"accepted {task.name or 'task'}; to follow it: gpubroker explain {task.id}")
+        follow = f"gpubroker logs -f {task.id}   why it waits: gpubroker explain {task.id}"
+        eprint(f"accepted {task.name or 'task'}; to follow it: {follow}")
         if task.sizing:
             eprint(task.sizing.message)
         emit(output, task, lambda task: task.id)

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import UNFINISHED, TaskWord, connect, task_id
+from gpubroker.cli.lookup import TaskWord, connect, task_id
 from gpubroker.cli.printing import Format, Output, Watch, emit, emit_all, eprint, watch
 from gpubroker.cli.tables import (
     Column,
@@ -29,6 +29,7 @@ from gpubroker.cli.tables import (
     with_short_ids,
 )
 from gpubroker.cli.tasks.events import past_of
+from gpubroker.tasks.naming import UNFINISHED
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker

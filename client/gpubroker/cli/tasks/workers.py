@@ -58,7 +58,9 @@ def create(
         Any, typer.Option("--start-timeout", help="The longest that making the object takes.", **_SECONDS)
     ] = None,
     profile: Annotated[str | None, typer.Option(help="The role of its workers.")] = None,
-    max_concurrency: Annotated[int | None, typer.Option(help="Calls at once to one worker.")] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="How many calls a worker answers at once.")
+    ] = None,
     priority: Priority = None,
     gpu_mb: GpuMb = None,
     gpus: Gpus = None,
@@ -141,7 +143,7 @@ def call(
     method: Annotated[str, typer.Argument(help="A method of the object.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments, JSON or text.")] = None,
     role: Annotated[str, typer.Option(help="Which of several roles.")] = "",
-    timeout_seconds: Annotated[Any, typer.Option("--timeout", help="Waiting included.", **_SECONDS)] = 60.0,
+    timeout_seconds: Annotated[Any, typer.Option("--timeout", help="Waiting included.", **_SECONDS)] = "60s",
 ) -> None:
     """Call a method in one worker, and print what it returns as JSON."""
     with connect() as broker:

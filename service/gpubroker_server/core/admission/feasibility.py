@@ -201,14 +201,16 @@ def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
     largest = max(devices, key=lambda device: (device.allocatable_mb - device.context_mb, device.key))
     beside = f" beside {in_gib(largest.context_mb)} for each process" if largest.context_mb else ""
     offers_mb = largest.allocatable_mb - largest.context_mb
-    there_is = f"{in_gib(offers_mb)} of {largest.kind} {largest.node}/gpu{largest.index}{beside}"
+    there_is = (
+        f"{in_gib(offers_mb, demand.gpu_mb or 0)} of {largest.kind} {largest.node}/gpu{largest.index}{beside}"
+    )
     if demand.gpu_mb is None:
         message = (
             f"{demand.gpu_fraction or 1:g} of a GPU is more than any GPU has; the largest offers {there_is}"
         )
         return Refusal("exceeds-capacity", message, "gpu_fraction")
     message = (
-        f"{in_gib(demand.gpu_mb)} on one GPU exceed the largest, which offers {there_is}; "
+        f"{in_gib(demand.gpu_mb, offers_mb)} on one GPU exceed the largest, which offers {there_is}; "
         "ask for less per GPU and for more GPUs, or add a larger device"
     )
     return Refusal("exceeds-capacity", message, "gpu_mb")
@@ -227,8 +229,8 @@ def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
     by_memory = max(nodes, key=lambda node: node.memory_mb)
     if demand.memory_mb > by_memory.memory_mb:
         message = (
-            f"{in_gib(demand.memory_mb)} of host memory exceed the largest node{which}, "
-            f"{by_memory.name} with {in_gib(by_memory.memory_mb)}; ask for less"
+            f"{in_gib(demand.memory_mb, by_memory.memory_mb)} of host memory exceed the largest node{which}, "
+            f"{by_memory.name} with {in_gib(by_memory.memory_mb, demand.memory_mb)}; ask for less"
         )
         return Refusal("exceeds-capacity", message, "memory_mb")
     if not any(node.cpu >= demand.cpu and node.memory_mb >= demand.memory_mb for node in nodes):
@@ -246,8 +248,8 @@ def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Re
     if most is None or need_mb <= most:
         return None
     message = (
-        f"the task counts {in_gib(need_mb)} of GPU memory (on the largest GPUs that it may use), and tenant "
-        f"{tenant} may have {in_gib(most)} at most, guaranteed and borrowed; "
+        f"the task counts {in_gib(need_mb, most)} of GPU memory (on the largest GPUs that it may use), and "
+        f"tenant {tenant} may have {in_gib(most, need_mb)} at most, guaranteed and borrowed; "
         "ask for less, or for smaller kinds"
     )
     return Refusal("exceeds-quota", message, "gpu_mb" if demand.gpu_mb is not None else "gpus")

@@ -59,9 +59,12 @@ def release_numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", release)[:3]))
 
 
-def in_gib(mb: float) -> str:
-    """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'."""
-    return f"{mb / 1024:.1f} GiB"
+def in_gib(mb: float, *beside: float) -> str:
+    """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'. `beside`: sizes that the reader compares
+    it with; where one that differs would read the same, it stays in MiB."""
+    text = f"{mb / 1024:.1f} GiB"
+    looks_equal = any(other != mb and f"{other / 1024:.1f} GiB" == text for other in beside)
+    return f"{mb:.0f} MiB" if looks_equal else text
 
 
 def in_time(seconds: float) -> str:

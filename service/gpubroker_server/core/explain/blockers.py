@@ -164,8 +164,8 @@ def _no_headroom(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
         unit = "CPU" if demand.cpu == 1 else "CPUs"
         short.append(f"{demand.cpu:g} {unit}, of which {max(0.0, room.cpu):g} are left")
     if room.memory_mb < demand.memory_mb:
-        left = in_gib(max(0, room.memory_mb))
-        short.append(f"{in_gib(demand.memory_mb)} of host memory, of which {left} are left")
+        left = in_gib(max(0, room.memory_mb), demand.memory_mb)
+        short.append(f"{in_gib(demand.memory_mb, room.memory_mb)} of host memory, of which {left} are left")
     asked, left_of = dict(demand.custom), dict(room.custom)
     short += [
         f"{asked[name]:g} of {name!r}, of which {max(0.0, left_of[name]):g} are left"
@@ -205,14 +205,16 @@ def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
     smallest = min(finding.need_mb or 0 for finding in devices)
     total = sum(finding.free_mb for finding in devices)
     largest = max(devices, key=lambda finding: (finding.free_mb, finding.ledger.device.key))
-    block = f"{in_gib(largest.free_mb)} ({largest.ledger.device.label})"
-    needs = _needs(survey, smallest) + _coming(survey, devices) + _not_whole(survey, devices)
+    block = f"{in_gib(largest.free_mb, smallest)} ({largest.ledger.device.label})"
+    needs = _needs(survey, smallest, largest.free_mb) + _coming(survey, devices) + _not_whole(survey, devices)
     reason = Reason.WAITING_FOR_MEMORY if total < gpus * smallest else Reason.FRAGMENTED
     if gpus > 1:
         return Blocker(reason, f"{needs}; {_most_on_one_node(survey.task, nodes)}")
     if reason is Reason.WAITING_FOR_MEMORY:
         return Blocker(reason, f"{needs}; the largest free block is {block}")
-    return Blocker(reason, f"{needs}; {in_gib(total)} are free in all, but the largest block is {block}")
+    return Blocker(
+        reason, f"{needs}; {in_gib(total, largest.free_mb)} are free in all, but the largest block is {block}"
+    )
 
 
 def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
@@ -236,12 +238,12 @@ def _kept_for_others(task: Task, node: NodeFinding) -> Blocker:
     return Blocker(Reason.BEHIND_HIGHER_PRIORITY, f"the free memory of {where} is pledged to {owners}")
 
 
-def _needs(survey: Survey, smallest_mb: int) -> str:
+def _needs(survey: Survey, smallest_mb: int, *beside_mb: int) -> str:
     gpus = survey.task.demand.gpus
     if survey.task.demand.takes_whole_devices:
         return "needs a whole GPU" if gpus == 1 else f"needs {gpus} whole GPUs of one node"
     each = "one GPU" if gpus == 1 else f"each of {gpus} GPUs of one node"
-    return f"needs {in_gib(smallest_mb)} on {each}"
+    return f"needs {in_gib(smallest_mb, *beside_mb)} on {each}"
 
 
 def _coming(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
@@ -288,11 +290,13 @@ def is_short(quota: Quota) -> bool:
 
 def quota_text(quota: Quota) -> str:
     """Return what the task counts against its tenant's quota, and what the tenant may still take."""
+    counts, left = quota.counts_mb, quota.left_mb
+    guaranteed, used = quota.guaranteed_mb, quota.used_mb
     borrows = f" and borrows from cohort {quota.cohort}" if quota.cohort else ""
     return (
-        f"counts {in_gib(quota.counts_mb)} against the quota; tenant {quota.tenant}, which is guaranteed "
-        f"{in_gib(quota.guaranteed_mb)}{borrows}, has {in_gib(quota.used_mb)} and may take "
-        f"{in_gib(quota.left_mb)} more"
+        f"counts {in_gib(counts, left)} against the quota; tenant {quota.tenant}, which is guaranteed "
+        f"{in_gib(guaranteed, used)}{borrows}, has {in_gib(used, guaranteed)} and may take "
+        f"{in_gib(left, counts)} more"
     )
 
 

@@ -302,8 +302,8 @@ def _why_none_joins(world: World, gang: Task, bundle: int, policy: Policy, now: 
 def _overuse(world: World, task: Task) -> str:
     over = [lease for lease in world.leases_of(task) if lease.overused_mb]
     return "".join(
-        f"; it used {in_gib(lease.overused_mb)} of {world.ledgers[lease.device].device.label}, "
-        f"of which it leased {in_gib(lease.mb)}"
+        f"; it used {in_gib(lease.overused_mb, lease.mb)} of {world.ledgers[lease.device].device.label}, "
+        f"of which it leased {in_gib(lease.mb, lease.overused_mb)}"
         for lease in over
     )
 
@@ -314,14 +314,15 @@ def _preemptor(world: World, task: Task) -> str:
 
 
 def _why(finding: DeviceFinding, task: Task) -> str:
-    free, size = in_gib(finding.free_mb), in_gib(finding.ledger.device.allocatable_mb)
+    need_mb, free_mb = finding.need_mb or 0, finding.free_mb
+    size_mb = finding.ledger.device.allocatable_mb
     match finding.verdict:
         case Verdict.GONE:
             return "its node no longer has it"
         case Verdict.NOT_WANTED:
             return f"does not match the demand ({constraints_text(task.demand)})"
         case Verdict.TOO_SMALL:
-            return f"too small: {size} in all"
+            return f"too small: {in_gib(size_mb, task.demand.gpu_mb or 0)} in all"
         case Verdict.NODE_NOT_READY:
             return "its node does not answer"
         case Verdict.CORDONED:
@@ -333,7 +334,7 @@ def _why(finding: DeviceFinding, task: Task) -> str:
         case Verdict.STALE:
             return "its memory use has not been reported lately"
         case Verdict.FITS:
-            return f"fits: {free} are free"
+            return f"fits: {in_gib(free_mb)} are free"
         case Verdict.KEPT_FOR_OTHERS:
             pledges = finding.ledger.pledges
             names = sorted(task_label(name, pledges[name].tenant, task) for name in pledges)
@@ -341,5 +342,5 @@ def _why(finding: DeviceFinding, task: Task) -> str:
     others = used_without_lease(finding.ledger)
     more = f", {others}" if others else ""
     if task.demand.takes_whole_devices:
-        return f"not empty: {free} of {size} are free{more}"
-    return f"{in_gib(finding.need_mb or 0)} are needed, {free} are free{more}"
+        return f"not empty: {in_gib(free_mb, size_mb)} of {in_gib(size_mb, free_mb)} are free{more}"
+    return f"{in_gib(need_mb, free_mb)} are needed, {in_gib(free_mb, need_mb)} are free{more}"

@@ -161,7 +161,8 @@ def overuse_failure(reason: StopReason | None, leases: Iterable[Lease]) -> Failu
     if reason is not StopReason.OVERUSE:
         return None
     used = "; ".join(
-        f"{in_gib(lease.overused_mb)} of a GPU of which it leased {in_gib(lease.mb)}"
+        f"{in_gib(lease.overused_mb, lease.mb)} of a GPU of which it leased "
+        f"{in_gib(lease.mb, lease.overused_mb)}"
         for lease in leases
         if lease.overused_mb
     )

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
+from gpubroker.wire.bounds import MOST_ITEMS
 from msgspec import to_builtins
 from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
@@ -35,7 +36,6 @@ from gpubroker_server.http.problems import Fault
 from gpubroker_server.ports.store import BatchSubmission
 
 MAX_WORKERS = 256
-MAX_ITEMS = 10_000_000
 MAX_CHUNK = MOST_HELD // 2
 """A worker gets its next chunk before it has finished the one before."""
 _LENGTH_BYTES = 8
@@ -46,7 +46,7 @@ class GivenObjects(Protocol):
     async def copied(self, tenant: str, object_id: str, at: str) -> bytes: ...
 
 
-Count = Annotated[int, Field(ge=1, le=MAX_ITEMS, description="How many items a pickled list has.")]
+Count = Annotated[int, Field(ge=1, le=MOST_ITEMS, description="How many items a pickled list has.")]
 
 
 class ObjectItems(Body):
@@ -124,8 +124,8 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
             packed, listed = to_json(body.items), body.items
     if not listed:
         raise invalid(Fault(pointer="/items", detail="an array needs one item or more", code="no-items"))
-    if len(listed) > MAX_ITEMS:
-        detail = f"an array has at most {MAX_ITEMS} items; there are {len(listed)}; make several arrays"
+    if len(listed) > MOST_ITEMS:
+        detail = f"an array has at most {MOST_ITEMS} items; there are {len(listed)}; make several arrays"
         raise invalid(Fault(pointer="/items", detail=detail, code="too-many-items"))
     named = await asyncio.to_thread(objects_among, enumerate(listed), "/items")
     return GivenItems(packed, False, len(listed), named)

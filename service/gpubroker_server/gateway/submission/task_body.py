@@ -241,10 +241,7 @@ class SubmitTask(Timed):
     max_concurrency: Annotated[
         int | None,
         Field(ge=1, le=100_000),
-        Field(
-            description="For the task's own code: its process finds it in GPUBROKER_MAX_CONCURRENCY. The "
-            "number is shown and has no other effect. Left out: the profile's."
-        ),
+        Field(description="For the task's own code, in GPUBROKER_MAX_CONCURRENCY. Left out: the profile's."),
     ] = None
     stream: StreamName = ""
     resources: NamedResources

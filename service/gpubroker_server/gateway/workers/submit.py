@@ -116,7 +116,9 @@ class SubmitWorkerSet(SubmitTask):
     max_concurrency: Annotated[
         int | None,
         Field(
-            ge=1, le=MOST_AT_ONCE, description="Calls at once to one worker. Left out: the profile's, or 1."
+            ge=1,
+            le=MOST_AT_ONCE,
+            description="How many calls a worker answers at once. Left out: the profile's, or 1.",
         ),
     ] = None
     colocate_with: Annotated[

@@ -1,0 +1,62 @@
+"""Arguments that are too large for the body of a submit: they travel as objects, and arrive as they are."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from gpubroker.runtime.objects import JSON_MARK, ObjectRef, named_object, pickled_buffers
+from gpubroker.tasks.object_api import upload_call
+from gpubroker.tasks.submission import MOST_BODY_BYTES, SubmitOptions, Target, submission_body
+from gpubroker.transport.exchange import Answer, Call, Steps
+
+LEAST_BYTES = 64 * 1024
+"""Smaller arguments stay in the body: an object of their own would cost more."""
+
+Send = Callable[[Call], Steps[Answer]]
+
+
+def fitting_body(send: Send, target: Target, args: Sequence[Any], options: SubmitOptions) -> Steps[bytes]:
+    """Return the JSON of a submit; if it is too long, with objects in place of large arguments. Raises as
+    `submission_body` does, and Refused if the service takes no more objects."""
+    body = submission_body(target, args, options)
+    if len(body) <= MOST_BODY_BYTES or not (callable(target) or isinstance(target, str)):
+        return body
+    small_args = []
+    for value in args:
+        small_args.append((yield from _or_object(send, target, value)))
+    small_kwargs = {}
+    for name, value in (options.get("kwargs") or {}).items():
+        small_kwargs[name] = yield from _or_object(send, target, value)
+    if small_kwargs:
+        options = cast("SubmitOptions", {**options, "kwargs": small_kwargs})
+    return submission_body(target, small_args, options)
+
+
+def small_items(send: Send, target: Target, items: Sequence[Any]) -> Steps[Sequence[Any]]:
+    """Return the items of an array, with objects in place of large ones."""
+    small = []
+    for item in items:
+        small.append((yield from _or_object(send, target, item)))
+    return small
+
+
+def without_arguments(options: SubmitOptions) -> SubmitOptions:
+    kept: Mapping[str, Any] = {name: value for name, value in options.items() if name != "kwargs"}
+    return cast("SubmitOptions", kept)
+
+
+def _or_object(send: Send, target: Target, value: Any) -> Steps[Any]:
+    if isinstance(value, ObjectRef) or named_object(value) is not None:
+        return value
+    data = _packed(target, value)
+    if len(data) <= LEAST_BYTES:
+        return value
+    stored = (yield from send(upload_call(data))).json()
+    return ObjectRef(stored["id"], stored["size_bytes"])
+
+
+def _packed(target: Target, value: Any) -> bytes:
+    """As an object that is opened as a value of the run's own, which it may change."""
+    if callable(target):
+        return b"".join(pickled_buffers(value, beside=False))
+    return JSON_MARK + json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
