@@ -26,11 +26,14 @@ class ClusterApi(Operations):
         return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle, history=history)))
 
     @operation
-    def nodes(self, *, history: str | None = None, sort: str | None = None) -> Steps[Page[Node]]:
+    def nodes(
+        self, *, history: str | None = None, sort: str | None = None, boot_id: str | None = None
+    ) -> Steps[Page[Node]]:
         """List all machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
         `sort`: name (the default), cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; with
-        a `-` before it, the most first."""
-        return page_of(Node, (yield from self._ask("GET", "/nodes", history=history, sort=sort)))
+        a `-` before it, the most first. `boot_id`: only nodes on the machine whose kernel says it."""
+        found = yield from self._ask("GET", "/nodes", history=history, sort=sort, boot_id=boot_id)
+        return page_of(Node, found)
 
     @operation
     def node(self, name: str, *, history: str | None = None) -> Steps[NodeDetail]:

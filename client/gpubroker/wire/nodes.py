@@ -126,6 +126,7 @@ class Node(Answered, frozen=True, kw_only=True):
         float | None, Meta(description="How long its CPUs have been idle; null: they are not.")
     ]
     labels: Mapping[str, str]
+    task_user: Annotated[str, Meta(description="System user that runs become; empty: unknown.")] = ""
     agent: Annotated[NodeAgent | None, Meta(description="Null while it does not answer.")]
 
 

@@ -13,6 +13,7 @@ from gpubroker.cli import parsing
 from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint
 from gpubroker.cli.tasks.batch_file import submit_file
+from gpubroker.cli.tasks.directory import place_of
 from gpubroker.cli.tasks.explain import show_simulation
 from gpubroker.cli.tasks.results import follow_and_show, wait_and_show
 
@@ -166,7 +167,15 @@ Deadline = Annotated[
 Expected = Annotated[Any, typer.Option("--expected", help="Duration of a run, for forecasts.", **_SECONDS)]
 ResultFormat = Annotated[str | None, typer.Option(help="Format of the result: json or cloudpickle.")]
 Directory = Annotated[
-    str | None, typer.Option("--working-directory", "-C", help="Directory that the command runs in.")
+    str | None,
+    typer.Option(
+        "--dir",
+        "--working-directory",
+        "-C",
+        metavar="DIR",
+        help="Directory of the nodes that the command runs in. Default: where you are, if this machine is a "
+        "node.",
+    ),
 ]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key make one task.")]
 Hold = Annotated[
@@ -312,6 +321,7 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
     args = map(parsing.json_or_text, given["args"] or [])
     with connect() as broker:
         options |= dependencies(broker, given)
+        options |= place_of(broker, target, options)
         if given["dry_run"] or target is None:
             show_simulation(broker.simulate(target, *args, **options), output)
         task = broker.submit(target, *args, **options)

@@ -363,7 +363,11 @@ OBJECT_MISSING = "object_missing"
 ARRAY_IMPORT_FAILED = "array_import_failed"
 """Failure kind of a worker of an array that cannot open its function or its items; `max_retries` of workers
 is for crashes of items."""
-WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING})
+NO_DIRECTORY = "no_directory"
+"""Failure kind of a task whose directory its node lacks, or its user cannot enter."""
+WITHDRAWN = frozenset(
+    {ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING, NO_DIRECTORY}
+)
 """Failure kinds of starts that would fail as often as they are tried."""
 
 EntrypointPatterns = tuple[str, ...]

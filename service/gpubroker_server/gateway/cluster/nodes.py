@@ -63,6 +63,14 @@ class NodesQuery(HistoryQuery):
         ],
         Field(description="`cpu`, `memory_mb`, `gpu_mb`: what is free. `-`: the most first; ties by name."),
     ] = "name"  # fmt: skip
+    boot_id: Annotated[
+        str | None,
+        Field(
+            max_length=100,
+            description="Only the nodes on the machine whose kernel says this boot id "
+            "(/proc/sys/kernel/random/boot_id).",
+        ),
+    ] = None
 
 
 @resource.route("GET /nodes", "nodes_list", Scope.CLUSTER_READ, Overview[ShownNode], "follower-stale")
@@ -71,6 +79,8 @@ async def list_nodes(caller: Caller, parts: Parts, query: Annotated[NodesQuery, 
     and their agents."""
     moment, items = parts.freshness.moment(), []
     for node in sorted(parts.world.nodes.values(), key=lambda node: node.name):
+        if query.boot_id not in (None, node.boot_id):
+            continue
         items.append(_shown(ShownNode, caller, parts, node, query))
         if len(items) % ITEMS_AT_ONCE == 0:
             await asyncio.sleep(0)
@@ -217,6 +227,7 @@ def _shown(
         history=query.reader(parts)(node.name),
         idle_seconds=idle_seconds(parts).get(node.name),
         labels=dict(node.labels),
+        task_user=parts.rules.task_user,
         agent=None if agent is None else convert(agent, NodeAgent),
         **more,
     )
