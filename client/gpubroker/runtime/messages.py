@@ -56,6 +56,10 @@ class RunKey(NamedTuple):
         return f"{self.task}:{self.fence}:{self.rank}" if self.rank else f"{self.task}:{self.fence}"
 
 
+OF_DIRECTORIES = ("upload", "outputs")
+"""Fields of a RunOrder."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunOrder:
     """Everything one run needs. `leases` are (device UUID, MiB), in the order of CUDA's numbering."""
@@ -86,13 +90,19 @@ class RunOrder:
     """Report when ready, and begin user code when all ranks are ready."""
     memory_mb: int = 0
     """Host memory that it asked for."""
+    upload: str = ""
+    """Id of the object with the directory that it works in; `working_directory` is the run's copy."""
+    outputs: tuple[str, ...] = ()
+    """Patterns of the files there that are collected when it has ended."""
 
     @property
     def key(self) -> RunKey:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _names_of(RunOrder)}
+        """Without fields of directories if it has none: earlier releases do not know them."""
+        left_out = () if self.upload or self.outputs else OF_DIRECTORIES
+        return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
 
     @classmethod
     def from_wire(cls, given: Mapping[str, Any]) -> "RunOrder":

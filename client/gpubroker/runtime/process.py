@@ -136,6 +136,8 @@ def take_process(order: RunOrder, given: ProcessSetup) -> None:
         become(given.user)
     if order.working_directory:
         _enter(order.working_directory, given)
+    if order.upload:
+        sys.path.insert(0, order.working_directory)
 
 
 def _enter(directory: str, given: ProcessSetup) -> None:

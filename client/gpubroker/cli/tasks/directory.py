@@ -24,7 +24,7 @@ def place_of(
 
     The boot id proves that client and node are one machine: a tunnel to a service elsewhere looks local too.
     """
-    if target is None or isinstance(target, str) or "working_directory" in options:
+    if target is None or isinstance(target, str) or {"working_directory", "upload"} & options.keys():
         return {}
     try:
         here, boot_id = os.getcwd(), _BOOT_ID.read_text(encoding="ascii").strip()

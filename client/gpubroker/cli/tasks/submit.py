@@ -177,6 +177,20 @@ Directory = Annotated[
         "node.",
     ),
 ]
+Upload = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[DIR]",
+        help="Send a directory with the task, by default where you are; it runs in a copy.",
+    ),
+]
+Outputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Files to collect when a run has ended, such as 'runs/**'; repeatable. See gpubroker outputs.",
+    ),
+]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key make one task.")]
 Hold = Annotated[
     bool, typer.Option("--hold", help="Keep it in the queue until `gpubroker release` releases it.")
@@ -215,7 +229,19 @@ class CommandAfterDashes(TyperCommand):
             at = args.index("--")
             ctx.obj = args[at + 1 :]
             args = args[:at]
+        args = [
+            word for number, word in enumerate(args) for word in _with_directory(word, args[number + 1 :])
+        ]
         return super().parse_args(ctx, args)
+
+
+def _with_directory(word: str, following: list[str]) -> list[str]:
+    """`--upload` without a directory means the current one."""
+    if word != "--upload":
+        return [word]
+    is_named = bool(following) and not following[0].startswith("-")
+    is_function = is_named and ":" in following[0] and not os.path.isdir(following[0])
+    return [word] if is_named and not is_function else [f"{word}=."]
 
 
 class SubmitParameters(NamedTuple):
@@ -263,6 +289,8 @@ class SubmitParameters(NamedTuple):
     expected_seconds: Expected = None
     result_format: ResultFormat = None
     working_directory: Directory = None
+    upload: Upload = None
+    outputs: Outputs = None
     idempotency_key: Key = None
     held: Hold = False
     wait: Wait = False

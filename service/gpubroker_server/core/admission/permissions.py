@@ -34,6 +34,8 @@ class Permissions(Struct, frozen=True):
         """Return the refusal of a run that the token or the operator does not allow. `cloudpickle`: the
         version that pickled a function, if its submitter says so."""
         match spec.kind:
+            case "entrypoint" if spec.upload:  # then the names are those of the submitter's own code
+                return lacks(sender, CODE_SCOPE, "submitting a function with the directory that it is in")
             case "entrypoint":
                 return self._check_entrypoint(spec.entrypoint)
             case "command":
