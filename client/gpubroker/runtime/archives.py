@@ -44,11 +44,18 @@ def stays_inside(name: str, target: str) -> bool:
     return bool(parts) and not target.startswith("/") and ups <= depth and ".." not in parts[ups:]
 
 
-def unpack(archive: BinaryIO, target: Path, limits: ArchiveLimits, *, replaces: bool = False) -> int:
+def unpack(
+    archive: BinaryIO,
+    target: Path,
+    limits: ArchiveLimits,
+    *,
+    replaces: bool = False,
+    files: list[str] | None = None,
+) -> int:
     """Unpack into a directory that is there, and return the bytes of all files. Each member is checked before
-    anything of it is written. `replaces`: files that are there already are replaced. Raises BadArchive, and
-    OSError."""
-    unpacking = _Unpacking(target, limits, replaces)
+    anything of it is written. `replaces`: files that are there already are replaced. `files` gets the names
+    of files. Raises BadArchive, and OSError."""
+    unpacking = _Unpacking(target, limits, replaces, [] if files is None else files)
     try:
         opened = tarfile.open(fileobj=archive, mode="r:", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
         with opened:
@@ -61,10 +68,11 @@ def unpack(archive: BinaryIO, target: Path, limits: ArchiveLimits, *, replaces: 
 
 
 class _Unpacking:
-    def __init__(self, target: Path, limits: ArchiveLimits, replaces: bool) -> None:
+    def __init__(self, target: Path, limits: ArchiveLimits, replaces: bool, files: list[str]) -> None:
         self._target = str(target)
         self._limits = limits
         self._replaces = replaces
+        self._files = files
         self._directories: dict[str, int] = {"": 0o700}
         """The directories that were made, each with its mode: only in these is anything written."""
         self._members = 0
@@ -88,6 +96,7 @@ class _Unpacking:
             self._make_directory(name, mode)
         elif member.isreg():
             self._write(archive, member, path, mode)
+            self._files.append(name)
         elif member.issym():
             self._link(name, member.linkname, path)
         else:
