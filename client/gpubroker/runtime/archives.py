@@ -61,10 +61,18 @@ def unpack(
         with opened:
             for member in opened:
                 unpacking.add(opened, member)
+            _check_end(archive, opened.offset)
     except (tarfile.TarError, EOFError, OverflowError, UnicodeError) as fault:
         raise BadArchive(f"the archive cannot be read: {fault}") from None
     unpacking.finish()
     return unpacking.size_bytes
+
+
+def _check_end(archive: BinaryIO, at: int) -> None:
+    """Raises BadArchive if what follows the last member is no end: tarfile stops at a damaged head."""
+    archive.seek(at)
+    if archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
+        raise BadArchive(f"the archive cannot be read: it is damaged at byte {at}")
 
 
 class _Unpacking:
