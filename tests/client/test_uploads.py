@@ -28,9 +28,10 @@ def names(folder: Path) -> list[str]:
 
 
 def packed(folder: Path, limits: ArchiveLimits = LIMITS) -> tuple[str, bytes]:
-    with archive_of(folder, limits) as archive:
-        archive.file.seek(0)
-        return archive.id, archive.file.read()
+    archive = archive_of(folder, limits)
+    data = b"".join(archive.parts())
+    assert len(data) == archive.size_bytes
+    return archive.id, data
 
 
 def test_equal_directories_have_one_id_whatever_their_times_and_owners(tmp_path: Path) -> None:

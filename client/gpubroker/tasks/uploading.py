@@ -9,7 +9,6 @@ from gpubroker.errors import Refused, WrongArgument
 from gpubroker.runtime.archives import ArchiveLimits
 from gpubroker.runtime.objects import ObjectRef
 from gpubroker.tasks.object_api import upload_call
-from gpubroker.transport.bodies import FileBody
 from gpubroker.transport.exchange import Answer, Call, Steps
 
 Send = Callable[[Call], Steps[Answer]]
@@ -25,11 +24,13 @@ def directory_stored(send: Send, directory: Any) -> Steps[ObjectRef]:
     rules = (yield from send(Call("GET", "/policy"))).json()
     # A service of an earlier release names no limits, and takes no uploads.
     limits = ArchiveLimits(rules.get("upload_bytes", 0) or 2**62, rules.get("upload_files", 0) or 2**31)
-    with archive_of(Path(directory), limits) as archive:
-        try:
-            yield from send(Call("GET", f"/objects/{archive.id}"))
-        except Refused as unknown:
-            if unknown.code != "not-found":
-                raise
-            yield from send(upload_call(FileBody(archive.file)))
+    archive = archive_of(Path(directory), limits)
+    try:
+        yield from send(Call("GET", f"/objects/{archive.id}"))
+    except Refused as unknown:
+        if unknown.code != "not-found":
+            raise
+    else:
         return ObjectRef(archive.id, archive.size_bytes)
+    stored = (yield from send(upload_call(archive))).json()
+    return ObjectRef(stored["id"], stored["size_bytes"])  # of what was read now: a file may have changed

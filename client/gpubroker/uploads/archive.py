@@ -5,91 +5,101 @@ import os
 import stat
 import tarfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from tempfile import SpooledTemporaryFile
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from gpubroker.errors import WrongArgument
-from gpubroker.runtime.archives import END, MODE_BITS, ArchiveLimits, filling_after, head_of, stays_inside
+from gpubroker.runtime.archives import (
+    END,
+    MODE_BITS,
+    ArchiveLimits,
+    filling_after,
+    head_of,
+    stays_inside,
+)
 from gpubroker.uploads.ignoring import Entry, entries_of
 
-_IN_MEMORY_BYTES = 64 * 2**20
 _PART_BYTES = 2**20
 _MOST_NAMED = 10
 _REMEDY = "name it in .gpubrokerignore"
 
 
-@dataclass(frozen=True, slots=True)
 class Archive:
-    """Close it when it is sent: `with archive_of(...) as archive`."""
+    """The archive of a directory, which is read anew each time: a `transport.bodies.Body`."""
 
-    id: str
-    """The SHA-256 of its bytes, which is the id of the object that it becomes."""
-    size_bytes: int
-    file: BinaryIO
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        """Raises WrongArgument for what cannot be sent."""
+        self._members = [(_head(entry), entry) for entry in entries]
+        self.size_bytes = len(END) + sum(
+            len(head) + _padded(_content(entry)) for head, entry in self._members
+        )
 
-    def __enter__(self) -> "Archive":
-        return self
+    @cached_property
+    def id(self) -> str:
+        """The SHA-256 of its bytes, which is the id of the object that it becomes. Raises WrongArgument."""
+        digest = hashlib.sha256()
+        for part in self.parts():
+            digest.update(part)
+        return digest.hexdigest()
 
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+    def parts(self) -> Iterator[bytes]:
+        """Yield all of it. Raises WrongArgument for files that cannot be read any more."""
+        part = bytearray()
+        for head, entry in self._members:
+            part += head
+            if size := _content(entry):
+                for data in _content_of(entry, size):
+                    part += data
+                    if len(part) >= _PART_BYTES:
+                        yield bytes(part)
+                        part.clear()
+                part += filling_after(size)
+        yield bytes(part) + END
 
 
 def archive_of(directory: Path, limits: ArchiveLimits) -> Archive:
-    """Return the archive of a directory, in memory or in a temporary file.
-
-    It has names in their order, modes, empty directories, and links that stay inside; no times and no owners.
-    Raises WrongArgument for what cannot be sent.
-    """
+    """Return the archive of a directory: names in their order, modes, empty directories, and links that stay
+    inside; no times and no owners. Raises WrongArgument for what cannot be sent."""
     if not directory.is_dir():
         found = "is not a directory" if directory.exists() else "does not exist"
         raise WrongArgument(f"upload: {directory} {found}; name the directory to send")
     entries = list(entries_of(directory))
     _check_size(directory, entries, limits)
-    file = cast("BinaryIO", SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES))  # noqa: SIM115  # the caller's
-    written = _Hashing(file)
-    for entry in entries:
-        _write(written, entry)
-    written.write(END)
-    return Archive(written.digest.hexdigest(), file.tell(), file)
+    return Archive(entries)
 
 
-class _Hashing:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self.digest.update(data)
-        self._file.write(data)
-
-
-def _write(archive: _Hashing, entry: Entry) -> None:
+def _head(entry: Entry) -> bytes:
     mode = entry.status.st_mode
     member = tarfile.TarInfo(entry.name)
     member.mode = mode & MODE_BITS
     if stat.S_ISDIR(mode):
         member.type = tarfile.DIRTYPE
-        archive.write(head_of(member))
     elif stat.S_ISLNK(mode):
-        member.type, member.mode, member.linkname = tarfile.SYMTYPE, 0o777, _inner_target(entry)
-        archive.write(head_of(member))
+        member.type, member.mode, member.linkname = tarfile.SYMTYPE, MODE_BITS, _inner_target(entry)
     elif stat.S_ISREG(mode):
         member.size = entry.status.st_size
-        archive.write(head_of(member))
-        _write_content(archive, entry)
     else:
         raise WrongArgument(f"{entry.path} is no file, directory or link, and cannot be sent; {_REMEDY}")
+    return head_of(member)
 
 
-def _write_content(archive: _Hashing, entry: Entry) -> None:
-    left = size = entry.status.st_size
+def _content(entry: Entry) -> int:
+    """Return how many bytes of content it has."""
+    return entry.status.st_size if stat.S_ISREG(entry.status.st_mode) else 0
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes + len(filling_after(size_bytes))
+
+
+def _content_of(entry: Entry, size_bytes: int) -> Iterator[bytes]:
+    left = size_bytes
     try:
-        with open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # no link
+        with open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
             while left and (part := file.read(min(left, _PART_BYTES))):
-                archive.write(part)
+                yield part
                 left -= len(part)
     except OSError as fault:
         raise WrongArgument(
@@ -97,7 +107,6 @@ def _write_content(archive: _Hashing, entry: Entry) -> None:
         ) from None
     if left:
         raise WrongArgument(f"{entry.path} became shorter while it was read; submit again, or {_REMEDY}")
-    archive.write(filling_after(size))
 
 
 def _inner_target(entry: Entry) -> str:

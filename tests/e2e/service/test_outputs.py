@@ -62,6 +62,24 @@ def test_files_of_a_killed_run_are_collected(broker: Broker, project: Path, tmp_
     assert path.read_text() == "begun\n"
 
 
+def test_preempted_attempt_and_the_next_one_are_collected(
+    broker: Broker, project: Path, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "enough"
+    script = f'echo "$GPUBROKER_ATTEMPT" > state; while [ ! -e {go_on} ]; do sleep 0.05; done'
+    options: Any = {"gpus": 2, "priority": "background", "grace_seconds": 30}
+    task = broker.submit(shell(script), upload=project, outputs=["state"], **options)
+    until(lambda: is_running(broker, task), "the task runs")
+    urgent = broker.submit("tests.e2e.work:add", 20, 22, gpus=2, priority="critical")
+    assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
+    until(lambda: broker.get(task).attempt == 2, "the task is back")
+    go_on.touch()
+    assert broker.result(task, timeout_seconds=PATIENCE_SECONDS) == {"exit_code": 0}
+    for attempt in (1, 2):
+        [path] = broker.download_outputs(task, tmp_path / str(attempt), attempt=attempt)
+        assert path.read_text() == f"{attempt}\n"
+
+
 def list_of(broker: Broker, task: Any) -> bool:
     return [one.state for one in broker.task_outputs(task).items] == ["pending"]
 
