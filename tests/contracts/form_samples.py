@@ -13,6 +13,7 @@ from typing import Any
 from gpubroker.runtime.messages import (
     ENDED_WELL,
     KNOWS_NOTICE,
+    KNOWS_UPLOADS,
     RESIZES,
     TELLS_OUTPUT,
     RunOrder,
@@ -235,7 +236,7 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
     return (
         *(new if runner > 5 else ()),
         ("share", RUN.to_wire()),
-        own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
+        own_start(UPLOADED if runner >= KNOWS_UPLOADS else RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
         ("world", ("t", 3, 1), (0, 1)),
         *of_growth,

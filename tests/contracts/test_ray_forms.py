@@ -219,6 +219,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
         runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
+    alone = UPLOADED if runner >= messages.KNOWS_UPLOADS else RUN
     new = [
         ("answer_items", key, 4, ((0, 5), (7, 8)), False),
         ("take_object", key, "abc", None, ("object_missing", "no")),
@@ -227,7 +228,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     assert done == [
         *(new if runner > 5 else []),
         ("start_shared", RUN, runner >= messages.TELLS_OUTPUT),
-        ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
+        ("start_alone", alone, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),
         ("change_world", key, (0, 1)),
         *([("change_world", key, (0, 1, 2), 1)] if runner >= messages.RESIZES else []),

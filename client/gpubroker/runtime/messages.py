@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Number of the form in which agent and run process speak; first value of every call of the agent."""
-SPOKEN = (5, 6, PROTOCOL)
+SPOKEN = (5, 6, 7, PROTOCOL)
 """The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
 an agent starts processes of the software that is installed by then, so a release also speaks the forms since
 the last release. Both sides take the newest that they share."""
@@ -27,6 +27,9 @@ RESIZES = 6
 KNOWS_NOTICE = 7
 """From this form on, a process says that a command which ended after the stop notice was stopped, unless the
 command reported completion. Before, exit code 0 was success in any case."""
+
+KNOWS_UPLOADS = 8
+"""From this form on, a process knows that its directory is a copy of an upload, whose modules come first."""
 
 ENDED_WELL = b'{"exit_code":0}'
 """The result of a command that ended with exit code 0."""

@@ -64,7 +64,7 @@ class RunDirectories:
         limits = ArchiveLimits(config.upload_bytes, config.upload_files)
         self._cache = UploadCache(self._root / "uploads", limits, config.upload_cache_mb * 2**20)
         # Nothing is kept in memory: what was unpacked is on disk.
-        self.objects = SharedObjects(0, self._cache.add, report, self._on_unpacked)
+        self.objects = SharedObjects(0, self._unpack, report, self._on_unpacked)
         self.outputs = RunOutputs(config, self._root / "outputs", report, self._on_sent)
         self._records: dict[RunKey, DirectoryRecord] = {}
         self._preparing: dict[RunKey, RunOrder] = {}
@@ -151,6 +151,10 @@ class RunDirectories:
         with contextlib.suppress(OSError):
             shutil.rmtree(self._root)
 
+    def _unpack(self, tenant: str, id: str, data: bytearray) -> Path:
+        self._open()
+        return self._cache.add(tenant, id, data)
+
     def _on_unpacked(self, key: RunKey, _id: str, path: Any, failure: Failed | None) -> None:
         order = self._preparing.get(key)
         if order is None:
@@ -220,16 +224,17 @@ class RunDirectories:
         self._records[record.key] = record
 
     def _open(self) -> None:
-        """Make the directories. Others may pass through them to their own, and see no names. Raises
-        PermissionError if another user could have made them."""
+        """Make the directories. Runs pass through two of them to their own, and see no names; the others are
+        closed to them. Raises PermissionError if another user could have made one."""
         if self._is_open and self._root.exists():
             return
-        for path in (self._root, self._root / "runs"):
-            path.mkdir(mode=0o711, parents=True, exist_ok=True)
+        modes = {"": 0o711, "runs": 0o711, "uploads": 0o700, "outputs": 0o700}
+        for path, mode in ((self._root / name, mode) for name, mode in modes.items()):
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
             status = path.lstat()
             if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
                 raise PermissionError(f"{path} belongs to another user; remove it, or set ray.work_dir")
-            path.chmod(0o711)
+            path.chmod(mode)
         self._is_open = True
 
     def _directory_of(self, key: RunKey) -> Path:
