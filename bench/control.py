@@ -143,7 +143,8 @@ async def _idle(nodes: int, looks: int) -> list[Figure]:
     for _ in range(2):  # the first one tells all
         await publisher.publish(leader.term)
     told = fragmentation(world, policy, now), None
-    telemetry = Telemetry(Sources(world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: told, str))
+    known = world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: told
+    telemetry = Telemetry(Sources(*known, str, lambda: None))
     reads, texts = [], []
     for _ in range(looks):
         began = time.process_time()

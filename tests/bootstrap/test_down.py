@@ -85,9 +85,36 @@ def test_a_service_that_refuses_to_stop_keeps_its_local_ray(
     write_client_file(service.data_dir, known["url"], known["token"])
     assert service.broker.stats().tasks.pending == 0
 
+    serving = psutil.Process(service.pid)
     said = down(service.data_dir)
     assert f"service on {known['url']} stopped" in said
+    assert not is_there(serving)
     assert f"local Ray (process {head.pid}) stopped" in said
+    assert not is_there(head)
+
+
+def test_a_service_that_has_closed_its_port_is_waited_for(
+    data_dir: Path, head: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker_server.bootstrap.down.CLOSE_SECONDS", -19.5)  # and drain_seconds is 20
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    write_client_file(data_dir, url)
+    hold = (
+        "import sys; from pathlib import Path; from gpubroker_server.bootstrap.broker_file import *;"
+        "hold_service_file(Path(sys.argv[1]), sys.argv[2]); print('held', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", hold, str(data_dir), url]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as ending:
+        assert ending.stdin is not None
+        assert ending.stdout is not None
+        assert ending.stdout.readline() == b"held\n"
+        with pytest.raises(StillRunning, match=rf"\(process {ending.pid}\) .* still ending"):
+            down(data_dir)
+        assert is_there(head)
+        ending.stdin.close()
+        ending.wait(PATIENCE_SECONDS)
+        assert f"no service answers on {url}" in down(data_dir)
     assert not is_there(head)
 
 

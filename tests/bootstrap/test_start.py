@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from gpubroker_server.bootstrap.start_checks import prepare_data_dir
 
 from tests.bootstrap.refusals import WAITING, refusal
@@ -188,3 +189,33 @@ def test_the_greeting_says_where_to_go_next(service: ServiceProcess) -> None:
 def test_a_command_of_the_server_explains_itself() -> None:
     asked = subprocess.run(["gpubroker", "serve", "--help"], capture_output=True, text=True, check=True)
     assert "--data-dir" in asked.stdout
+
+
+@pytest.mark.parametrize("inside", ["", "client.json"])
+def test_an_open_data_directory_is_set_to_0700_with_a_line_of_the_log(tmp_path: Path, inside: str) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    folder.chmod(0o755)
+    if inside:
+        (folder / inside).touch()
+    with structlog.testing.capture_logs() as lines:
+        prepare_data_dir(folder)
+        prepare_data_dir(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    [line] = lines
+    assert (line["path"], line["fault"]) == (str(folder), "it had mode 755")
+    assert "is set to mode 0700" in line["event"]
+
+
+@pytest.mark.parametrize(("mode", "inside"), [(0o755, "notes.txt"), (0o1777, "client.json")])
+def test_a_directory_of_others_stays_as_it_is_and_the_log_says_so(
+    tmp_path: Path, mode: int, inside: str
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    (folder / inside).touch()
+    with structlog.testing.capture_logs() as lines:
+        prepare_data_dir(folder)
+    assert folder.stat().st_mode & 0o7777 == mode
+    assert "not this user's alone" in lines[0]["fault"]

@@ -1,7 +1,7 @@
 """A leader on a stage: the real loop, store, blobs and executor, one turn at a time on one clock."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher
 from gpubroker_server.broker.observe import Observer
+from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
+from gpubroker_server.core.control.findings.finding import Finding
 from gpubroker_server.core.control.fleet import FleetRules, FleetSeen
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import DiskOrder
@@ -178,6 +180,10 @@ class Stage:
         """The same for those that are asked: another leader begins."""
         self.leader = self.new_leader(self.leader.leader_term, inferences=desk)
 
+    def _diagnose(self, fleet: FleetSeen) -> Iterator[Finding]:
+        known = FleetKnown(self.executor.status(), has_leader=True, fleet=fleet)
+        return diagnose_fleet(self.world, self.policy, known, self.clock.now())
+
     def new_leader(
         self,
         leader_term: LeaderTerm,
@@ -188,7 +194,8 @@ class Stage:
             rules, host = self.fleet_rules, lambda: self.host
             clock, store = self.clock, self.store
             before, policy = self.fleet_before, self.policy
-            return FleetKeeper(rules, self.world, policy, clock, host, commit_seconds, store, before)
+            given = rules, self.world, policy, clock, host, commit_seconds, store, before
+            return FleetKeeper(*given, self._diagnose)
 
         rules = InventoryRules("test", Mib(0))
         return Leader(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from gpubroker_server.broker.fleet import MOST_NEWS, HostUse
+from gpubroker_server.broker.fleet import DIAGNOSIS_SECONDS, MOST_NEWS, HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.backpressure import Pressure
+from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.fleet import FleetRules, FleetSeen
 from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.control.memory_failures import memory_of
@@ -17,9 +18,10 @@ from gpubroker_server.core.control.targets import FleetTarget, Measure
 from gpubroker_server.core.control.throughput import ThroughputRules
 from gpubroker_server.core.domain.decisions import Decision, ItemPage
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.device import DiskSample, NodeSample
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Loaded, NodeLost
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.store import CommitVerdict, StoreUnavailable, TokenRow
@@ -180,6 +182,33 @@ async def test_pressure_of_a_tenant_with_an_empty_queue_is_released_on_takeover(
         assert fleet is not None
         assert fleet.seen.events["fleet.BACKPRESSURE_RELEASED"] == 1
         assert fleet.seen.pressures == ()
+
+
+async def test_what_is_wrong_is_as_old_for_the_next_leader_until_it_is_mended(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        began_at = Instant(stage.clock.now() - 1e4)
+        dates = FindingDate("disk-full", "n1:/data", began_at), FindingDate("gone", "n1", began_at)
+        stage.fleet_before = FleetSeen(dates=dates)
+        await stage.lead()
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        stage.world.full_disks[NodeName("n1")] = "/data"
+        new_at = stage.clock.now()
+        full = FindingDate("node-closed-by-disk", "n1", new_at)
+        disks = (DiskSample("/data", 100, 1),)
+        stage.world.measure((), [a_node_sample(new_at, disks)])
+        await fleet.look()
+        assert set(fleet.seen.dates) == {dates[0], full}
+        assert fleet.seen.at == new_at
+        stage.world.full_disks.clear()
+        await stage.later(DIAGNOSIS_SECONDS + 1)
+        stage.world.measure((), [a_node_sample(stage.clock.now(), ())])
+        await fleet.look()
+        assert fleet.seen.dates == ()
+
+
+def a_node_sample(at: Instant, disks: tuple[DiskSample, ...]) -> NodeSample:
+    return NodeSample(NodeName("n1"), at, 0.1, Mib(100), Mib(50), disks=disks)
 
 
 async def test_news_are_told_until_they_are_committed(tmp_path: Path) -> None:

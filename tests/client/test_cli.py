@@ -243,6 +243,7 @@ def test_last_without_a_submit_shows_the_newest_task_but_never_changes_it(
 def test_a_task_is_found_by_its_name_if_the_name_is_unique(service: RecordedService, run: Run) -> None:
     two = page(FULL_ID, FULL_ID[:-1] + "q")
     service.reply_with(page(FULL_ID), Reply(200, a_task(FULL_ID)), two)
+    service.always = a_problem(404, "not-found", "they are no workers of one array")
     assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
     assert ("name", "fit") in service.requests[0].params
     ended = run("show", "fit")
@@ -268,6 +269,7 @@ def test_each_error_of_a_refusal_is_printed_once(service: RecordedService, run: 
 def test_an_ambiguous_or_unknown_word_changes_nothing(service: RecordedService, run: Run) -> None:
     several = page(FULL_ID, FULL_ID[:-1] + "q")
     service.reply_with(page(FULL_ID), page(), page(), several, page(), page())
+    service.always = a_problem(403, "forbidden", "a list of other tenants' tasks")
     ended = run("cancel", "fit", FULL_ID[:14])
     assert ended.code == 6
     assert "is ambiguous" in ended.err
@@ -288,11 +290,12 @@ def test_a_name_goes_before_a_part_of_an_id(service: RecordedService, run: Run) 
 
 
 def test_fewer_than_eight_characters_are_only_a_name(service: RecordedService, run: Run) -> None:
-    service.reply_with(page(), page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    others = a_problem(403, "forbidden", "a list of other tenants' tasks")
+    service.reply_with(page(), page(), others, page(FULL_ID), Reply(200, a_task(FULL_ID)))
     ended = run("cancel", FULL_ID[-7:])
     assert (ended.code, "needs at least 8 characters" in ended.err) == (6, True)
     assert run("cancel", FULL_ID[-7:]).code == 0
-    assert [request.method for request in service.requests] == ["GET", "GET", "GET", "POST"]
+    assert [request.method for request in service.requests] == ["GET", "GET", "GET", "GET", "POST"]
 
 
 def test_a_refusal_shows_the_tasks_changed_before_it_and_names_the_rest(

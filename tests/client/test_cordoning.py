@@ -5,7 +5,10 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Refused
+from gpubroker_server.core.control.history import POINTS
+from gpubroker_server.gateway.cluster.history import PAGE_POINTS
 
+from tests.builders import a_device
 from tests.client.command_line import Run
 from tests.client.recorded_service import RecordedService, Reply
 from tests.gateway.harness import Gateway
@@ -92,6 +95,10 @@ async def test_the_sdk_asks_for_one_node_and_for_more_of_the_past() -> None:
             assert node.gpu_mb.total == (await broker.gpus()).items[0].physical_mb
             since = [(await broker.nodes(history=text)).items[0].history.since for text in ("1h", "0")]
             assert since == sorted(since)
+            for number in range(2, PAGE_POINTS // POINTS + 3):
+                gateway.world.add_device(a_device(f"gpu{number}", index=number))
+            every = await broker.gpus(history="1h")
+            assert (len(every), every.has_more) == (PAGE_POINTS // POINTS + 2, False)
             with pytest.raises(Refused, match="no node"):
                 await broker.node("n9")
 

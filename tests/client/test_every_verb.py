@@ -115,7 +115,7 @@ def verbs(command: Any, words: tuple[str, ...], context: typer.Context) -> Itera
     if command.invoke_without_command and words:
         yield " ".join(words), command
     for name in command.list_commands(context):
-        below = command.get_command(context, name)
+        below: Any = command.get_command(context, name)
         yield from verbs(below, (*words, name), typer.Context(below, parent=context, info_name=name))
 
 

@@ -261,6 +261,7 @@ def test_an_ended_lease_of_the_same_holder_does_not_count(service: RecordedServi
 def test_an_ambiguous_or_unknown_lease_is_refused(service: RecordedService, run: Run) -> None:
     listed = {"items": [a_lease(), a_lease(id=f"{FULL_ID[:-1]}a")]}
     service.reply_with(Reply(200, listed), Reply(200, {"items": []}), Reply(200, listed))
+    service.always = Reply(403, {"code": "forbidden", "detail": "a list of other tenants' leases"})
     assert "is ambiguous" in run("lease release vllm").err
     assert "no lease is held by 'unknown'" in run("lease release unknown").err
     assert {request.method for request in service.requests} == {"GET"}

@@ -1,6 +1,7 @@
 """The process of a worker of a set, without a service: the test calls it, and reads its reports."""
 
 import asyncio
+import hashlib
 import json
 import sys
 import threading
@@ -16,6 +17,7 @@ from gpubroker.runtime.calls import IS_LATE, WORKER_SET_VARIABLE, Answer, SetWor
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
+from gpubroker.runtime.objects import JSON_MARK
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 KEY = RunKey("t", 1, 0)
@@ -94,7 +96,7 @@ class Cursed:
 
 
 class Worker:
-    def __init__(self, make: Any = Counter, *args: Any, **terms: Any) -> None:
+    def __init__(self, make: Any = Counter, *args: Any, most_bytes: int = 2**26, **terms: Any) -> None:
         self._wake = threading.Event()
         self._journal = Journal(lambda _delay: self._wake.set())
         self.made: list[Any] = []
@@ -110,6 +112,7 @@ class Worker:
             kind="function",
             python=PYTHON,
             arguments=b"",
+            result_limit_bytes=most_bytes,
             env={WORKER_SET_VARIABLE: json.dumps({"id": "t", "max_concurrency": 2, **terms})},
         )
         CALLED[KEY.task] = making
@@ -390,3 +393,44 @@ def test_a_worker_that_is_healthy_again_goes_on() -> None:
     assert worker.next("loaded")[5:7] == (0, 0)
     worker.counter().is_healthy = True
     assert worker.stop()[5] == "stopped"
+
+
+def test_an_object_among_the_arguments_of_calls_at_once_is_fetched_once() -> None:
+    worker = Worker(max_concurrency=2)
+    worker.counter()
+    data = JSON_MARK + b"7"
+    id = hashlib.sha256(data).hexdigest()
+    asked = [worker.ask("add", {"object": id}) for _ in range(2)]
+    assert worker.next("wanted")[5] == id
+    worker.host.take_object(KEY, id, data, None)
+    assert sorted(answer.result(PATIENCE_SECONDS)[1] for answer in asked) == [b"14", b"7"]
+
+
+def test_a_call_whose_object_is_missing_says_so() -> None:
+    worker = Worker()
+    worker.counter()
+    asked = worker.ask("add", {"object": "a" * 64})
+    worker.next("wanted")
+    worker.host.take_object(KEY, "a" * 64, None, ("object_missing", "it was deleted"))
+    failed, kind, message, _ = asked.result(PATIENCE_SECONDS)
+    assert (failed, kind, message) == ("failed", "object_missing", "it was deleted")
+
+
+def test_call_waiting_for_an_object_goes_elsewhere_if_the_worker_leaves() -> None:
+    worker = Worker()
+    worker.counter()
+    asked = worker.ask("add", {"object": "a" * 64})
+    worker.next("wanted")
+    worker.host.stop(KEY)
+    assert asked.result(PATIENCE_SECONDS) == calls.IS_LEAVING
+
+
+def test_a_result_that_is_too_large_becomes_an_object() -> None:
+    worker = Worker(most_bytes=0)
+    worker.counter()
+    asked = worker.ask("add", 12)
+    part = worker.next("part")
+    digest = hashlib.sha256(b"12").hexdigest()
+    assert (part[5], part[6], part[8]) == (digest, 2, b"12")
+    worker.host.answer_part(KEY, digest, 2, "")
+    assert json.loads(asked.result(PATIENCE_SECONDS)[1]) == {"object": digest}

@@ -257,15 +257,41 @@ def test_a_preempted_task_shows_its_preemptor_and_its_checkpoint(service: Record
     assert "1. needs 18.0 GiB; preempted 1×" in run("ps").out
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stop_cause": "the drain of n2 by admin"}, "asked to leave at {at} for the drain of n2 by admin;"),
+        ({"stop_cause": None, "freeing_for": None}, "preempted at {at} for a task of another tenant;"),
+        ({}, "preempted at {at};"),
+    ],
+)
+def test_a_stop_names_its_cause_and_no_task_that_it_does_not_know(
+    service: RecordedService, run: Run, fields: dict[str, object], said: str
+) -> None:
+    at = "2026-11-21T10:02:11.412Z"
+    events = [
+        {"kind": "task.admitted", "key": FULL_ID, "at": at, "fields": {"fence": 1, "node": "n2"}},
+        {"kind": "task.stopping", "key": FULL_ID, "at": at, "fields": {"stop_reason": "preempt", **fields}},
+        {"kind": "task.requeued", "key": FULL_ID, "at": at, "fields": {"preemptions": 1}},
+    ]
+    history = [Reply(200, {"items": it, "next_after": 9}) for it in (events, [])]
+    waits = a_task(FULL_ID, preemptions=1, pending=WAITS)
+    service.reply_with(Reply(200, waits), *history)
+    out = " ".join(run("show", FULL_ID).out.split())
+    assert said.format(at="2026-11-21 10:02:11Z") in out
+    end = f"asked to leave for {fields['stop_cause']}" if fields.get("stop_cause") else "preempted"
+    assert f"1: on n2 not started, {end} at" in out
+
+
 def test_a_cancelled_task_shows_the_reason(service: RecordedService, run: Run) -> None:
     event = {"kind": "request.made", "key": "ask_1", "at": "2026-11-21T10:02:11Z"}
-    fields = {"task": FULL_ID, "what": "cancel", "fields": {"reason": "wrong data"}}
+    fields = {"task": FULL_ID, "what": "cancel", "fields": {"reason": "wrong data", "by": "carl"}}
     service.reply_with(
         Reply(200, a_task(FULL_ID, "cancelled")),
         Reply(200, {"items": [{**event, "fields": fields}], "next_after": 9}),
         Reply(200, {"items": [], "next_after": 9}),
     )
-    assert "cancelled  requested at 2026-11-21 10:02:11Z: wrong data" in run("show", FULL_ID).out
+    assert "cancelled  requested at 2026-11-21 10:02:11Z by carl: wrong data" in run("show", FULL_ID).out
 
 
 def test_a_failed_task_is_explained_by_its_error(service: RecordedService, run: Run) -> None:

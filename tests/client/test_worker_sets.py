@@ -6,7 +6,8 @@ from typing import Any
 import cloudpickle
 import httpx
 import pytest
-from gpubroker import AsyncBroker, Broker, CallFailed, Refused, ResultUnreadable, WrongArgument
+from gpubroker import AsyncBroker, Broker, CallFailed, ObjectRef, Refused, ResultUnreadable, WrongArgument
+from gpubroker.tasks.submission import MOST_BODY_BYTES
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import RecordedService, Reply
@@ -66,6 +67,22 @@ def test_a_failed_call_is_not_repeated_and_has_the_methods_traceback(service: Re
     assert (failed.value.kind, failed.value.traceback) == ("exception", "Traceback ...")
     assert str(failed.value) == "solve failed\n\nTraceback ..."
     assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("pickled", [True, False])
+def test_arguments_of_a_call_too_large_for_a_request_travel_as_objects(
+    service: RecordedService, pickled: bool
+) -> None:
+    large = "x" * MOST_BODY_BYTES
+    service.always_at = {"/objects": Reply(201, {"id": "a" * 64, "size_bytes": 9})}
+    service.always = Reply(200, {"worker": "t", "attempt": 1, "result": 7, "data_base64": None})
+    with Broker(service.url, "gpb_secret") as broker:
+        assert broker.call_worker("task_1", "solve", 5, kwargs={"at": large}, pickled=pickled) == 7
+    sent = service.requests[-1].body
+    if pickled:
+        assert cloudpickle.loads(base64.b64decode(sent["pickled"])) == ((5,), {"at": ObjectRef("a" * 64)})
+    else:
+        assert (sent["args"], sent["kwargs"]) == ([5], {"at": {"object": "a" * 64}})
 
 
 def test_a_result_of_a_call_that_cannot_be_opened_names_the_worker(service: RecordedService) -> None:

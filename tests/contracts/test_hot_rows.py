@@ -131,12 +131,14 @@ async def test_a_replication_slot_is_shown_in_transactions() -> None:
         server.stop()
         server.start()
         async with opened(server.url) as store:
-            assert await slot_transactions(store) == 0
+            assert (await slot_transactions(store), await store.log_bytes()) == (0, 0)
             with psycopg.connect(server.url, autocommit=True) as connection:
                 connection.execute("SELECT pg_create_logical_replication_slot('away', 'pgoutput')")
                 for _ in range(20):
                     connection.execute("SELECT pg_current_xact_id()")
                 assert 20 <= await slot_transactions(store) < 1000
+                connection.execute("SELECT pg_logical_emit_message(true, 'test', repeat('x', 100000))")
+                assert 100_000 <= await store.log_bytes() < 2**24
                 connection.execute("SELECT pg_drop_replication_slot('away')")
             assert await slot_transactions(store) == 0
 

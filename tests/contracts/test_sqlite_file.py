@@ -19,6 +19,7 @@ from gpubroker_server.adapters.sql.sqlite import APPLICATION_ID, SqliteFile
 from gpubroker_server.adapters.sql.store import migrate, open_store
 
 from tests.contracts.scenes import a_submission
+from tests.patience import PATIENCE_SECONDS
 
 
 async def refusal(url: str) -> str:
@@ -44,6 +45,27 @@ async def test_the_file_has_mode_0600_and_our_application_id(tmp_path: Path) -> 
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
+
+
+async def test_the_write_ahead_log_grows_while_a_reader_keeps_it_and_is_shortened_afterwards(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "gpubroker.db"
+    store = await open_store(await made(path))
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM task").fetchall()
+    await store.submit(a_submission("t2"))
+    before = await store.log_bytes()
+    for number in range(30):
+        await store.submit(a_submission(f"kept-{number}"))
+    assert await store.log_bytes() > before > 0
+    reader.execute("COMMIT")
+    reader.close()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await store.log_bytes():  # noqa: ASYNC110  # until the writer is idle
+            await asyncio.sleep(0.02)
+    await store.close()
 
 
 def test_every_commit_of_the_writer_is_synced_to_disk(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -101,6 +102,7 @@ async def a_stage(
     limits: ServiceLimits = LIMITS,
     tenant_requests: int = ServiceLimits().tenant_requests,
     idle_seconds: Seconds = IDLE_SECONDS,
+    of_plane: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: nobody. `others`: more. `certificate`: with its key."""
     async with Gateway() as gateway:
@@ -117,10 +119,7 @@ async def a_stage(
                     name, f"localhost:{port}", metadata, certificate, silence_seconds=Seconds(silence_seconds)
                 )
             )
-        now = gateway.clock.now()
-        secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
-        await gateway.store.put_token(row, by="test")
-        await gateway.parts.tokens.load()
+        secret = await _own_token(gateway)
         telemetry = gateway.app.state.telemetry
         plane = Plane(
             callers=Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts),
@@ -135,6 +134,7 @@ async def a_stage(
             takes_files=takes_files,
             residencies=gateway.residencies,
             audit=gateway.store.audit,
+            **of_plane,
         )
         door = GrpcPort(GrpcCalls(plane, idle_seconds), "127.0.0.1", 0, 64, most_body_bytes, limits)
         await door.begin()
@@ -146,6 +146,14 @@ async def a_stage(
             await one.close()
         for upstream in upstreams:
             await _close(upstream)
+
+
+async def _own_token(gateway: Gateway) -> str:
+    now = gateway.clock.now()
+    secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
+    await gateway.store.put_token(row, by="test")
+    await gateway.parts.tokens.load()
+    return secret
 
 
 async def _close(upstream: grpc.aio.Server | socket.socket) -> None:

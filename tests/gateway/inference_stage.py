@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import uvicorn
@@ -162,12 +163,13 @@ async def a_stage(
     others: Sequence[Handler | None] = (),
     plain: Collection[str] = (),
     tenant_requests: int = ServiceLimits().tenant_requests,
+    of_plane: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
     `certificate`: with its key; the server shows it, and it is believed. `served`: its models are in
     the ledger; `also_served`: those of `others`. `others`: more servers, called as in NAMES. `plain`: those
-    that show none all the same.
+    that show none all the same. `of_plane`: more that the plane is told.
     """
     async with Gateway() as gateway:
         if served is not None:
@@ -180,7 +182,7 @@ async def a_stage(
             servers.append(Server(name, HttpBackend(behind), TRITON, is_managed=served is not None))
         fleet = Fleet(servers, gateway.residencies)
         bounds = most_body_bytes, most_waiting_bytes, tenant_requests
-        plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), *bounds)
+        plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), *bounds, of_plane)
         callers = Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts)
         port = Connections(ServiceLimits(), callers, gateway.parts.ids)
         config = uvicorn.Config(gateway.app, http=in_front_of(plane, port), lifespan="off", log_config=None)
@@ -238,6 +240,7 @@ def _plane(
     most_body_bytes: int,
     most_waiting_bytes: int,
     tenant_requests: int,
+    more: Mapping[str, Any],
 ) -> Plane:
     return Plane(
         callers=Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts),
@@ -251,6 +254,7 @@ def _plane(
         tenant_requests=tenant_requests,
         residencies=gateway.residencies,
         audit=lambda **note: gateway.store.audit(**note),
+        **more,
     )
 
 

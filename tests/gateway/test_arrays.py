@@ -376,7 +376,7 @@ async def test_large_pages_are_written_at_once() -> None:
 
 
 async def test_too_many_items_are_refused(api: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubroker_server.gateway.arrays.submit.MAX_ITEMS", 2)
+    monkeypatch.setattr("gpubroker_server.gateway.arrays.submit.MOST_ITEMS", 2)
     refused = await api.post("/arrays", json={"run": RUN, "items": [1, 2, 3]})
     assert "at most 2 items; there are 3" in fault(refused, "/items")
 

@@ -82,7 +82,7 @@ async def test_grace_and_reason_go_to_every_task_and_stay_in_its_events(
     for task in tasks:
         events = (await api.get(f"/tasks/{task}/events")).json()["items"]
         [made] = [event for event in events if event["kind"] == "request.made"]
-        assert made["fields"]["fields"] == {"grace_seconds": 5.0, "reason": "wrong data"}
+        assert made["fields"]["fields"] == {"grace_seconds": 5.0, "reason": "wrong data", "by": "admin"}
 
 
 async def test_counting_changes_nothing(gateway: Gateway, api: Client) -> None:

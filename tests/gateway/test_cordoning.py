@@ -55,7 +55,10 @@ async def test_a_drain_says_by_when_how_much_is_left_and_when_it_is_done(
     assert (await api.get("/stats")).json()["nodes"]["draining"] == 1
     await gateway.turn()
     assert gateway.task(task).state is TaskState.STOPPING
-    assert (await api.get(f"/tasks/{task}")).json()["stop_reason"] == "preempt"
+    told = (await api.get(f"/tasks/{task}")).json()
+    assert (told["stop_reason"], told["stop_cause"]) == ("preempt", "the drain of n1 by admin")
+    stopping = (await api.get(f"/tasks/{task}/events")).json()["items"][-1]["fields"]
+    assert (stopping["stop_cause"], "freeing_for" in stopping) == (told["stop_cause"], False)
     await gateway.end(task)
     assert (await the_node(api))["drain"] == {**drain, "left": 0, "done": True}
     assert (await api.get("/stats")).json()["nodes"]["draining"] == 0

@@ -5,15 +5,21 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.findings.finding import MOST_OF_A_KIND
 from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
-from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.gateway.cluster.diagnostics import longest_waiting, stuck_task
+from gpubroker_server.core.domain.orders import NodeLost
+from gpubroker_server.core.domain.policy import TenantPolicy
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
+from gpubroker_server.gateway.cluster.diagnostics import longest_waiting, quota_locks, stuck_task
+from gpubroker_server.http.times import rfc3339
 from gpubroker_server.inference.protocols.triton.checks import TRITON
 from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import Trouble
+from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_sample, a_task, key
 from tests.gateway.harness import Client, Gateway
@@ -87,6 +93,92 @@ async def test_worst_finding_is_first_and_an_undated_one_is_as_old_as_its_answer
     assert leader["first_seen_at"] > agent["first_seen_at"]
 
 
+async def test_a_finding_is_as_old_as_the_leader_says_though_this_gateway_never_looked(
+    gateway: Gateway, api: Client
+) -> None:
+    gateway.executor = {**gateway.executor, "agents": {"n1": {"outdated": True}}}
+    gateway.fleet = FleetSeen(dates=(FindingDate("agent-outdated", "n1", Instant(NOW - 500.0)),), at=NOW)
+    [found] = await diagnosed(api)
+    assert found["first_seen_at"] == rfc3339(Instant(NOW - 500.0))
+    gateway.has_leader = False
+    gateway.clock.advance(60.0)
+    gone, found = await diagnosed(api)
+    assert (gone["kind"], gone["first_seen_at"]) == ("no-leader", rfc3339(NOW))
+    assert found["first_seen_at"] == rfc3339(Instant(NOW - 500.0))
+
+
+@pytest.mark.provokes("node-closed", "queue-paused")
+async def test_closed_nodes_and_paused_queues_are_found(gateway: Gateway, api: Client) -> None:
+    await api.submit(resources={"gpu_mb": 1024})
+    await api.post("/nodes/n1/cordon", json={"reason": "a fan"})
+    await api.post("/tenants/default/pause", json={"reason": "moving"})
+    closed_at = gateway.clock.now()
+    gateway.clock.advance(100.0)
+    await api.post("/nodes/n1/cordon", json={"reason": "still"})
+    closed, paused = sorted(await diagnosed(api), key=lambda one: str(one["kind"]))
+    assert closed["cause"] == "n1 is cordoned by admin (still): nothing new starts there."
+    assert paused["cause"] == "The queue of tenant default is paused by admin (moving): 1 tasks wait."
+    assert [one["first_seen_at"] for one in (closed, paused)] == [rfc3339(closed_at)] * 2
+    other = await gateway.client("o", "cluster:read", tenant="zeta")
+    assert [one["kind"] for one in await diagnosed(other)] == ["node-closed"]
+
+
+@pytest.mark.provokes("node-silent", "nodes-held-back")
+async def test_silent_nodes_are_found(gateway: Gateway, api: Client) -> None:
+    gateway.silent[NodeName("n1")] = Instant(NOW - 20.0)
+    gateway.paused_nodes = PausedDetection("all fell silent at once", ("n1",), 1, 1, NOW)
+    held_back, late = await diagnosed(api)
+    assert (held_back["kind"], held_back["first_seen_at"]) == ("nodes-held-back", rfc3339(NOW))
+    assert (late["kind"], late["first_seen_at"]) == ("node-silent", rfc3339(Instant(NOW - 20.0)))
+
+
+@pytest.mark.provokes("memory-quarantined")
+async def test_memory_in_quarantine_is_found_without_the_names_of_its_holders(
+    gateway: Gateway, api: Client
+) -> None:
+    task = await api.submit(resources={"gpu_mb": 1024}, max_retries=0)
+    await gateway.admit(task)
+    node = gateway.world.nodes[NodeName("n1")]
+    await gateway.hear(NodeLost(node.name, node.incarnation, gateway.clock.at, "no beat"))
+    found = {
+        one["kind"]: one for one in await diagnosed(await gateway.client("o", "cluster:read", tenant="z"))
+    }
+    assert found["memory-quarantined"]["evidence"] == {"mb": 1024, "holders": 1}
+    assert task not in str(found["memory-quarantined"])
+
+
+@pytest.mark.provokes("guarantee-locks-capacity")
+async def test_a_quota_that_leaves_memory_unused_is_found_while_tasks_wait_for_it(gateway: Gateway) -> None:
+    gateway.policy = replace(gateway.policy, tenants=(TenantPolicy("acme", guaranteed_mb=Mib(4096)),))
+    world = gateway.world
+    world.add_task(a_task("t", gpu_mb=8192, tenant="acme"))
+    world.add_task(a_task("free", gpu_mb=8192, tenant="zeta"))
+    locks = quota_locks(world, gateway.policy)
+    assert [(lock.tenant, lock.tasks) for lock in locks] == [("acme", 1)]
+    world.add_task(a_task("u", gpu_mb=2048, tenant="acme"))
+    assert [lock.tasks for lock in quota_locks(world, gateway.policy)] == [1], "this one may start"
+    world.full_disks[NodeName("n1")] = "/data"
+    assert quota_locks(world, gateway.policy) == []
+
+
+@pytest.mark.provokes("database-log-grows")
+async def test_the_log_of_the_database_is_measured_and_found_when_it_is_large(
+    gateway: Gateway, api: Client
+) -> None:
+    assert "gpubroker_database_log_bytes" not in (await api.get("/metrics")).text, "not looked at yet"
+    gateway.parts.database_log.look(2**20, NOW)
+    gateway.parts.database_log.look(2**30, NOW)
+    text = (await api.get("/metrics")).text
+    figures = dict(line.split() for line in text.splitlines() if line.startswith("gpubroker_database_log"))
+    shown = {name: float(figure) for name, figure in figures.items()}
+    assert shown == {
+        "gpubroker_database_log_bytes": 2**30,
+        "gpubroker_database_log_grown_bytes": 2**30 - 2**20,
+    }
+    [found] = await diagnosed(api)
+    assert (found["kind"], found["first_seen_at"]) == ("database-log-grows", rfc3339(NOW))
+
+
 async def test_it_is_answered_while_the_database_is_away(gateway: Gateway, api: Client) -> None:
     gateway.age, gateway.full = 100.0, "disk full: /data"
     assert {one["kind"] for one in await diagnosed(api)} == {"database-unreachable", "service-disk-full"}
@@ -102,11 +194,11 @@ async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start
     task = await api.submit(resources={"gpu_mb": 40 * GIB}, name="train")
     await api.submit(resources={"gpu_mb": 2048}, held=True)
     await api.post("/nodes/n1/cordon", json={"reason": "repair"})
-    assert await diagnosed(api) == []  # it may be mended soon
+    assert [one["kind"] for one in await diagnosed(api)] == ["node-closed"]  # the node may be opened soon
     gateway.clock.advance(601.0)
     gateway.world.measure([a_sample(device, gateway.clock.at) for device in gateway.world.ledgers])
-    [found] = await diagnosed(api)
-    assert (found["kind"], found["subject"]) == ("pending-for-ever", task)
+    found, closed = sorted(await diagnosed(api), key=lambda one: str(one["kind"]), reverse=True)
+    assert (found["kind"], found["subject"], closed["subject"]) == ("pending-for-ever", task, "n1")
     assert found["cause"].endswith("it fits on n1, which is cordoned (repair)")
     assert found["remedy"] == "gpubroker uncordon n1"
     await api.post("/nodes/n1/uncordon")
@@ -165,11 +257,13 @@ async def test_task_that_cannot_start_is_found_behind_older_ones_that_can(
     assert [one.task.id for one in stuck_tasks(gateway)] == ["stuck"]
 
 
+@pytest.mark.provokes("node-closed-by-disk")
 async def test_a_full_disk_keeps_a_task_waiting_until_there_is_room(gateway: Gateway) -> None:
     gateway.world.full_disks[NodeName("n1")] = "/data"
     gateway.world.add_task(a_task("t", gpu_mb=GIB))
     [found] = stuck_tasks(gateway)
     assert found.why == "it fits on n1, which has a full disk (/data)"
+    assert [one["kind"] for one in await diagnosed(gateway.admin)] == ["node-closed-by-disk"]
     gateway.world.full_disks.clear()
     assert stuck_tasks(gateway) == []
 

@@ -34,7 +34,7 @@ async def test_answered_requests_are_logged_if_that_is_wanted(gateway: Gateway, 
         await api.get("/gpus?history=1m")
         await stranger.get("/tasks")
     assert all(line.pop("seconds") >= 0 for line in lines)
-    line = {"event": "answered", "log_level": "info", "method": "GET"}
+    line = {"event": "answered", "log_level": "info", "method": "GET", "client": "127.0.0.1"}
     assert lines == [
         {**line, "path": "/gpus", "status": 200, "token": "admin", "tenant": "default"},
         {**line, "path": "/tasks", "status": 401, "token": None, "tenant": None},

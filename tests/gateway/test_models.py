@@ -170,6 +170,9 @@ async def test_a_token_for_inferences_cannot_manage_models() -> None:
             problem(await user.post(f"/models/llm/{deed}", json={}), 403, "forbidden")
         modest = await gateway.client("modest", "models:manage", max_priority=50)
         problem(await modest.post("/models/llm/load", json={"priority": 80}), 403, "priority-not-allowed")
+        low = await gateway.client("low", "models:manage", max_priority=5)
+        assert (await low.post("/models/llm/load", json={})).status_code == 202
+        assert gateway.world.models.of(ModelKey("main", "llm")) is not None
 
 
 async def test_pinning_needs_a_token_for_the_highest_priority() -> None:

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.control.fleet import FleetSeen
-from gpubroker_server.core.control.history import STEP_SECONDS, step_of
+from gpubroker_server.core.control.history import POINTS, STEP_SECONDS, step_of
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
+from gpubroker_server.gateway.cluster.history import PAGE_POINTS
 from msgspec.structs import asdict
 
-from tests.builders import GIB, a_node, a_sample
+from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import Client, Gateway, fault, problem
 
 HEALTH = GpuHealth(412.5, 61.0, 1980, 2619, 3, 79)
@@ -161,6 +162,31 @@ async def test_a_history_begins_with_a_step(gateway: Gateway, api: Client) -> No
     assert gpu["history"]["since"].endswith("Z")
     assert at <= gateway.clock.now()
     assert gpu["history"]["values"]["used_mb"] == [2 * GIB]
+
+
+@pytest.mark.parametrize("path", ["/gpus?history=1h", "/nodes?history=1h", "/nodes?history=1h&sort=-cpu"])
+async def test_a_list_with_a_long_history_comes_in_pages(gateway: Gateway, api: Client, path: str) -> None:
+    for number in range(2, PAGE_POINTS // POINTS + 3):
+        node = f"n{number}"
+        gateway.world.add_node(a_node(node, cpu=float(number)))
+        gateway.world.add_device(a_device(f"gpu{number}", node))
+    first = (await api.get(path)).json()
+    second = (await api.get(f"{path}&cursor={first['next_cursor']}")).json()
+    assert (len(first["items"]), first["has_more"]) == (PAGE_POINTS // POINTS, True)
+    assert (len(second["items"]), second["has_more"], second["next_cursor"]) == (2, False, None)
+    seen = {item.get("uuid") or item["name"] for item in (*first["items"], *second["items"])}
+    assert len(seen) == len(gateway.world.nodes)
+    whole = (await api.get(path.replace("1h", "5m"))).json()
+    assert (len(whole["items"]), whole["has_more"]) == (len(seen), False), "as it was"
+    few = (await api.get(f"{path}&limit=3")).json()
+    assert few["items"] == first["items"][:3]
+
+
+async def test_a_cursor_of_another_list_is_refused(gateway: Gateway, api: Client) -> None:
+    gateway.world.add_device(a_device("gpu2"))
+    cursor = (await api.get("/gpus?limit=1")).json()["next_cursor"]
+    for path in (f"/nodes?cursor={cursor}", f"/gpus?idle=true&cursor={cursor}", "/gpus?cursor=x"):
+        problem(await api.get(path), 400, "cursor-invalid")
 
 
 @pytest.mark.parametrize(("text", "said"), [("2h", "1h or less"), ("soon", "write 90s, 15m or 1h30m")])

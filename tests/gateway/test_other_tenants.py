@@ -42,6 +42,47 @@ async def test_admin_sees_and_ends_a_task_of_another_tenant_and_it_is_audited(ga
     ]
 
 
+async def test_an_admin_lists_and_releases_a_lease_of_another_tenant_and_that_is_audited(
+    gateway: Gateway,
+) -> None:
+    vision = await gateway.client("v", tenant="vision")
+    lease = (await vision.post("/leases", json={"holder": "notebook", "gpu_mb": 1024})).json()["id"]
+    olga = await gateway.client("olga", "admin", "tasks:read", "tasks:write", tenant="ops")
+    assert (await olga.get("/leases")).json()["items"] == []
+    for whose in ("vision", "*"):
+        [seen] = (await olga.get(f"/leases?tenant={whose}&holder=notebook")).json()["items"]
+        assert (seen["id"], seen["tenant"]) == (lease, "vision")
+    assert gateway.store.audited() == []
+    await olga.post(f"/leases/{lease}/renew")
+    await olga.delete(f"/leases/{lease}")
+    notes = [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited()]
+    assert notes == [
+        ("olga", "vision", "lease.renew", lease),
+        ("olga", "vision", "lease.release", lease),
+    ]
+    stranger = await gateway.client("s", "tasks:read", tenant="speech")
+    refused = problem(await stranger.get("/leases?tenant=*"), 403, "forbidden")
+    assert "a list of other tenants' leases" in refused["detail"]
+
+
+async def test_the_id_of_any_worker_finds_its_array_and_its_worker_set(gateway: Gateway) -> None:
+    run = {"entrypoint": "myteam.training:train"}
+    api = gateway.admin
+    array = (await api.post("/arrays", json={"run": run, "items": [1, 2, 3], "max_parallel": 3})).json()
+    formed = (await api.post("/worker-sets", json={"run": run, "count": 2, "max_count": 3})).json()
+    await gateway.turn()
+    for worker in (it["id"] for it in array["workers"]):
+        assert (await api.get(f"/arrays/{worker}")).json()["id"] == array["id"]
+    for worker in (it["id"] for it in formed["workers"]):
+        assert (await api.get(f"/worker-sets/{worker}")).json()["id"] == formed["id"]
+    stranger = await gateway.client("s", "tasks:read", tenant="speech")
+    problem(await stranger.get(f"/arrays/{array['workers'][1]['id']}"), 404, "not-found")
+    problem(await stranger.get(f"/worker-sets/{formed['workers'][1]['id']}"), 404, "not-found")
+    alone = await api.submit()
+    said = problem(await api.get(f"/arrays/{alone}"), 404, "not-found")["detail"]
+    assert said == f"task {alone} is no worker of an array"
+
+
 async def test_others_see_and_end_only_what_is_their_tenants(gateway: Gateway) -> None:
     _, task = await a_task_of(gateway, "vision")
     other, own = await a_task_of(gateway, "speech")

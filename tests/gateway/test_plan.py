@@ -240,6 +240,8 @@ async def test_a_plan_needs_a_priority_that_the_token_could_submit_with(gateway:
     parts = [{"name": "a", "priority": 50}, {"name": "b", "priority": 51}]
     refusal = problem(await capped.post("/plan", json={"components": parts}), 403, "priority-not-allowed")
     assert [found["pointer"] for found in refusal["errors"]] == ["/components/1/priority"]
+    low = await gateway.client("low", max_priority=40)
+    assert (await low.post("/plan", json={"components": [{"name": "a"}]})).status_code == 200
 
 
 async def test_quotas_and_limits_count_on_a_described_fleet_only_with_a_tenant(

@@ -284,9 +284,20 @@ async def test_a_priority_above_the_cap_is_refused_with_the_cap(gateway: Gateway
     assert "priority 95 is above 60" in problem(response, 403, "priority-not-allowed")["detail"]
 
 
-async def test_the_default_priority_is_capped_as_well(gateway: Gateway) -> None:
-    capped = await gateway.client("capped", "tasks:write", max_priority=40)
-    problem(await capped.post("/tasks", json=a_body()), 403, "priority-not-allowed")
+async def test_a_default_priority_above_the_cap_is_lowered_to_it(gateway: Gateway) -> None:
+    """Of tasks, arrays, batches and leases, also where a model type or a tenant says it."""
+    capped = await gateway.client("capped", max_priority=40)
+    task = (await capped.post("/tasks", json=a_body())).json()
+    typed = (await capped.post("/tasks", json=a_body(model_type="llm"))).json()
+    batch = (await capped.post("/tasks/batch", json={"tasks": [a_body()]})).json()["items"][0]
+    lease = (await capped.post("/leases", json={"holder": "me", "gpu_mb": 1024})).json()
+    ids = [task["id"], typed["id"], batch["id"], lease["id"]]
+    assert [gateway.world.tasks[it].priority for it in ids] == [40] * 4
+    modest = await gateway.client("modest", tenant="modest")
+    typed = (await modest.post("/tasks", json=a_body(model_type="llm"))).json()
+    assert typed["priority"] == 69, "the cap of its tenant"
+    simulated = (await capped.post("/tasks/simulate", json={})).status_code
+    assert simulated == 200
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,8 @@ async def test_cancelling_a_running_task_shows_when_its_memory_is_free_again(
         for event in (await api.get(f"/tasks/{task_id}/events")).json()["items"]
         if event["kind"] == "request.made"
     ]
-    assert made[0]["fields"]["fields"] == body
+    assert made[0]["fields"]["fields"] == {**body, "by": "admin"}
+    assert task["stop_cause"] == "its cancellation by admin: wrong data"
 
 
 async def test_a_second_cancel_returns_the_task(api: Client) -> None:

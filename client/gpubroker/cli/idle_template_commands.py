@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from gpubroker.cli.lookup import connect
+from gpubroker.cli.lookup import connect, listed_name
 from gpubroker.cli.printing import Format, Output, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable
 
@@ -65,8 +65,9 @@ def list_(output: Output = Format.TABLE) -> None:
 def delete(name: Name) -> None:
     """Delete an idle template. Its tasks that run go on."""
     with connect() as broker:
-        broker.delete_idle_template(name)
-        eprint(f"idle template {name} is deleted")
+        known = listed_name(name, lambda: (one.name for one in broker.idle_templates()), "idle template")
+        broker.delete_idle_template(known)
+        eprint(f"idle template {known} is deleted")
 
 
 def _task_in(file: str) -> dict[str, Any]:

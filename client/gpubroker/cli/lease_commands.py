@@ -16,7 +16,7 @@ from gpubroker.cli import SHOWN_ID_LENGTH, parsing
 from gpubroker.cli.child_process import ChildProcess
 from gpubroker.cli.lookup import UNFINISHED_LEASES, connect, lease_id
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
-from gpubroker.cli.tables import Column, PlainTable, ago, details, size, timestamp, with_short_ids
+from gpubroker.cli.tables import Column, PlainTable, ago, details, short_id, size, timestamp, with_short_ids
 from gpubroker.cli.tasks.submit import CommandAfterDashes, GpuMb, Gpus, Kinds, Priority
 from gpubroker.errors import BrokerError
 
@@ -130,12 +130,16 @@ def list_(
     sort: Annotated[
         str | None, typer.Option(help="submitted or priority; -priority: the highest first.")
     ] = None,
+    all_tenants: Annotated[
+        bool, typer.Option("--all-tenants", help="All tenants' leases; for admins.")
+    ] = False,
     output: Output = Format.TABLE,
 ) -> None:
     """List leases that have not ended, newest first."""
     with connect() as broker:
-        found = broker.leases(state=None if everything else UNFINISHED_LEASES, sort=sort)
-        emit_all(output, list(found), _leases)
+        tenant = "*" if all_tenants else None
+        found = broker.leases(state=None if everything else UNFINISHED_LEASES, sort=sort, tenant=tenant)
+        emit_all(output, list(found), lambda listed: _leases(listed, has_tenants=all_tenants))
 
 
 @lease.command()
@@ -171,7 +175,9 @@ def _end_on_notice(child: ChildProcess, held: HeldLease) -> None:
     held.wait_for_notice()
     if held.notice is not None and not child.has_ended.is_set():
         why = f": {held.fault.detail}" if held.fault else ""
-        eprint(f"the lease must be released ({held.notice.reason}{why}); ending the command")
+        eprint(
+            f"the lease must be released ({held.notice.cause or held.notice.reason}{why}); ending the command"
+        )
         child.end(held.lease.grace_seconds * 0.8)
 
 
@@ -185,7 +191,7 @@ def _warn_not_released(held: HeldLease, fault: BrokerError | SystemExit) -> None
 
 
 _COLUMNS = (
-    Column("LEASE", share=0.3),
+    Column("LEASE"),
     Column("HOLDER", share=0.3),
     Column("STATE"),
     Column("PRIORITY", from_width=90),
@@ -202,10 +208,12 @@ _STYLES = {
 }
 
 
-def _leases(listed: Sequence[Lease]) -> RenderableType:
-    rows = [
+def _leases(listed: Sequence[Lease], *, has_tenants: bool = False) -> RenderableType:
+    columns = (_COLUMNS[0], Column("TENANT"), *_COLUMNS[1:]) if has_tenants else _COLUMNS
+    rows: list[Sequence[str | Text]] = [
         (
-            lease.id,
+            short_id(lease.id),
+            *([lease.tenant] if has_tenants else []),
             lease.holder,
             _state(lease),
             f"{lease.priority} {lease.band}",
@@ -216,7 +224,7 @@ def _leases(listed: Sequence[Lease]) -> RenderableType:
         )
         for lease in listed
     ]
-    return PlainTable(_COLUMNS, rows) if rows else Text("no leases")
+    return PlainTable(columns, rows) if rows else Text("no leases")
 
 
 def _lease(shown: Lease) -> RenderableType:
@@ -249,7 +257,8 @@ def _memory(lease: Lease) -> str:
 
 def _note(lease: Lease) -> str:
     if lease.notice:
-        return f"must be released ({lease.notice.reason}) by {timestamp(lease.notice.deadline_at)}"
+        why = lease.notice.cause or lease.notice.reason
+        return f"must be released ({why}) by {timestamp(lease.notice.deadline_at)}"
     if lease.error:
         return lease.error.message
     return with_short_ids(lease.pending.message) if lease.pending else ""

@@ -4,18 +4,28 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpubroker.cli import SHOWN_ID_LENGTH
 from gpubroker.cli.printing import eprint, refuse
 from gpubroker.errors import BrokerError, Refused
-from gpubroker.tasks.naming import TASKS_SEARCHED, is_whole_id, matches, no_such_id, only
+from gpubroker.tasks.naming import (
+    TASKS_SEARCHED,
+    begins_as_cut,
+    is_cut,
+    is_whole_id,
+    matches,
+    no_such_id,
+    only,
+)
 from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
+from gpubroker.transport.starting import starting_for_seconds
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -52,6 +62,7 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
     retry_seconds = _RETRY_SECONDS if retry_seconds is None else retry_seconds
     url, token = map(GLOBAL_OPTIONS.get, ("url", "token"))
     with Broker(url, token, retry_seconds=retry_seconds) as broker:
+        _say_if_it_starts(broker)
         try:
             check_listening(broker)  # one that is down is told at once, not retried
             yield broker
@@ -61,6 +72,15 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
             if refused.code == "task-not-finished":
                 refused.add_note("wait for it: gpubroker result TASK --wait")
             raise
+
+
+def _say_if_it_starts(broker: "Broker") -> None:
+    """A service takes connections from the beginning of its start, and answers them at its end."""
+    path = client_file()
+    if broker.connection.source == f"from {path}":
+        seconds = starting_for_seconds(path.parent)
+        if seconds is not None:
+            eprint(f"the service in {path.parent} is starting, for {seconds:.0f} s now; waiting for it")
 
 
 def _token_source(url: str, given: str | None) -> str:
@@ -82,6 +102,19 @@ def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
     return _last(broker, to_change) if word == "last" else broker.task_id(word, to_change=to_change)
 
 
+def set_id(broker: "Broker", word: str) -> str:
+    """The id of the worker set that a person means: its id, its unique name, or a part of its id."""
+    if word.startswith("task_") and not is_cut(word):
+        return word  # lists show the end of an id
+    known = list(broker.worker_sets())
+    named = [each.id for each in known if each.name == word or begins_as_cut(each.name, word)]
+    found = named or [each.id for each in known if matches(each.id, word)]
+    if not found:  # the id of one of its workers, or of a set that is over
+        with contextlib.suppress(Refused):
+            return broker.task_id(word)
+    return only(found, word, f"no worker set is named {word!r}, and {no_such_id(word)}")
+
+
 def lease_id(broker: "Broker", word: str) -> str:
     """The id of the lease that a person means, as in `task_id`; the holder is its name.
 
@@ -89,12 +122,31 @@ def lease_id(broker: "Broker", word: str) -> str:
     """
     if is_whole_id(word):
         return word
-    if_none = f"no lease is held by {word!r}, and {no_such_id(word)}"
-    if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word)]:
-        return only(held, word, if_none)
-    recent = list(islice(broker.leases(), TASKS_SEARCHED))
-    found = [lease.id for lease in recent if lease.holder == word]
-    return only(found or [lease.id for lease in recent if matches(lease.id, word)], word, if_none)
+    found = _leases_meant(broker, word)
+    if not found:
+        try:
+            found = _leases_meant(broker, word, tenant="*")
+        except Refused as refused:
+            if refused.status != HTTPStatus.FORBIDDEN:
+                raise
+    return only(found, word, f"no lease is held by {word!r}, and {no_such_id(word)}")
+
+
+def _leases_meant(broker: "Broker", word: str, **whose: Any) -> list[str]:
+    if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word, **whose)]:
+        return held
+    recent = list(islice(broker.leases(**whose), TASKS_SEARCHED))
+    found = [lease.id for lease in recent if lease.holder == word or begins_as_cut(lease.holder, word)]
+    return found or [lease.id for lease in recent if matches(lease.id, word)]
+
+
+def listed_name(word: str, listed: Callable[[], Iterable[str]], what: str) -> str:
+    """The name that a person means: the word, unless a list cut it short. Raises Refused if several names
+    begin as the word does."""
+    if not is_cut(word):
+        return word
+    found = sorted({name for name in listed() if begins_as_cut(name, word)})
+    return only(found, word, f"no {what} begins as {word!r} does")
 
 
 def change_each(ids: Sequence[str], change: Callable[[str], None]) -> None:

@@ -10,11 +10,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli import EXIT_WAIT_TIMEOUT, parsing
-from gpubroker.cli.lookup import connect
+from gpubroker.cli.lookup import connect, listed_name
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size
 
 if TYPE_CHECKING:
+    from gpubroker.broker import Broker
     from gpubroker.wire.models import MeasuredModel, ServedModel
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model on its server.")]
@@ -110,7 +111,7 @@ def load(
 ) -> None:
     """Load a model into memory, in its turn; it may take the room of lower priorities."""
     with connect() as broker:
-        loaded = broker.load_model(model, priority=priority, wait_seconds=wait, server=server)
+        loaded = broker.load_model(_named(broker, model), priority=priority, wait_seconds=wait, server=server)
         emit(output, loaded, _requested)
     if wait and loaded.state != "resident":
         eprint(f"gpubroker: {model} was not in memory within {wait:g} s")
@@ -120,7 +121,7 @@ def load(
 def unload(model: Name, server: Server = None, output: Output = Format.TABLE) -> None:
     """Unload a model after its current requests; the next request loads it again."""
     with connect() as broker:
-        emit(output, broker.unload_model(model, server=server), _model)
+        emit(output, broker.unload_model(_named(broker, model), server=server), _model)
 
 
 def pin(
@@ -131,7 +132,7 @@ def pin(
 ) -> None:
     """Keep a model in memory, even if others need the room."""
     with connect() as broker:
-        pinned = broker.pin_model(model, pinned=not off, server=server)
+        pinned = broker.pin_model(_named(broker, model), pinned=not off, server=server)
         emit(output, pinned, _model if off else _requested)
 
 
@@ -144,6 +145,10 @@ _COLUMNS = (
     Column("LOADED"),
     Column("NOTE", wraps=True),
 )
+
+
+def _named(broker: Broker, word: str) -> str:
+    return listed_name(word, lambda: (model.name for model in broker.models().items), "model")
 
 
 def _models(listed: Sequence[ServedModel]) -> RenderableType:

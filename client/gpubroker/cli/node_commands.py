@@ -10,11 +10,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import connect
+from gpubroker.cli.lookup import connect, listed_name
 from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, gib_of, size_of_bytes, timestamp
 
 if TYPE_CHECKING:
+    from gpubroker.broker import Broker
     from gpubroker.wire.nodes import Node, NodeDisk
 
 Name = Annotated[str, typer.Argument(metavar="NODE", help="As `gpubroker nodes` names it.")]
@@ -44,7 +45,7 @@ def nodes(
 def cordon(node: Name, because: Because = "", output: Output = Format.TABLE) -> None:
     """Start nothing new on a node. What runs there goes on."""
     with connect() as broker:
-        emit(output, broker.cordon(node, because), _node)
+        emit(output, broker.cordon(_named(broker, node), because), _node)
 
 
 def drain(
@@ -67,19 +68,19 @@ def drain(
     `gpubroker nodes` shows what is left.
     """
     with connect() as broker:
-        emit(output, broker.drain(node, because, deadline_seconds=deadline), _node)
+        emit(output, broker.drain(_named(broker, node), because, deadline_seconds=deadline), _node)
 
 
 def uncordon(node: Name, because: Because = "", output: Output = Format.TABLE) -> None:
     """Let tasks start on a node again."""
     with connect() as broker:
-        emit(output, broker.uncordon(node, because), _node)
+        emit(output, broker.uncordon(_named(broker, node), because), _node)
 
 
 def disk(node: Name, output: Output = Format.TABLE) -> None:
     """Show how full a node's disks are, and what its disk guard would delete."""
     with connect() as broker:
-        emit(output, broker.disk(node), _disk)
+        emit(output, broker.disk(_named(broker, node)), _disk)
 
 
 def clean(
@@ -94,7 +95,11 @@ def clean(
     Runs the operator's sync commands first. Stops when the disk is no fuller than `warn_percent`.
     """
     with connect() as broker:
-        emit(output, broker.clean(node, dry_run=not yes), _disk)
+        emit(output, broker.clean(_named(broker, node), dry_run=not yes), _disk)
+
+
+def _named(broker: Broker, word: str) -> str:
+    return listed_name(word, lambda: (node.name for node in broker.nodes(history="0")), "node")
 
 
 _DISK_COLUMNS = (Column("DISK", wraps=True), Column("USED"), Column("FREE"), Column("LEVEL"))
@@ -193,8 +198,9 @@ def _notes(node: Node) -> Iterator[str]:
         until = node.drain.deadline_at
         ends = f", ended at {timestamp(until)}" if until else ""
         yield f"{node.drain.left} still there{ends}"
-    if node.cordon_reason:
-        yield f"cordoned because {node.cordon_reason!r}"
+    if node.cordoned_by or node.cordon_reason:
+        by = f" by {node.cordoned_by}" if node.cordoned_by else ""
+        yield f"cordoned{by}{f' because {node.cordon_reason!r}' if node.cordon_reason else ''}"
     if node.disk_full:
         yield f"nothing starts until there is room on {node.disk_full}"
     if agent := node.agent:

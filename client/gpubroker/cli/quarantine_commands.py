@@ -12,7 +12,7 @@ from rich.text import Text
 from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size
-from gpubroker.tasks.naming import matches, only
+from gpubroker.tasks.naming import begins_as_cut, matches, only
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -120,12 +120,15 @@ def _queue(queue: Queue) -> str:
 
 def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
     """All quarantined runs of the holder that a person means."""
-    found = [
-        one for one in broker.quarantine().items if one.id and (matches(one.id, word) or one.name == word)
-    ]
+    found = [one for one in broker.quarantine().items if one.id and _is_meant(one, word)]
     ids = sorted({one.id for one in found if one.id})
     only(ids, word, f"nothing of {word!r} is in quarantine; see: gpubroker quarantine")
     return found
+
+
+def _is_meant(one: Quarantined, word: str) -> bool:
+    is_named = one.name == word or begins_as_cut(one.name, word)
+    return is_named or (one.id is not None and matches(one.id, word))
 
 
 def _confirm(found: Sequence[Quarantined], because: str) -> None:
@@ -142,7 +145,7 @@ def _attempt(one: Quarantined) -> str:
 
 
 _COLUMNS = (
-    Column("ID", share=0.3),
+    Column("ID"),
     Column("NAME", share=0.2),
     Column("ATTEMPT"),
     Column("NODE", share=0.2),

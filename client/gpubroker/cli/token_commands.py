@@ -9,7 +9,7 @@ import typer
 from rich.console import RenderableType
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import connect
+from gpubroker.cli.lookup import connect, listed_name
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, timestamp
 
@@ -84,8 +84,9 @@ def revoke(
 ) -> None:
     """Make a token invalid at once."""
     with connect() as broker:
-        broker.revoke_token(name)
-        eprint(f"token {name} is revoked")
+        known = listed_name(name, lambda: (token.name for token in broker.tokens()), "token")
+        broker.revoke_token(known)
+        eprint(f"token {known} is revoked")
 
 
 def _tokens(listed: Sequence[Token]) -> RenderableType:

@@ -23,7 +23,7 @@ class ClusterApi(Operations):
 
         `history`: how much of the past to show, such as `1h`, which is the most; the default is `5m`.
         """
-        return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle, history=history)))
+        return (yield from self._whole(Gpu, "/gpus", idle=idle, history=history))
 
     @operation
     def nodes(
@@ -32,8 +32,8 @@ class ClusterApi(Operations):
         """List all machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
         `sort`: name (the default), cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; with
         a `-` before it, the most first. `boot_id`: only nodes on the machine whose kernel says it."""
-        found = yield from self._ask("GET", "/nodes", history=history, sort=sort, boot_id=boot_id)
-        return page_of(Node, found)
+        wanted = {"history": history, "sort": sort, "boot_id": boot_id}
+        return (yield from self._whole(Node, "/nodes", **wanted))
 
     @operation
     def node(self, name: str, *, history: str | None = None) -> Steps[NodeDetail]:

@@ -106,11 +106,17 @@ class LeaseApi(LeaseSteps):
 
     @listing
     def leases(
-        self, *, state: str | None = None, holder: str | None = None, sort: str | None = None
+        self,
+        *,
+        state: str | None = None,
+        holder: str | None = None,
+        sort: str | None = None,
+        tenant: str | None = None,
     ) -> Pages[Lease]:
         """All leases that match, newest first; `state` may be several, separated by commas. `sort`: submitted
-        or priority; with a `-` the latest, or the highest, first."""
-        return self._pages(Lease, "/leases", state=state, holder=holder, sort=sort)
+        or priority; with a `-` the latest, or the highest, first. `tenant`: another one, or `*` for all:
+        needs the scope admin."""
+        return self._pages(Lease, "/leases", state=state, holder=holder, sort=sort, tenant=tenant)
 
     @operation
     def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Steps[Lease]:

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
 
 import cloudpickle
 
-from gpubroker.runtime.invoke import opened, with_objects
+from gpubroker.runtime.invoke import CannotOpen, Invocation, opened, with_objects
 from gpubroker.runtime.journal import AT_ONCE, Journal
 from gpubroker.runtime.messages import (
     MESSAGE_CHARS,
@@ -23,10 +24,11 @@ from gpubroker.runtime.messages import (
     loaded,
     plain_text,
 )
-from gpubroker.runtime.outcome import NotStored, describe, raised, succeeded
+from gpubroker.runtime.objects import ObjectRef
+from gpubroker.runtime.outcome import describe, raised, succeeded
 from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.set_objects import Objects, SetObjects
-from gpubroker.runtime.task import RunningTask, enter_task
+from gpubroker.runtime.task import RunningTask, Stopped, enter_task
 
 WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
 """Set for workers of sets: JSON with how each takes calls."""
@@ -49,6 +51,10 @@ STILL_SECONDS = 10.0
 TOLD_CPU_PERCENT = 5.0
 TRACEBACK_CHARS = 16_384
 PICKLED = "cloudpickle"
+
+
+class _Leaving(Exception):
+    """The worker was asked to leave before the method was called."""
 
 
 def is_worker(order: RunOrder) -> bool:
@@ -168,6 +174,8 @@ class SetWorker:
             return IS_LATE
         try:
             outcome = self._outcome(role, method, form, arguments)
+        except _Leaving:
+            return IS_LEAVING
         except BaseException as fault:
             outcome = raised(fault)
         seconds = time.monotonic() - began
@@ -190,10 +198,21 @@ class SetWorker:
             return _not_called("no_such_method", f"{type(made).__qualname__} has no public method {method!r}")
         try:
             args, kwargs = _arguments_of(form, arguments)
+            # Who may send a pickle may run any code, also where the set is of an entrypoint.
+            fetch = partial(self._objects.fetch, unpickles=form == PICKLED)
+            call = with_objects(Invocation(function, tuple(args), dict(kwargs)), fetch)
+        except CannotOpen as fault:
+            return fault.outcome
+        except Stopped:
+            raise _Leaving from None
         except BaseException as fault:
             return _not_called("corrupt_arguments", f"the arguments cannot be opened: {describe(fault)}")
-        value = self._result_of(function(*args, **kwargs))
-        return succeeded(value, form, self._order.result_limit_bytes, _store_nothing)
+        value = self._result_of(function(*call.args, **call.kwargs))
+        outcome = succeeded(value, form, self._order.result_limit_bytes, self._objects.store)
+        if outcome.result_format != "object" or form != PICKLED:
+            return outcome
+        named = ObjectRef(json.loads(outcome.result or b"")["object"])
+        return replace(outcome, result=cloudpickle.dumps(named))
 
     def _result_of(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
@@ -244,10 +263,6 @@ class SetWorker:
 def _not_called(kind: str, message: str) -> RunOutcome:
     """These kinds end a call, and never a run."""
     return failed(kind, message)
-
-
-def _store_nothing(_data: bytes) -> str:
-    raise NotStored("only that of a run does; return less, or the id of an object")
 
 
 async def _awaited(value: Any) -> Any:

@@ -34,14 +34,15 @@ class RunObjects:
         """Object id -> the answer, and the question."""
         task.call_on_stop(self._cancel)
 
-    def fetch(self, id: str) -> Any:
-        """The object, opened. Raises CannotOpen, or Stopped if the run has to stop instead."""
+    def fetch(self, id: str, *, unpickles: bool | None = None) -> Any:
+        """The object, opened; `unpickles`, if it is not the run's kind that says so. Raises CannotOpen, or
+        Stopped if the run has to stop instead."""
         shared, failure = self._answer_to(id, wanted(self._order.key, id))
         if failure is not None:
             raise CannotOpen(failed(*failure))
         # Whoever may submit a function may run any code. An entrypoint is what the operator allows, so its
         # objects are never unpickled.
-        unpickles = self._order.kind == "function"
+        unpickles = self._order.kind == "function" if unpickles is None else unpickles
         try:
             return opened_object(self._open_shared(shared), unpickles=unpickles)
         except UnreadableObject as fault:
@@ -73,11 +74,15 @@ class RunObjects:
             self._journal.add(question)
 
     def _answer_to(self, id: str, question: Report) -> Any:
-        answer = Future[Any]()
         with self._lock:
-            self._waits[id] = answer, question
+            asked = self._waits.get(id)
+            is_asked = asked is not None and asked[1][0] == question[0]  # by another thread of the run
+            answer = asked[0] if asked is not None and is_asked else Future[Any]()
+            if not is_asked:
+                self._waits[id] = answer, question
         try:
-            self._journal.add(question)
+            if not is_asked:
+                self._journal.add(question)
             if self._task.should_stop:
                 raise Stopped
             return answer.result()
@@ -85,7 +90,8 @@ class RunObjects:
             raise Stopped from None
         finally:
             with self._lock:
-                del self._waits[id]
+                if self._waits.get(id, (None,))[0] is answer:
+                    del self._waits[id]
 
     def _answer(self, id: str, kind: str, value: Any) -> None:
         with self._lock:

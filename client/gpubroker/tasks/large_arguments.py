@@ -34,22 +34,31 @@ def fitting_body(send: Send, target: Target, args: Sequence[Any], options: Submi
     body = submission_body(target, args, options)
     if len(body) <= MOST_BODY_BYTES or not (callable(target) or isinstance(target, str)):
         return body
-    small_args = []
-    for value in args:
-        small_args.append((yield from _or_object(send, target, value)))
-    small_kwargs = {}
-    for name, value in (options.get("kwargs") or {}).items():
-        small_kwargs[name] = yield from _or_object(send, target, value)
+    given = options.get("kwargs") or {}
+    small_args, small_kwargs = yield from small_arguments(send, args, given, pickles=callable(target))
     if small_kwargs:
         options = cast("SubmitOptions", {**options, "kwargs": small_kwargs})
     return submission_body(target, small_args, options)
+
+
+def small_arguments(
+    send: Send, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickles: bool
+) -> Steps[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the arguments of a call, with objects in place of large ones."""
+    small_args: list[Any] = []
+    for value in args:
+        small_args.append((yield from _or_object(send, value, pickles=pickles)))
+    small_kwargs: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        small_kwargs[name] = yield from _or_object(send, value, pickles=pickles)
+    return tuple(small_args), small_kwargs
 
 
 def small_items(send: Send, target: Target, items: Sequence[Any]) -> Steps[Sequence[Any]]:
     """Return the items of an array, with objects in place of large ones."""
     small = []
     for item in items:
-        small.append((yield from _or_object(send, target, item)))
+        small.append((yield from _or_object(send, item, pickles=callable(target))))
     return small
 
 
@@ -58,18 +67,18 @@ def without_arguments(options: SubmitOptions) -> SubmitOptions:
     return cast("SubmitOptions", kept)
 
 
-def _or_object(send: Send, target: Target, value: Any) -> Steps[Any]:
+def _or_object(send: Send, value: Any, *, pickles: bool) -> Steps[Any]:
     if isinstance(value, ObjectRef) or named_object(value) is not None:
         return value
-    data = _packed(target, value)
+    data = _packed(value, pickles=pickles)
     if len(data) <= LEAST_BYTES:
         return value
     stored = (yield from send(upload_call(data))).json()
     return ObjectRef(stored["id"], stored["size_bytes"])
 
 
-def _packed(target: Target, value: Any) -> bytes:
+def _packed(value: Any, *, pickles: bool) -> bytes:
     """As an object that is opened as a value of the run's own, which it may change."""
-    if callable(target):
+    if pickles:
         return b"".join(pickled_buffers(value, beside=False))
     return JSON_MARK + json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -1,6 +1,8 @@
 """Find the task that a person means by a name or a part of an id. The SDK and the command line both do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from gpubroker.errors import Refused
@@ -17,6 +19,7 @@ _PREFIX = "task_"
 _WHOLE_LENGTH = len(_PREFIX) + 26
 _PAGE = 500
 _MOST_NAMED = 6
+_CUT = "…"
 
 Ask = Callable[..., "Steps[Any]"]
 """Sends a request with these parameters and returns the JSON of its answer."""
@@ -33,7 +36,18 @@ def is_part_of_id(word: str) -> bool:
 
 def matches(id: str, word: str) -> bool:
     """Whether the word is long enough, and the beginning or the end of this id."""
-    return is_part_of_id(word) and (id.startswith((word, f"{_PREFIX}{word}")) or id.endswith(word))
+    part = word.removesuffix(_CUT)
+    return is_part_of_id(part) and (id.startswith((part, f"{_PREFIX}{part}")) or id.endswith(word))
+
+
+def is_cut(word: str) -> bool:
+    """Whether a list had no room for the whole name, and cut it short with an ellipsis."""
+    return len(word) > 1 and word.endswith(_CUT)
+
+
+def begins_as_cut(name: str | None, word: str) -> bool:
+    """Whether `word` is this name, cut short by a list."""
+    return is_cut(word) and name is not None and name.startswith(word.removesuffix(_CUT))
 
 
 def no_such_id(word: str) -> str:
@@ -57,21 +71,62 @@ def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
 
     A name means the one unfinished task that has it, and ended ones only if there is none. It goes before a
     part of an id; for a change, a word may not be both. Each load of a model is a task with the model's name:
-    the newest of its ended ones is meant.
+    the newest of its ended ones is meant. All workers of an array or a worker set have its name, which means
+    the whole. Where the tenant of the token has no such task, an admin means one of another tenant.
     """
     if is_whole_id(word):
         return word
-    named = (yield from ask("GET", "/tasks", name=word, state=UNFINISHED, limit=_MOST_NAMED))["items"]
-    if not named:
-        named = (yield from ask("GET", "/tasks", name=word, limit=_MOST_NAMED))["items"]
-        named = named[:1] if all(task.get("run", {}).get("kind") == "model" for task in named) else named
-    found = [task["id"] for task in named[:_MOST_NAMED]]
-    if is_part_of_id(word) and (to_change or not found):
+    found = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
+    return only(found, word, f"no task is named {word!r}, and {no_such_id(word)}")
+
+
+def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
+    """Return what is found in the token's own tenant, else in all tenants if the token may see them. `find`
+    takes the tenant's name, or `*` for all, as `tenant`."""
+    if found := (yield from find()):
+        return found
+    try:
+        return (yield from find(tenant="*"))
+    except Refused as refused:
+        if refused.status == HTTPStatus.FORBIDDEN:
+            return []
+        raise
+
+
+def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list[str]]":
+    named = yield from _named(ask, name=word, **whose)
+    found = [task["id"] for task in named]
+    if len(found) > 1 and (whole := _whole_of(named)) is not None:
+        found = [whole]
+    if (is_part_of_id(word) or is_cut(word)) and (to_change or not found):
         cursor, pages = None, TASKS_SEARCHED // _PAGE
         for _ in range(pages):
-            page = yield from ask("GET", "/tasks", limit=_PAGE, cursor=cursor)
-            ids = (task["id"] for task in page["items"])
-            found += [id for id in ids if matches(id, word) and id not in found]
+            page = yield from ask("GET", "/tasks", limit=_PAGE, cursor=cursor, **whose)
+            ids = [
+                task["id"]
+                for task in page["items"]
+                if matches(task["id"], word) or begins_as_cut(task.get("name"), word)
+            ]
+            found += [id for id in ids if id not in found]
             if (cursor := page.get("next_cursor")) is None:
                 break
-    return only(found, word, f"no task is named {word!r}, and {no_such_id(word)}")
+    return found
+
+
+def _named(ask: Ask, **selection: str) -> "Steps[list[Any]]":
+    unfinished = yield from ask("GET", "/tasks", state=UNFINISHED, limit=_MOST_NAMED, **selection)
+    if unfinished["items"]:
+        return list(unfinished["items"])[:_MOST_NAMED]
+    ended = (yield from ask("GET", "/tasks", limit=_MOST_NAMED, **selection))["items"]
+    is_model = all(task.get("run", {}).get("kind") == "model" for task in ended)
+    return list(ended)[: 1 if is_model else _MOST_NAMED]
+
+
+def _whole_of(tasks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the id of the array or the worker set that all these are workers of. Each worker has the name of
+    the whole, and its id as a label."""
+    for label in ("array", "worker_set"):
+        wholes = {task.get("labels", {}).get(label) for task in tasks}
+        if len(wholes) == 1 and None not in wholes:
+            return str(wholes.pop())
+    return None

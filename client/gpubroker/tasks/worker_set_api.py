@@ -10,8 +10,8 @@ import cloudpickle
 
 from gpubroker.errors import ResultUnreadable, WrongArgument
 from gpubroker.runtime.carrying import call_parts, faulty_part, is_not_json, is_not_pickled
-from gpubroker.tasks.large_arguments import fitting_body
-from gpubroker.tasks.submission import SubmitOptions, Target, parted_options
+from gpubroker.tasks.large_arguments import fitting_body, small_arguments
+from gpubroker.tasks.submission import MOST_BODY_BYTES, SubmitOptions, Target, as_json, parted_options
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
@@ -115,15 +115,20 @@ class WorkerSetApi(Operations):
         """Call a method in one of the workers, and return what it returns.
 
         Arguments and result are pickled, which needs the scope `tasks:code`; with `pickled=False` they are
-        JSON. `routing` may be `round_robin`. Sent once. Raises CallFailed if the method raised, if its time
-        was over, or if the worker was lost; Unreachable if no worker is ready in time.
+        JSON. Arguments that are too large for a request travel as objects, and arrive as they are; a result
+        larger than `limits.result_bytes` is an ObjectRef (in JSON `{"object": id}`). `routing` may be
+        `round_robin`. Sent once. Raises CallFailed if the method raised, if its time was over, or if the
+        worker was lost; Unreachable if no worker is ready in time.
         """
         body: dict[str, Any] = {"method": method, "timeout_seconds": timeout_seconds, "routing": routing}
-        body |= _arguments(method, args, kwargs or {}, pickled=pickled) | ({"role": role} if role else {})
+        body |= {"role": role} if role else {}
+        text = _call_body(body, method, args, kwargs or {}, pickled=pickled)
+        if len(text) > MOST_BODY_BYTES:
+            small = yield from small_arguments(self._send, args, kwargs or {}, pickles=pickled)
+            text = _call_body(body, method, *small, pickled=pickled)
         call = Call(
-            "POST", f"{_path(workers)}/call", body=json.dumps(body, allow_nan=False).encode(),
-            patience_seconds=timeout_seconds, repeatable=False,
-        )  # fmt: skip
+            "POST", f"{_path(workers)}/call", body=text, patience_seconds=timeout_seconds, repeatable=False
+        )
         raw = (yield from self._send(call)).json()
         packed = raw.get("data_base64")
         if packed is None:
@@ -158,6 +163,14 @@ class Workers:
         return self._broker.call_worker(self._workers, method, *args, kwargs=kwargs, **self._options)
 
 
+def _call_body(
+    body: Mapping[str, Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
+) -> bytes:
+    """Raises WrongArgument."""
+    given = _arguments(method, args, kwargs, pickled=pickled)
+    return json.dumps({**body, **given}, allow_nan=False).encode()
+
+
 def _arguments(
     method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> dict[str, Any]:
@@ -165,8 +178,9 @@ def _arguments(
     try:
         if pickled:
             return {"pickled": base64.b64encode(cloudpickle.dumps((args, dict(kwargs)))).decode()}
-        json.dumps((args, kwargs), allow_nan=False)
-        return {"args": list(args), "kwargs": dict(kwargs)}
+        plain = {"args": [*map(as_json, args)], "kwargs": {name: as_json(it) for name, it in kwargs.items()}}
+        json.dumps(plain, allow_nan=False)
+        return plain
     except Exception as error:  # objects may raise anything when they are pickled
         how, fails = ("pickled", is_not_pickled) if pickled else ("written as JSON", is_not_json)
         part = faulty_part(call_parts(args, kwargs), fails) or "an argument"

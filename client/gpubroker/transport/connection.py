@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpubroker.errors import Unreachable
+from gpubroker.transport.starting import starting_for_seconds
 
 TASK_VARIABLE = "GPUBROKER_TASK"
 """Every run has it."""
@@ -34,7 +35,12 @@ def find_service(
     """
     environ = _environment() if environ is None else environ
     path = client_file(environ)
-    token = token or environ.get(TOKEN_VARIABLE)
+    given = (
+        (token, "the token that was given")
+        if token is not None
+        else (environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE)
+    )
+    token = (token or environ.get(TOKEN_VARIABLE) or "").strip() or None
     url, source = (url, "given") if url else (environ.get(URL_VARIABLE), f"from {URL_VARIABLE}")
     # A task has the rights that the operator gives to tasks, not those of the service's owner.
     is_known = (url and token) or TASK_VARIABLE in environ
@@ -46,6 +52,11 @@ def find_service(
             f"this code runs in {environ[TASK_VARIABLE]}, which has no access to the service: have the "
             "operator set submit_from_tasks: true, or give url and token",
             code="no-service",
+        )
+    if not url and (seconds := starting_for_seconds(path.parent)) is not None:
+        raise Unreachable(
+            f"a service is starting in {path.parent}, for {seconds:.0f} s now; try again when it listens",
+            code="starting",
         )
     if not url:
         raise Unreachable(
@@ -60,7 +71,23 @@ def find_service(
     url = url.rstrip("/")
     if token is None and written_url is not None and url == written_url.rstrip("/"):
         token = written_token
+    _check_token(token, *given)
     return Connection(url, token, source)
+
+
+def _check_token(token: str | None, given: str | None, name: str) -> None:
+    """Refuse an empty token where no other is known, and one that no header can carry. Raises
+    Unreachable."""
+    if token is None and given is not None:
+        raise Unreachable(
+            f"{name} is empty: set it to a token (`gpubroker token create` makes one), or unset it to use "
+            "the token of a service on this machine",
+            code="no-token",
+        )
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        raise Unreachable(
+            f"{name} is not a token: it has blanks or other characters than ASCII", code="no-token"
+        )
 
 
 def _environment() -> Mapping[str, str]:

@@ -23,6 +23,10 @@ _MODEL_CODES = frozenset({"model-not-ready", "model-not-loaded", "model-queue-ti
 _CALL_CODES = frozenset({"call-failed", "call-timeout", "worker-lost"})
 """Problem codes about one call of a worker's method."""
 
+UNTRUSTED, WRONG_SCHEME = "untrusted-certificate", "wrong-scheme"
+_HOPELESS = frozenset({UNTRUSTED, WRONG_SCHEME})
+"""Codes of connections that no retry mends."""
+
 _FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 _NOTHING_DONE = frozenset({429, 503})
@@ -89,7 +93,7 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
             answer = yield call
         except Unreachable as error:
             failure: BrokerError = error
-            retry = call.repeatable
+            retry = call.repeatable and error.code not in _HOPELESS
         else:
             assert answer is not None, "a Call is always answered"
             if answer.status < 400:

@@ -13,6 +13,7 @@ import httpx
 from gpubroker.errors import BrokerError, Unreachable
 from gpubroker.transport.connection import Connection, find_service
 from gpubroker.transport.exchange import Answer, Call, Pause, Steps, error_of
+from gpubroker.transport.faults import check_scheme, trusted_certificates, unreachable
 from gpubroker.transport.operations import AsyncCaller, Listed, Reading, SyncCaller
 
 T = TypeVar("T")
@@ -76,9 +77,11 @@ class SyncHttp(SyncCaller):
             return None
         _check_open(self._http)
         try:
-            return _answer_of(self._http.request(**_request_of(step, self._timeout_seconds)))
+            response = self._http.request(**_request_of(step, self._timeout_seconds))
         except httpx.TransportError as error:
-            raise _unreachable(self.connection, error) from error
+            raise unreachable(self.connection, error) from error
+        check_scheme(self.connection, response)
+        return _answer_of(response)
 
     def _items(self, of: Listed[T]) -> Iterator[T]:
         if isinstance(of, Reading):
@@ -110,7 +113,7 @@ class SyncHttp(SyncCaller):
                 for data in response.iter_bytes():
                     yield from reading.take(data)
         except httpx.TransportError as error:
-            fault = _unreachable(self.connection, error)
+            fault = unreachable(self.connection, error)
         yield from reading.end(fault)
 
 
@@ -170,9 +173,11 @@ class AsyncHttp(AsyncCaller):
             request = _request_of(step, self._timeout_seconds)
             if isinstance(request["content"], Iterator):
                 request["content"] = _in_a_thread(request["content"])
-            return _answer_of(await self._http.request(**request))
+            response = await self._http.request(**request)
         except httpx.TransportError as error:
-            raise _unreachable(self.connection, error) from error
+            raise await _looked_at(self.connection, error) from error
+        check_scheme(self.connection, response)
+        return _answer_of(response)
 
     async def _items(self, of: Listed[T]) -> AsyncIterator[T]:
         if isinstance(of, Reading):
@@ -207,7 +212,7 @@ class AsyncHttp(AsyncCaller):
                     for each in reading.take(data):
                         yield each
         except httpx.TransportError as error:
-            fault = _unreachable(self.connection, error)
+            fault = await _looked_at(self.connection, error)
         for each in reading.end(fault):
             yield each
 
@@ -229,7 +234,7 @@ def _client_settings(connection: Connection) -> dict[str, Any]:
         # A proxy named in the environment cannot reach a service on this machine's own loopback address.
         "trust_env": url.host not in _LOOPBACK,
         # Loading the certificate authorities takes 25 ms, and only https needs them.
-        "verify": url.scheme == "https",
+        "verify": trusted_certificates() if url.scheme == "https" else False,
     }
 
 
@@ -247,6 +252,13 @@ def _request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
         "headers": headers,
         "timeout": httpx.Timeout(timeout_seconds + call.patience_seconds, connect=_CONNECT_SECONDS),
     }
+
+
+async def _looked_at(connection: Connection, error: httpx.TransportError) -> Unreachable:
+    """Looking at the address once more may take a second."""
+    from asyncio import to_thread
+
+    return await to_thread(unreachable, connection, error)
 
 
 async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
@@ -276,17 +288,9 @@ def check_listening(http: SyncHttp) -> None:
             port = url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection((url.host, port), timeout=_LOOK_SECONDS).close()
         except ConnectionRefusedError as error:
-            raise _unreachable(connection, error) from error
+            raise unreachable(connection, error) from error
         except OSError:
             pass  # a request says more
-
-
-def _unreachable(connection: Connection, error: httpx.TransportError | OSError) -> Unreachable:
-    return Unreachable(
-        f"no answer from {connection.url} ({connection.source}): {str(error) or type(error).__name__}; is "
-        "the service running? `gpubroker serve` starts one here",
-        code="unreachable",
-    )
 
 
 def _check_open(http: httpx.Client | httpx.AsyncClient) -> None:

@@ -122,6 +122,16 @@ class Operations:
 
         return Pages(fetch)
 
+    def _whole(self, model: type[S], path: str, **params: Any) -> Steps[Page[S]]:
+        """An overview of the service that may come in pages, as one."""
+        raw = first = yield from self._ask("GET", path, **params)
+        items = list(raw["items"])
+        while cursor := raw.get("next_cursor"):
+            raw = yield from self._ask("GET", path, **params, cursor=cursor)
+            items += raw["items"]
+        whole = {"next_cursor": None, "has_more": False} if "next_cursor" in first else {}
+        return page_of(model, {**first, "items": items, **whole})
+
     def _ask_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Steps[Answer]:
         """Send a call that must not be carried out twice."""
         return (yield from self._send(Call(method, path, body=json_body(body), repeatable=False)))

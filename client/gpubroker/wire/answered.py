@@ -1,6 +1,6 @@
 """The parts of which answers are made: times, states, lists and pages, and the base of all answers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -104,3 +104,15 @@ class Overview(AsOf, Generic[T], frozen=True):
 
     def __len__(self) -> int:
         return len(self.items)
+
+
+class OverviewPage(Overview[T], Generic[T], frozen=True):
+    """A part of an overview, or all of it."""
+
+    next_cursor: Annotated[str | None, Meta(description="Of the next part; null if this is the last.")] = None
+    has_more: bool = False
+
+
+def part_of(items: Iterable[T], next_cursor: str | None) -> dict[str, Any]:
+    """Return the fields of a page apart from the moment."""
+    return {"items": tuple(items), "next_cursor": next_cursor, "has_more": next_cursor is not None}

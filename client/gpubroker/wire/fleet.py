@@ -23,7 +23,7 @@ class Finding(Diagnosis, Answered, frozen=True):
     """Something that is wrong with the fleet, or with a machine of it."""
 
     first_seen_at: Annotated[
-        Time, Meta(description="Since when it is so; if that is not known, since this process noticed.")
+        Time, Meta(description="Since when it is so; if that is not known, since the leader noticed.")
     ]
 
 

@@ -27,6 +27,10 @@ class Notice(Answered, frozen=True):
 
     reason: Annotated[str, Meta(description="preempt, deadline (it was not renewed), cancel or overuse.")]
     deadline_at: Time
+    cause: Annotated[
+        str | None,
+        Meta(description="What the notice was given for, such as a drain; null if `reason` says it."),
+    ] = None
 
 
 class LeaseUrls(Answered, frozen=True):

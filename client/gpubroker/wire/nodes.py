@@ -111,6 +111,8 @@ class Node(Answered, frozen=True, kw_only=True):
     ]
     cordoned: Annotated[bool, Meta(description="An operator says that nothing new starts on it.")]
     cordon_reason: Annotated[str, Meta(description="In the operator's words; often empty.")]
+    cordoned_by: Annotated[str, Meta(description="Name of the operator's token; empty if it is open.")] = ""
+    cordoned_at: Time | None = None
     drain: Annotated[Drain | None, Meta(description="Null if it is not being drained.")]
     disk_full: Annotated[str | None, Meta(description="Nothing starts on it: which disk is too full.")]
     incarnation: Annotated[str, Meta(description="Changes with each start of the node's agent.")]

@@ -215,6 +215,13 @@ class Task(Answered, frozen=True, kw_only=True):
     deadline_at: Annotated[Time | None, Meta(description="When it must have ended, or is stopped.")]
     finished_at: Time | None
     stop_reason: str | None
+    stop_cause: Annotated[
+        str | None,
+        Meta(
+            description="What the last notice was given for, such as `the drain of n1 by admin`; null if a "
+            "task or a limit made it stop."
+        ),
+    ] = None
     stop_deadline_at: Annotated[Time | None, Meta(description="When what is left of it is killed.")]
     phases: Annotated[
         Phases | None, Meta(description="Null if the event log no longer goes back to its submit.")

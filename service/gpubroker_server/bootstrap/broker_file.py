@@ -1,7 +1,7 @@
-"""The file in the data directory by which a broker without HTTP is found on its machine.
+"""The files in the data directory by which the processes that use it are found on their machine.
 
-It is locked for as long as the broker lives, and its time is renewed for as long as the broker's event loop
-runs.
+A broker without HTTP locks its file for as long as it lives, and renews its time for as long as its event
+loop runs. A process that serves HTTP locks its file until it has ended, which is after its port was closed.
 """
 
 import asyncio
@@ -55,6 +55,31 @@ class BrokerFile:
             with suppress(OSError):  # the age of the file shows it
                 await asyncio.to_thread(os.utime, self._path)
             await asyncio.sleep(BEAT_SECONDS)
+
+
+_held: list[IO[str]] = []
+"""Open, and so locked, until this process has ended."""
+
+
+def hold_service_file(data_dir: Path, url: str) -> None:
+    """Say which process serves this address, until it has ended. The file stays: its lock says enough."""
+    for path in data_dir.glob("service-*.lock"):
+        _is_locked(path, remove=True)
+    file = (data_dir / f"service-{os.getpid()}.lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.write(url)
+    file.flush()
+    _held.append(file)
+
+
+def service_at(data_dir: Path, url: str) -> int | None:
+    """Return the id of the process that serves, or served, this address and has not ended yet. None also for
+    one of a release that holds no such file."""
+    for path in data_dir.glob("service-*.lock"):
+        with suppress(FileNotFoundError):
+            if path.read_text() == url and _is_locked(path, remove=True):
+                return int(path.stem.removeprefix("service-"))
+    return None
 
 
 def brokers_of(data_dir: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """The broker's role: a candidate for the lead, its leader, the executor, and the model servers."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import random
 
@@ -46,6 +46,8 @@ from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatc
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.broker.task_objects import TaskObjects
+from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
+from gpubroker_server.core.control.findings.finding import Finding
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.stored_objects import Quota
@@ -236,9 +238,21 @@ class BrokerRole:
             commit_seconds,
             self._store,
             self.last_fleet(),
+            self._diagnose,
         )
         self.last_fleet = lambda: keeper.seen
         return keeper
+
+    def _diagnose(self, fleet: FleetSeen) -> Iterable[Finding]:
+        """Say what the leader knows to be wrong. What only a gateway knows, such as a model server that it
+        cannot reach, is left out."""
+        leader, follower = self.candidate.leader, self._follower
+        known = FleetKnown(self.executor.status(), has_leader=True, fleet=fleet)
+        if leader is not None:
+            paused = leader.paused
+            since = None if paused is None else paused.since
+            known = known._replace(late=leader.silent(), held_back=paused, held_back_since=since)
+        return diagnose_fleet(follower.world, self._policy, known, follower.clock.now())
 
     def _dispatcher(self) -> Dispatcher:
         clock = self._follower.clock

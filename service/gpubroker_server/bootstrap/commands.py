@@ -15,9 +15,10 @@ import uvloop
 from gpubroker_server.adapters.sql.database import connections_kept
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import begin_lineage, migrate, open_store
-from gpubroker_server.bootstrap.broker_file import BrokerFile
+from gpubroker_server.bootstrap.broker_file import BrokerFile, hold_service_file
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
+from gpubroker_server.bootstrap.run_access import url_of
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
     check_installed,
@@ -25,9 +26,11 @@ from gpubroker_server.bootstrap.start_checks import (
     check_reach,
     check_shared,
     check_task_surroundings,
+    keep_private,
     listening_socket,
     prepare_data_dir,
 )
+from gpubroker_server.bootstrap.starting import StartingFile
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.logs import configure_logs
@@ -83,16 +86,27 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
         check_task_surroundings(settings)
         check_ray_access(settings)
     prepare_data_dir(settings.data_dir)
+    if settings.objects.exists():
+        keep_private(settings.objects)
     with (
         listening_socket(settings.host, settings.port) if speaks else nullcontext() as listener,
         nullcontext() if speaks else BrokerFile(settings.data_dir) as broker_file,
+        StartingFile(settings.data_dir) as starting,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        work = _run(settings, listener, leads=leads)
+        if listener is not None:
+            hold_service_file(settings.data_dir, url_of(listener))
+        work = _run(settings, listener, leads=leads, on_start=starting.started)
         return runner.run(work if broker_file is None else broker_file.renewed_during(work))
 
 
-async def _run(settings: Settings, listener: socket.socket | None, *, leads: bool) -> int:
+async def _run(
+    settings: Settings,
+    listener: socket.socket | None,
+    *,
+    leads: bool,
+    on_start: Callable[[], None] = lambda: None,
+) -> int:
     try:
         store = await open_store(
             settings.database,
@@ -109,7 +123,10 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
     deadline = ExitDeadline(settings.drain_seconds)
     try:
         blobs = await open_blobs(settings, store)
-        process = Process(settings, store, blobs, listener=listener, leads=leads, on_stop=deadline.begin)
+        process = Process(
+            settings, store, blobs,
+            listener=listener, leads=leads, on_start=on_start, on_stop=deadline.begin,
+        )  # fmt: skip
         return await process.run()
     except StoreUnavailable as fault:
         raise StartRefused(

@@ -2,19 +2,18 @@
 
 import asyncio
 import json
-import os
-import signal
 import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 from gpubroker import Broker, BrokerError, Unreachable
 
 from gpubroker_server.adapters.ray.driver.leave import CannotLeave, leave_cluster
 from gpubroker_server.adapters.ray.head.head import HeadRefused, reach, read_state, stop_head
-from gpubroker_server.bootstrap.broker_file import brokers_of
+from gpubroker_server.bootstrap.broker_file import brokers_of, service_at
 from gpubroker_server.settings.loading import Settings
 
 ANSWER_SECONDS = 30.0
@@ -29,12 +28,17 @@ class StillRunning(Exception):
 
 
 def stop_everything(settings: Settings) -> list[str]:
-    """Stop the service of this data directory, then its local Ray with all runs; what was done. Raises
-    StillRunning."""
-    done = [_stop_service(settings.data_dir / "client.json"), *_stop_brokers(settings.data_dir)]
+    """Stop the service of this data directory, then its local Ray with all runs, and wait until they are
+    gone; what was done. Raises StillRunning."""
+    done = [_stop_service(settings), *_stop_brokers(settings.data_dir)]
     head = read_state(settings.data_dir)
     if head is not None:
-        asyncio.run(stop_head(settings.data_dir))
+        if left := asyncio.run(stop_head(settings.data_dir)):
+            named = ", ".join(str(process.pid) for process in left)
+            raise StillRunning(
+                f"of the local Ray (process {head.pid}), processes {named} are still ending although they "
+                "were killed; try again, and look at what they wait for (ps -o stat,wchan)"
+            )
         done.append(f"local Ray (process {head.pid}) stopped")
     if settings.ray.address and settings.engine == "ray":
         done.append(_leave_cluster(settings))
@@ -73,7 +77,8 @@ def _other_leader(database: str) -> str | None:
             time.sleep(0.05)
 
 
-def _stop_service(client_file: Path) -> str:
+def _stop_service(settings: Settings) -> str:
+    client_file = settings.data_dir / "client.json"
     if not client_file.exists():
         return f"no service has run in {client_file.parent}"
     try:
@@ -92,12 +97,14 @@ def _stop_service(client_file: Path) -> str:
             raise StillRunning(
                 f"a process listens on {url} and does not answer: {error}; try again"
             ) from None
-        return f"no service answers on {url}"
+        if service_at(settings.data_dir, url) is None:
+            return f"no service answers on {url}"
     except BrokerError as error:
         raise StillRunning(
             f"{url} refused to stop: {error.status} {error}; is the service of another data directory there?"
         ) from None
     _wait_until_closed(url)
+    _wait_until_gone(settings, url)
     return f"service on {url} stopped"
 
 
@@ -105,17 +112,24 @@ def _stop_brokers(data_dir: Path) -> list[str]:
     """Brokers without HTTP."""
     done: list[str] = []
     for broker in brokers_of(data_dir):
-        with suppress(ProcessLookupError):
-            os.kill(broker, signal.SIGTERM)
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while broker in brokers_of(data_dir):
-            if time.monotonic() > deadline:
-                raise StillRunning(
-                    f"broker (process {broker}) runs {CLOSE_SECONDS:.0f} s after SIGTERM; try again"
-                )
-            time.sleep(0.05)
+        with suppress(psutil.NoSuchProcess):
+            _end(data_dir, psutil.Process(broker))
         done.append(f"broker (process {broker}) stopped")
     return done
+
+
+def _end(data_dir: Path, broker: psutil.Process) -> None:
+    """Return when the process is gone, and not only its file. Raises StillRunning."""
+    broker.terminate()
+    deadline = time.monotonic() + CLOSE_SECONDS
+    while broker.pid in brokers_of(data_dir) or (
+        broker.is_running() and broker.status() != psutil.STATUS_ZOMBIE
+    ):
+        if time.monotonic() > deadline:
+            raise StillRunning(
+                f"broker (process {broker.pid}) runs {CLOSE_SECONDS:.0f} s after SIGTERM; try again"
+            )
+        time.sleep(0.05)
 
 
 def _wait_until_closed(url: str) -> None:
@@ -123,6 +137,19 @@ def _wait_until_closed(url: str) -> None:
     while _listens(url):
         if time.monotonic() > deadline:
             raise StillRunning(f"the service on {url} still listens after {CLOSE_SECONDS:.0f} s; try again")
+        time.sleep(0.05)
+
+
+def _wait_until_gone(settings: Settings, url: str) -> None:
+    """Requests under way may take `drain_seconds` after the port was closed."""
+    most_seconds = settings.drain_seconds + CLOSE_SECONDS
+    deadline = time.monotonic() + most_seconds
+    while (process := service_at(settings.data_dir, url)) is not None:
+        if time.monotonic() > deadline:
+            raise StillRunning(
+                f"the service on {url} (process {process}) has closed its port and is still ending after "
+                f"{most_seconds:.0f} s; its log says what it waits for, then try again"
+            )
         time.sleep(0.05)
 
 

@@ -15,6 +15,7 @@ from gpubroker.wire.bounds import MOST_PRIORITY
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
+from gpubroker_server.adapters.python_modules import PythonModules
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.driver.worker_calls import CallingDriver
 from gpubroker_server.adapters.sql.store import SqlStore
@@ -48,6 +49,7 @@ from gpubroker_server.http.identity import (
     new_token,
 )
 from gpubroker_server.http.ids import Ids
+from gpubroker_server.http.proxies import TrustedProxies
 from gpubroker_server.http.waiters import Waiters
 from gpubroker_server.inference.draining import Draining
 from gpubroker_server.inference.health_checks import HealthChecks
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 
 
 NODES_AT_ONCE = 20
+DATABASE_LOG_SECONDS = 10.0
 """So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
 """How long a start waits for model servers to list their models."""
@@ -103,7 +106,7 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
         self._waiters = Waiters(settings.limits.tenant_waits)
-        rules = rules_of(settings, self._host)
+        rules = rules_of(settings, self._host, modules_of(settings, leads=broker is not None))
         self._servers = servers_of(settings)
         self._served = served_of(settings, hosts_of(settings))
         self._residencies = self._residencies_of(rules, ids := Ids(), lead)
@@ -160,6 +163,7 @@ class GatewayRole:
         jobs.append(("idle templates", keep_filling(self._parts)))
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
         jobs.append(("history of samples", self._keep_history()))
+        jobs.append(("log of the database", self._keep_database_log()))
         if self._residencies is not None:
             jobs.append(("use of models", self._residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._residencies).keep()))
@@ -226,6 +230,13 @@ class GatewayRole:
                     await asyncio.sleep(0)
             await asyncio.sleep(self._parts.rules.policy.sample_period_seconds)
 
+    async def _keep_database_log(self) -> None:
+        while True:
+            with contextlib.suppress(StoreUnavailable):  # what it was stays known
+                size_bytes = await self._store.log_bytes()
+                self._parts.database_log.look(size_bytes, self._follower.clock.now())
+            await asyncio.sleep(DATABASE_LOG_SECONDS)
+
     @property
     def url(self) -> str:
         return url_of(self._listener)
@@ -267,6 +278,7 @@ class GatewayRole:
             residencies=self._residencies,
             audit=self._store.audit,
             access_log=self._settings.access_log,
+            proxies=TrustedProxies(self._settings.trusted_proxies),
         )
 
     def _residencies_of(self, rules: OperatorRules, ids: Ids, lead: LeaderStatus) -> Residencies | None:
@@ -315,17 +327,24 @@ class GatewayRole:
         return secret if await self._store.put_token(row, by=self._name) else None
 
 
-def rules_of(settings: Settings, host: str) -> OperatorRules:
-    """`host`: the address of the gateway's own port."""
+def rules_of(settings: Settings, host: str, modules: PythonModules | None = None) -> OperatorRules:
+    """`host`: the address of the gateway's own port. `modules`: what runs import, if all of them run here."""
     return OperatorRules(
         permissions=Permissions(
-            policy_of(settings), settings.entrypoints, PYTHON, CLOUDPICKLE, settings.env_allowed
+            policy_of(settings),
+            settings.entrypoints,
+            PYTHON,
+            CLOUDPICKLE,
+            settings.env_allowed,
+            modules,
         ),
         defaults=defaults_of(settings),
         limits=limits_of(settings),
         kinds=kinds_of(settings),
         allowed_hosts=(*settings.allowed_hosts, host),
         task_user=settings.task_user or _own_user(),
+        trusted_proxies=settings.trusted_proxies,
+        root_path=settings.root_path,
     )
 
 
@@ -335,6 +354,15 @@ def _own_user() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return ""
+
+
+def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:
+    """Return the modules of the runs if all of them are on this machine: those of other nodes have files of
+    their own. `leads`: this process may lead; on SQLite no other one does."""
+    is_alone = leads and settings.database.startswith("sqlite")
+    if not is_alone or settings.engine != "ray" or settings.ray.address:
+        return None
+    return PythonModules(tuple(map(str, settings.task_path)) or (os.getcwd(),))
 
 
 class QuietServer(uvicorn.Server):

@@ -56,16 +56,17 @@ class Process:
         *,
         listener: socket.socket | None,
         leads: bool,
+        on_start: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """A gateway if it has a listener; a broker if it `leads`. `on_stop` is called when it is asked to
-        stop and to leave the cluster running. Raises StartRefused."""
+        """A gateway if it has a listener; a broker if it `leads`. `on_start` is called when it serves,
+        `on_stop` when it is asked to stop and to leave the cluster running. Raises StartRefused."""
         self._name = name = process_name()
         self._settings = settings
         self._store = store
         self._blobs = blobs
         self._listener = listener
-        self._on_stop = on_stop
+        self._on_start, self._on_stop = on_start, on_stop
         self._stop = asyncio.Event()
         self._stop_cluster = False
         self._fault: BaseException | None = None
@@ -97,6 +98,7 @@ class Process:
             await _end(leading)
             raise
         jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway)
+        self._on_start()
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         if self._broker is not None:
             self._say(*which_ray(self._settings))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
+from stat import S_IMODE, S_ISVTX
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -27,6 +28,10 @@ OTHER_FILES = 1024
 """Databases, model servers, runs' files."""
 
 
+_OUR_FILES = frozenset({"client.json", "gpubroker.db", "blobs", "ray-head.log", ".gpubroker"})
+"""Any of them shows that a directory has been ours before."""
+
+
 class StartRefused(Exception):
     """The service cannot start; the text says why and what to do."""
 
@@ -38,15 +43,33 @@ def process_name() -> str:
 
 
 def prepare_data_dir(data_dir: Path) -> None:
-    """Create it with mode 0700, and write to it. Raises StartRefused."""
+    """Create it with mode 0700, or set an existing one to that, and write to it. Raises StartRefused."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_private(data_dir)
         TemporaryFile(dir=data_dir).close()  # of no name: several processes may start at once
     except OSError as error:
         raise StartRefused(
             f"cannot write to the data directory {data_dir}: {error.strerror}; "
             "give it to this user, or name another with --data-dir"
         ) from None
+
+
+def keep_private(directory: Path) -> None:
+    """Set a directory that others may enter to mode 0700. One that belongs to another user, such as a volume
+    of a container, or that has other programs' files, such as /tmp, stays as it is."""
+    known = directory.stat()
+    if not known.st_mode & 0o077:
+        return
+    mode = f"it had mode {S_IMODE(known.st_mode):o}"
+    names = {path.name for path in directory.iterdir()}
+    if known.st_uid == os.geteuid() and not known.st_mode & S_ISVTX and (not names or names & _OUR_FILES):
+        directory.chmod(0o700)
+        said = "others could enter this directory; it is set to mode 0700 now"
+        log.warning(said, path=str(directory), fault=mode)
+    else:
+        fault = f"{mode} and is not this user's alone; give the service a directory of mode 0700"
+        log.warning("others than this user may enter this directory", path=str(directory), fault=fault)
 
 
 def check_installed(settings: Settings, *, leads: bool) -> None:

@@ -10,6 +10,7 @@ from itertools import count
 import structlog
 from msgspec.structs import replace
 
+from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone
@@ -138,15 +139,15 @@ def _apart(leader: LeaderSeen) -> tuple[LeaderSeen, Sequence[Idle]]:
 async def keep_for_the_next_start(
     store: LastValueStore, leader: Callable[[Term], LeaderSeen], term: ReadTerm, every_seconds: Seconds
 ) -> None:
-    """Where no other process reads it, publish the leader when the log has heard more of the fleet, until
-    cancelled. Without what is idle: it may be in use until the next start."""
-    told: tuple[Term, Mapping[str, int]] | None = None
+    """Where no other process reads it, publish the leader when the log has heard more of the fleet, or
+    something else is wrong, until cancelled. Without what is idle: it may be in use until the next start."""
+    told: tuple[Term, Mapping[str, int], Sequence[FindingDate]] | None = None
     for number in count(1):
         await asyncio.sleep(every_seconds)
         if (leading := term()) is None:
             continue
         seen, _ = _apart(leader(leading))
-        if seen.fleet is not None and (news := (leading, seen.fleet.events)) != told:
+        if seen.fleet is not None and (news := (leading, seen.fleet.events, seen.fleet.dates)) != told:
             with suppress(StoreUnavailable):
                 await store.publish(leading, number, LastValues(leader=seen))
                 told = news

@@ -2,7 +2,7 @@
 it found, so that nothing changes in the middle of a plan."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple
@@ -10,14 +10,17 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gpubroker_server.core.control.backpressure import longest_wait_seconds
+from gpubroker_server.core.control.finding_dates import dates_of, known_dates
+from gpubroker_server.core.control.findings.finding import Finding, remember
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice
 from gpubroker_server.core.domain.holders import Inference
+from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task
-from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -47,6 +50,9 @@ MOST_NEWS = 200
 """A cycle tells: it plans after that, and a whole fleet may become idle at once."""
 
 
+DIAGNOSIS_SECONDS = Seconds(10.0)
+"""Time between two looks for what is wrong, so that the next leader and every gateway knows since when."""
+
 ANSWER_SECONDS = 2.0
 """A look waits no longer for the disks of this machine, and goes without them."""
 
@@ -75,6 +81,8 @@ class FleetKeeper:
     templates: IdleTemplates
     before: InitVar[FleetSeen | None] = None
     """The fleet that the last leader published."""
+    diagnose: Callable[[FleetSeen], Iterable[Finding]] = lambda _fleet: ()
+    """Says what is wrong with the fleet."""
 
     def __post_init__(self, rules: FleetRules, before: FleetSeen | None) -> None:
         self._control = FleetControl(rules, self.policy, before)
@@ -84,6 +92,11 @@ class FleetKeeper:
         self._news: list[Notice] = []
         self._room: BackgroundRoom | None = None
         """The room found by the last look, until a cycle takes it over."""
+        self._diagnosis_pace = Interval(DIAGNOSIS_SECONDS)
+        self._dates = known_dates(() if before is None else before.dates)
+        """Since when what is wrong now is known ..."""
+        self._told_dates = dates_of(self._dates)
+        """... as it is published."""
         self._began_at = self.clock.now()
         self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)
@@ -93,7 +106,8 @@ class FleetKeeper:
 
     @property
     def seen(self) -> FleetSeen:
-        return replace(self._control.seen, done=dict(self._throughput.done), events=dict(self._events))
+        counts = {"done": dict(self._throughput.done), "events": dict(self._events)}
+        return replace(self._control.seen, dates=self._told_dates, **counts)
 
     async def keep(self, between_cycles: asyncio.Event) -> None:
         """Look at the fleet again and again, until cancelled. A look takes milliseconds, so a short cycle
@@ -129,6 +143,10 @@ class FleetKeeper:
         self._news += self._control.step(self.world, self._pressures(host, now), now)
         self._news += self._throughput.follow(now)
         self._room = background_room(self.world, self.policy, self.seen.background_mb)
+        if self._diagnosis_pace.is_due(now):
+            self._diagnosis_pace.done(now)
+            self._dates = remember(self._dates, list(self.diagnose(self.seen)), now)[1]
+            self._told_dates = dates_of(self._dates)
 
     def take(self) -> Sequence[Decision]:
         """Let the World know what was found since the last cycle; returns what the log is to say of it, until

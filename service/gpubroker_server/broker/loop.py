@@ -318,7 +318,7 @@ def log_moves(events: Iterable[Event], world: World) -> None:
         row = event.task or world.tasks.get(TaskId(event.key))
         about: dict[str, str | int | None] = {"task": event.key, "tenant": event.tenant}
         if row is not None:
-            about |= {"attempt": row.fence, "node": row.node, "why": row.stop_reason}
+            about |= {"attempt": row.fence, "node": row.node, "why": row.stop_reason, "cause": row.stop_cause}
         log.info(f"task {what}", **{name: value for name, value in about.items() if value is not None})
 
 

@@ -5,6 +5,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from gpubroker.wire.stats import Scattered
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from gpubroker_server.core.planning.fragmentation import (
     Fragmentation,
@@ -48,6 +50,7 @@ from gpubroker_server.gateway.workers.call_routing import CallRouter
 from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.middleware import RequestMiddleware
 from gpubroker_server.http.openapi import complete
+from gpubroker_server.http.proxies import TrustedProxies, current_prefix
 from gpubroker_server.telemetry.metrics import Telemetry
 from gpubroker_server.telemetry.table import Sources
 
@@ -110,7 +113,7 @@ def create_app(parts: AppParts) -> FastAPI:
 
     sources = Sources(
         world, parts.follower.age_seconds, parts.leadership.leader, policy, clock.now, fragmented,
-        parts.disk_full,
+        parts.disk_full, lambda: parts.database_log.seen,
     )  # fmt: skip
     app.state.telemetry = telemetry = Telemetry(sources)
     storage = ObjectStorage(parts.store, parts.blobs, clock, parts.limits)
@@ -132,6 +135,7 @@ def create_app(parts: AppParts) -> FastAPI:
         telemetry=telemetry,
         access_log=parts.access_log,
         disk_full=parts.disk_full,
+        proxies=TrustedProxies(parts.rules.trusted_proxies, parts.rules.root_path),
     )
     return app
 
@@ -142,7 +146,17 @@ def openapi_document() -> dict[str, Any]:
 
 
 def _routed() -> FastAPI:
-    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TRACES)
+    app = FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TRACES
+    )
+
+    async def document(_request: Request) -> JSONResponse:
+        """Answer the document, with the address of this service behind a proxy."""
+        known: dict[str, Any] = app.openapi()
+        prefix = current_prefix.get()
+        return JSONResponse({**known, "servers": [{"url": prefix}]} if prefix else known)
+
+    app.add_route("/openapi.json", document, include_in_schema=False)
     for module in _RESOURCES:
         # Flat rather than included: FastAPI matches the routes of an included router twice per request.
         app.router.routes.extend(module.resource.routes)

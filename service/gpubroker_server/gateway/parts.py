@@ -12,6 +12,7 @@ from gpubroker_server.core.admission.admit import AdmissionPolicy
 from gpubroker_server.core.admission.defaults import Defaults
 from gpubroker_server.core.admission.permissions import Permissions
 from gpubroker_server.core.control.history import FleetHistory
+from gpubroker_server.core.control.log_growth import LogWatch
 from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
@@ -46,6 +47,10 @@ class OperatorRules(Struct, frozen=True, kw_only=True):
     """Names, besides loopback ones, under which clients may address the service."""
     task_user: str = ""
     """The system user that runs become."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses and networks of proxies that say where a request came from."""
+    root_path: str = ""
+    """The path below which a proxy has the service."""
 
     @property
     def policy(self) -> Policy:
@@ -81,6 +86,8 @@ class AppParts:
     """The models of servers in the ledger; None if there is no such server."""
     history: FleetHistory = field(default_factory=FleetHistory)
     """The composition root has it follow the World."""
+    database_log: LogWatch = field(default_factory=LogWatch)
+    """The composition root has it look at the database."""
     worker_calls: WorkerCalls | None = None
     """The way to workers of sets; None if this process has no Ray driver."""
     name: str = "gateway"

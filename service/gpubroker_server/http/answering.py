@@ -16,12 +16,14 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Answering:
-    """The `send` of an ASGI application, which adds the id of the request and keeps the status."""
+    """The `send` of an ASGI application, which adds the id of the request, keeps the status, and has
+    locations begin with the prefix that a proxy took off."""
 
-    __slots__ = ("_request_id", "_send", "status")
+    __slots__ = ("_prefix", "_request_id", "_send", "status")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, prefix: str = "") -> None:
         self._send = send
+        self._prefix = prefix.encode()
         self._request_id = request_id.encode()
         self.status = 0
         """0 until the answer has begun."""
@@ -29,8 +31,15 @@ class Answering:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"request-id", self._request_id)]
+            headers = message["headers"]
+            if self._prefix:
+                headers = [(name, self._placed(name, value)) for name, value in headers]
+            message["headers"] = [*headers, (b"request-id", self._request_id)]
         await self._send(message)
+
+    def _placed(self, name: bytes, value: bytes) -> bytes:
+        is_place = name.lower() == b"location" and value.startswith(b"/")
+        return self._prefix + value if is_place else value
 
     def write_json(self, status: int, text: bytes, headers: Mapping[str, str] | None) -> bool:
         """Write the whole answer at once, and return whether that was possible.
@@ -41,7 +50,8 @@ class Answering:
         """
         cycle = getattr(self._send, "__self__", None)
         if (
-            type(cycle) is not RequestResponseCycle
+            self._prefix
+            or type(cycle) is not RequestResponseCycle
             or cycle.response_started
             or cycle.disconnected
             or cycle.flow.write_paused

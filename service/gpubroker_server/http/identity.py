@@ -69,6 +69,14 @@ class Identity(Grant, frozen=True):
         if refused is not None:
             raise Problem(refused.code, refused.detail)
 
+    def whose(self, named: str | None, what: str) -> str | None:
+        """Return the tenant whose things a list is of, by what the query names: `*` is all of them, which is
+        None. Raises Problem forbidden."""
+        if named is None or named == self.tenant:
+            return self.tenant
+        self.require(Scope.ADMIN, f"a list of other tenants' {what}")
+        return None if named == "*" else named
+
     def may_see(self, tenant: str) -> bool:
         """Return True if answers may name what belongs to this tenant."""
         return self.tenant == tenant or self.may(Scope.ADMIN)

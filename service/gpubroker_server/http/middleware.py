@@ -21,6 +21,7 @@ from gpubroker_server.http.faults import invalid, request_faults
 from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.problems import Problem, problem_response
+from gpubroker_server.http.proxies import FORWARDED_FOR, TrustedProxies, current_prefix
 from gpubroker_server.ports.store import Outgrown, StoreExhausted, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.logs import current_request, log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
@@ -52,6 +53,7 @@ class RequestMiddleware:
         telemetry: Telemetry,
         access_log: bool = False,
         disk_full: Callable[[], str] = str,
+        proxies: TrustedProxies | None = None,
     ) -> None:
         """`parts`: what the routes of each resource get, by type."""
         self._router = router
@@ -69,6 +71,7 @@ class RequestMiddleware:
         self._telemetry = telemetry
         self._access_log = access_log
         self._disk_full = disk_full
+        self._proxies = proxies or TrustedProxies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -85,7 +88,11 @@ class RequestMiddleware:
         request_id = self._ids.exchange()
         current_request.set(request_id)
         scope["state"] = {"parts": self._parts, "request_id": request_id}
-        answering = Answering(send, request_id)
+        prefix = ""
+        if self._proxies.may_be_below_a_path:
+            prefix = self._proxies.prefix_of(_peer_of(scope), scope["headers"])
+            current_prefix.set(prefix)
+        answering = Answering(send, request_id, prefix)
         if scope["path"] != "/":
             scope["path"] = scope["path"].rstrip("/") or "/"
         try:
@@ -108,7 +115,12 @@ class RequestMiddleware:
             if self._access_log:
                 caller = scope["state"].get("identity")
                 named = (None, None) if caller is None else (caller.name, caller.tenant)
-                log_answered(scope["method"], scope["path"], answering.status, seconds, *named)
+                origin = self._client_of(scope)
+                log_answered(scope["method"], scope["path"], answering.status, seconds, *named, client=origin)
+
+    def _client_of(self, scope: Scope) -> str:
+        forwarded = (value for name, value in scope["headers"] if name == FORWARDED_FOR)
+        return self._proxies.client_of(_peer_of(scope), forwarded)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers = scope["state"], dict(scope["headers"])
@@ -179,11 +191,21 @@ class RequestMiddleware:
         here = [route for route in routes if route.path_regex.match(path)]
         known = {method for route in here for method in route.methods or ()}
         if not here:
+            prefix = current_prefix.get()
+            if prefix and path.startswith(f"{prefix}/"):
+                detail = f"there is nothing at {path[:200]}: have the proxy take {prefix} off the path"
+                return Problem("not-found", detail)
             return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
         allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
         return Problem(
             "method-not-allowed", headers={"Allow": allowed}, path=path, method=method, allowed=allowed
         )
+
+
+def _peer_of(scope: Scope) -> str:
+    """Return the address at the other end of the connection."""
+    peer: str = scope["client"][0] if scope["client"] else ""
+    return peer
 
 
 def _refused(fault: RequestValidationError, route: APIRoute) -> Problem:

@@ -8,6 +8,8 @@ from gpubroker.wire.problems import Fault, ProblemDocument
 from msgspec import Struct
 from starlette.responses import Response
 
+from gpubroker_server.http.proxies import current_prefix
+
 __all__ = [
     "CATALOGUE",
     "DOCS",
@@ -358,7 +360,7 @@ def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocum
         title=kind.title,
         status=kind.status,
         detail=problem.detail,
-        instance=scope["path"],
+        instance=current_prefix.get() + scope["path"],
         code=problem.code,
         request_id=scope["state"]["request_id"],
         retryable=kind.retryable,

@@ -1,11 +1,12 @@
 """State that all connections of the data plane share: tokens, limits, counters, servers, lanes and models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from gpubroker_server.http.identity import Callers, Identity, Scope
 from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.proxies import TrustedProxies
 from gpubroker_server.inference.body_buffer import WaitingBytes
 from gpubroker_server.inference.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes
 from gpubroker_server.inference.operation import Target
@@ -35,6 +36,10 @@ class LoggedRequest(Protocol):
 
     @property
     def request_id(self) -> str: ...
+
+    def origin(self) -> tuple[str, Iterable[bytes]]:
+        """The address at the other end of the connection, and what X-Forwarded-For says."""
+        ...
 
 
 class TenantRequests:
@@ -77,6 +82,7 @@ class Plane:
         residencies: Residencies | None = None,
         audit: Audit,
         access_log: bool = False,
+        proxies: TrustedProxies | None = None,
     ) -> None:
         """`takes_files`: a load of a model may bring files. `residencies`: the models of the servers that
         the ledger manages. `on_request` gets method, route, status and seconds; `on_call` gets method, code
@@ -86,6 +92,7 @@ class Plane:
         self._on_request = on_request
         self._on_call = on_call
         self._access_log = access_log
+        self._proxies = proxies or TrustedProxies()
         self.takes_files = takes_files
         self.fleet = fleet
         self.lanes = lanes
@@ -109,6 +116,7 @@ class Plane:
         if self._access_log:
             caller = (None, None) if by.identity is None else (by.identity.name, by.identity.tenant)
             about = {"request": by.request_id, "model": by.target.model.decode(errors="replace")}
+            about["client"] = self._proxies.client_of(*by.origin())
             log_answered(method, by.target.operation.name, status, seconds, *caller, **about)
 
     def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:

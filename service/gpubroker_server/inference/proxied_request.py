@@ -210,7 +210,8 @@ class ProxiedRequest(ABC):
         if residencies is None or not self.target.model:
             return None
         if operation.unloads:
-            return partial(residencies.unloaded, self._model)
+            by = "" if self.identity is None else self.identity.name
+            return partial(residencies.unloaded, self._model, by)
         if not operation.needs_model or self.plane.fleet.is_outside_ledger(self._model):
             return None
         return None if residencies.note_wanted(self._model, self.wish.priority) else self._bring

@@ -330,15 +330,15 @@ class Residency:
                     raise self._not_ready(denied, now())
                 await moved.within(_INDEX_SECONDS)
 
-    async def unloaded(self, model: str) -> None:
-        """Have the model unloaded and wait until it is gone. Raises Problem model-not-ready, or
-        model-is-step."""
+    async def unloaded(self, model: str, by: str) -> None:
+        """Have the model unloaded at the request of this token, and wait until it is gone. Raises Problem
+        model-not-ready, or model-is-step."""
         self.check_unload(model)
         task = self.of(model)
         if task is None:
             return
         with self._parts.waiters.expect(task.id) as ended:
-            await self.ask_leader(task, "cancel")
+            await self.ask_leader(task, "cancel", by=by)
             if not await ended.within(self.rules.cold_seconds) and self.of(model) is not None:
                 detail = f"model {model[:100]} is not gone yet: its server still has requests for it"
                 raise Problem("model-not-ready", detail)
@@ -422,11 +422,11 @@ class Residency:
                 asked, _, _ = await self.demand_of(task.name)
                 is_given = self.rules_of(task.name).gpu_mb is not None
                 if not _asks_for(task, asked, same_size=is_given):
-                    await self.ask_leader(task, "cancel")
+                    await self.ask_leader(task, "cancel", by="settings")
         base, rules = self.of(""), self.rules
         if base is not None and rules.base_mb and not _asks_for(base, self._base_asked()):
             with self._parts.waiters.expect(base.id) as ended:
-                await self.ask_leader(base, "cancel")
+                await self.ask_leader(base, "cancel", by="settings")
                 await ended.within(self._parts.settle_seconds)
 
     def _base_asked(self) -> Asked:
@@ -437,7 +437,7 @@ class Residency:
         """Have the server's base cost counted as the settings say. Raises Problem, StoreUnavailable."""
         rules, task = self.rules, self.of("")
         if task is not None and not rules.base_mb:
-            await self.ask_leader(task, "cancel")
+            await self.ask_leader(task, "cancel", by="settings")
         elif task is None and rules.base_mb:
             terms = Model(rules.name, "", rules.wanted_seconds, 0, sized=True, address=self.host.address)
             name, now = f"{rules.name} itself", self._parts.clock.now()

@@ -133,16 +133,16 @@ class Residencies:
         assert refused is not None
         raise refused
 
-    async def unloaded(self, model: str) -> bool:
-        """Have the model unloaded everywhere and wait until it is gone. Returns False if no server had it.
-        Raises Problem."""
+    async def unloaded(self, model: str, by: str) -> bool:
+        """Have the model unloaded everywhere at the request of this token, and wait until it is gone. Returns
+        False if no server had it. Raises Problem."""
         # All servers are checked before the first unload: either all unload the model or none.
         for residency in self._each:
             residency.check_unload(model)
         holding = self.holding(model)
         try:
             for residency in holding:
-                await residency.unloaded(model)
+                await residency.unloaded(model, by)
         except StoreUnavailable:
             raise Problem("store-unavailable") from None
         return bool(holding)

@@ -69,6 +69,10 @@ class Endpoint:
         self._now = now
         self._is_closed = False
 
+    @property
+    def open_seconds(self) -> Seconds:
+        return self.breaker.open_seconds(MonotonicSeconds(self._now()))
+
     def close(self) -> None:
         """Ignore failures from now on: they come from closing, not from the server."""
         self._is_closed = True

@@ -27,6 +27,10 @@ class ServerEndpoint(Protocol):
     @property
     def breaker(self) -> Breaker: ...
 
+    @property
+    def open_seconds(self) -> Seconds:
+        """For how long it has not answered; 0 if it does."""
+
 
 class KnownServer(Protocol):
     """A model server as this process sees it."""
@@ -98,8 +102,8 @@ class ModelResidency(Protocol):
     async def ready(self, model: str, priority: int, seconds: Seconds | None = None) -> Task:
         """Have the model brought, and wait until it is in memory. Raises Problem."""
 
-    async def unloaded(self, model: str) -> None:
-        """Have the model unloaded, and wait until it is gone. Raises Problem."""
+    async def unloaded(self, model: str, by: str) -> None:
+        """Have the model unloaded at the request of this token, and wait until it is gone. Raises Problem."""
 
     def ensemble_of(self, model: str) -> Task | None:
         """Return the holder of an ensemble that has the model in memory, or is loading it, as a step."""

@@ -316,6 +316,10 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     async def held_back(self) -> HeldBack | None:
         """None on SQLite."""
 
+    async def log_bytes(self) -> int:
+        """Return the size of SQLite's write-ahead log, or what PostgreSQL keeps of its own for a replication
+        slot."""
+
     async def close(self) -> None: ...
 
 

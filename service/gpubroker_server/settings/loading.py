@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -69,6 +70,23 @@ def _patterns_name_functions(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return patterns
 
 
+def _is_path(given: str) -> str:
+    if given and re.fullmatch(r"(?:/[A-Za-z0-9._~-]+){1,20}", given) is None:
+        raise ValueError(f"{given!r} is not a path; write such as /gpubroker, without a slash at its end")
+    return given
+
+
+def _are_networks(given: tuple[str, ...]) -> tuple[str, ...]:
+    for one in given:
+        try:
+            ip_network(one, strict=False)
+        except ValueError:
+            raise ValueError(
+                f"{one!r} is neither an address nor a network; write such as 127.0.0.1 or 10.0.0.0/8"
+            ) from None
+    return given
+
+
 def _task_env_is_plain(env: dict[str, str]) -> dict[str, str]:
     for name, text in env.items():
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None or "\0" in text:
@@ -92,6 +110,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8470
     allowed_hosts: Words = ()
+    root_path: Annotated[str, check(_is_path)] = ""
+    trusted_proxies: Annotated[Words, check(_are_networks)] = ()
     entrypoints: Annotated[Words, check(_patterns_name_functions)] = ()
     env_allowed: Words = ()
     task_env: Annotated[Mapping[str, str], check(_task_env_is_plain)] = field(default_factory=dict)

@@ -19,6 +19,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "status": "of its answer; 0 if the client was gone before",
     "seconds": "how long it took",
     "token": "name of the token that it came with",
+    "client": "address that it came from, as the connection or a trusted proxy says",
     "task": "id of the task",
     "tasks": "ids of tasks that came with one request",
     "tenant": "to which the task belongs, or in whose name a request was made",
@@ -65,13 +66,15 @@ def log_answered(
     seconds: float,
     token: str | None,
     tenant: str | None,
+    *,
+    client: str,
     **more: str,
 ) -> None:
     """The line of the access log. `path`: without its query, which may hold what users call secret."""
     _access.info(
         "answered",
         method=method, path=path, status=status, seconds=round(seconds, 4), token=token, tenant=tenant,
-        **more,
+        client=client, **more,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Final
 
+from gpubroker_server.core.control.log_growth import LogGrowth
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.domain.units import MIB_BYTES
 from gpubroker_server.core.world.ledger import DeviceLedger
@@ -96,6 +97,14 @@ def _of_database(name: str, about: str, read: Callable[[HeldBack], float]) -> Me
     return MetricRow(
         name, about, (), lambda scrape: [((), read(scrape.held_back))] if scrape.held_back else []
     )
+
+
+def _of_log(name: str, about: str, read: Callable[[LogGrowth], float]) -> MetricRow:
+    def samples(scrape: Scrape) -> Samples | None:
+        log = scrape.sources.database_log()
+        return None if log is None else [((), read(log))]
+
+    return MetricRow(name, about, (), samples)
 
 
 def _of_lanes(name: str, about: str, column: int) -> MetricRow:
@@ -312,6 +321,16 @@ _SERVICE: Final = (
         "gpubroker_database_oldest_slot_transactions",
         "Transactions since the oldest that a replication slot keeps rows for.",
         lambda held_back: held_back.slot_transactions,
+    ),
+    _of_log(
+        "gpubroker_database_log_bytes",
+        "Size of SQLite's write-ahead log, or of what PostgreSQL keeps of its own for a replication slot.",
+        lambda log: log.size_bytes,
+    ),
+    _of_log(
+        "gpubroker_database_log_grown_bytes",
+        "By how much that has grown since it was last shortened.",
+        lambda log: log.grown_bytes,
     ),
     MetricRow(
         "gpubroker_disk_full",

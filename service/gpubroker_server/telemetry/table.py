@@ -9,6 +9,7 @@ from gpubroker.wire.stats import Scattered
 from msgspec import Struct
 
 from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.control.log_growth import LogGrowth
 from gpubroker_server.core.domain.device import Device, NodeSample
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
@@ -54,6 +55,7 @@ class Sources(Struct, frozen=True):
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
     disk_full: Callable[[], str]
+    database_log: Callable[[], LogGrowth | None]
 
 
 class Scrape:

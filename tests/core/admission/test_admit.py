@@ -221,6 +221,12 @@ def test_submission_the_token_forbids_is_refused_with_the_task_it_would_be(
     assert found.would_be.task.id == NEW
 
 
+def test_a_default_priority_is_lowered_to_the_cap_of_the_token() -> None:
+    low, high = Token(("tasks:write",), max_priority=20), Token(("tasks:write",), max_priority=80)
+    assert [admitted(token, spec=CALL).task.priority for token in (low, high)] == [20, 50]
+    assert refused(low, spec=CALL, priority=50).code == "priority-not-allowed"
+
+
 def test_secrets_and_objects_that_the_tenant_lacks_are_reported_together() -> None:
     spec = replace(CALL, env={"A": "secret:here", "B": "secret:gone"})
     known = {"secrets": ("here",), "missing_objects": {"/run/args/0": "ab"}, "object_seconds": 60.0}

@@ -96,6 +96,7 @@ def test_the_first_rank_that_fails_is_the_outcome_and_stops_the_others() -> None
     orders = gang.tell(gang.ended(1, Ending.FAILED))
     assert stopped(orders) == [0, 2]
     assert (gang.task.state, gang.task.stop_reason) == (TaskState.STOPPING, StopReason.RANK_FAILED)
+    assert gang.task.stop_cause == "the failure of rank 1 on n1"
     again = outcome_of(gang, gang.gone(1), gang.ended(0, Ending.FAILED), gang.gone(0))
     assert again is None
     assert gang.task.state is TaskState.STOPPING
@@ -144,10 +145,13 @@ def test_a_rank_that_never_started_uses_up_no_retry() -> None:
         gang.ended(2, Ending.NEVER_STARTED),
         gang.gone(2, Proof.NEVER_STARTED),
     )
-    assert gang.task.stop_reason is StopReason.RANK_LOST
+    assert (gang.task.stop_reason, gang.task.stop_cause) == (
+        StopReason.RANK_LOST,
+        "the loss of rank 2 on n2",
+    )
     gang.tell(gang.gone(0), gang.gone(1))
     assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 0)
-    assert gang.task.not_before is not None
+    assert (gang.task.not_before is not None, gang.task.stop_cause) == (True, None)
 
 
 def test_when_no_rank_ever_started_the_gang_is_pending_at_once() -> None:
@@ -193,7 +197,10 @@ def test_a_lost_node_quarantines_its_ranks_and_stops_the_others() -> None:
     orders = gang.tell(gang.node_lost("n2"))
     assert stopped(orders) == [0, 1]
     assert leases(gang) == {0: LeaseState.HELD, 1: LeaseState.HELD, 2: LeaseState.QUARANTINED}
-    assert gang.task.stop_reason is StopReason.RANK_LOST
+    assert (gang.task.stop_reason, gang.task.stop_cause) == (
+        StopReason.RANK_LOST,
+        "the loss of node n2",
+    )
     gang.tell(gang.gone(0), gang.gone(1))
     assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 0)
 

@@ -174,6 +174,13 @@ def test_leaving_worker_is_requeued_held_and_not_counted_as_preempted() -> None:
     assert (what, changes["preemptions"], "held" in changes) == (Move.REQUEUED, 0, False)
 
 
+def test_a_worker_that_leaves_names_the_scaling_of_its_set() -> None:
+    world = of(a_set("a", "b", count=1), a_device("gpu0"), running("a", "gpu0"), running("b", "gpu0"))
+    step(world)
+    causes = {task.stop_cause for task in world.tasks.values() if task.state is TaskState.STOPPING}
+    assert causes == {"the scaling of its set to 1 worker"}
+
+
 def test_a_place_that_is_free_is_taken_before_one_that_still_leaves() -> None:
     leaves = running(
         "a", "gpu0", state=TaskState.STOPPING, stop_reason=StopReason.PREEMPT, stop_deadline_at=NOW

@@ -91,7 +91,14 @@ def test_a_cordoned_node_starts_nothing_and_what_runs_there_goes_on() -> None:
             "the nodes that are large enough are cordoned (n1)",
         )
     ask(world, "uncordon")
-    assert world.nodes[N1] == replace(node, cordoned=False, cordon_reason="", version=node.version + 1)
+    assert world.nodes[N1] == replace(
+        node,
+        cordoned=False,
+        cordon_reason="",
+        cordoned_by="",
+        cordoned_at=None,
+        version=node.version + 1,
+    )
     assert {d.subject for d in plan_cycle(world, Policy(), NOW).decisions} == {"new", "cpu"}
 
 
@@ -155,6 +162,37 @@ def test_a_drained_node_asks_its_runs_to_leave_with_their_grace_period() -> None
     )
     assert state(world, "else") is TaskState.RUNNING
     assert leave(world, NOW + 1) == [], "it is told once"
+
+
+def test_runs_and_ranks_that_a_drain_asks_to_leave_name_it() -> None:
+    world = a_world(a_run(), a_model("model", "gpu0"))
+    ask(world, "drain")
+    leave(world)
+    cause = "the drain of n1 by olga"
+    assert [world.tasks[TaskId(it)].stop_cause for it in ("run", "model")] == [cause, cause]
+    told = explain(world, TaskId("run"), Policy(), NOW)
+    assert told.message == f"asked to leave for {cause}; 30 s of grace are left"
+
+    gang = at_work()
+    ask(gang.world, "drain", gang.now, "n2")
+    leave(gang.world, gang.now)
+    assert (gang.task.state, gang.task.stop_cause) == (TaskState.RUNNING, "the drain of n2 by olga")
+
+
+def test_a_drain_of_an_earlier_release_is_named_without_its_operator() -> None:
+    world = a_world(a_node("n1", cordoned=True, draining_since=NOW), a_device(), a_run())
+    leave(world)
+    assert world.tasks[TaskId("run")].stop_cause == "the drain of n1"
+
+
+def test_a_later_stop_replaces_the_cause_of_the_one_before() -> None:
+    world = a_world(a_run())
+    ask(world, "drain")
+    leave(world)
+    request = Request("r2", TaskId("run"), "default", "cancel", {"by": "carl", "reason": "done"}, NOW)
+    commit(world, carry_out(world, request, NOW, Policy()), NOW)
+    run = world.tasks[TaskId("run")]
+    assert (run.stop_reason, run.stop_cause) == (StopReason.CANCEL, "its cancellation by carl: done")
 
 
 def test_drain_lets_critical_and_protected_runs_stay_until_the_deadline() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from gpubroker import Broker, ObjectRef, Refused, TaskFailed
+from gpubroker import Broker, CallFailed, ObjectRef, Refused, TaskFailed
 
 from bench import objects
 from tests.e2e.service_process import OPEN, ServiceProcess, environment, until
@@ -59,6 +59,22 @@ def test_arguments_larger_than_a_request_arrive_as_they_are(broker: Broker) -> N
     assert broker.result(broker.submit("tests.e2e.work:size_of", list(range(2_000_000)))) == 2_000_000
     items = [np.full(1_500_000, number) for number in range(3)]
     assert list(broker.map(lambda item: float(item[0]), items, cpu=0.1)) == [0.0, 1.0, 2.0]
+
+
+def test_arguments_of_calls_larger_than_a_request_arrive_as_they_are(broker: Broker) -> None:
+    class Doubler:
+        def doubled(self, array: Any, more: bytes) -> tuple[float, str, int]:
+            return doubled(array, more=more)
+
+    workers = broker.create_worker_set(Doubler, cpu=0.1)
+    called = broker.call_worker(workers, "doubled", np.ones(1_200_000), b"x" * 9_000_000)
+    assert called == (2_400_000.0, "bytes", 9_000_000)
+    broker.end_worker_set(workers)
+    named = broker.create_worker_set("tests.e2e.work:Counter", cpu=0.1)
+    with pytest.raises(CallFailed, match="TypeError: "):
+        broker.call_worker(named, "add", ["x" * 9_000_000])
+    broker.end_worker_set(named)
+    until(lambda: list(broker.worker_sets()) == [], "both sets are over")
 
 
 def test_task_whose_object_was_deleted_fails_at_its_start_without_a_retry(broker: Broker) -> None:

@@ -47,7 +47,10 @@ ItemRetries = Annotated[
     typer.Option(help="How often to try an item again that failed or took too long (see --retry-on)."),
 ]
 ArrayWord = Annotated[
-    str, typer.Argument(metavar="ARRAY", help="Id of the array, as `map` prints it, or last.")
+    str,
+    typer.Argument(
+        metavar="ARRAY", help="Id of the array, as `map` prints it, of one of its workers, its name, or last."
+    ),
 ]
 
 

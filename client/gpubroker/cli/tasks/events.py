@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,7 +152,7 @@ def _facts(event: Event) -> Iterator[str]:
 def _fact(name: str, value: Any) -> str:
     """A field in words; empty if it repeats another one or is only for programs."""
     match name:
-        case "name" | "stop_reason" | "reason" | "what" | "kind" | "proof" | "by":
+        case "name" | "stop_reason" | "stop_cause" | "reason" | "what" | "kind" | "proof" | "by":
             return str(value)
         case "waiting" | "priority" | "preemptions" | "failures" | "cpu" | "index":
             return f"{name} {value}"
@@ -217,10 +217,15 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
             case "task.requeued" if notice and not resumed:
                 resumed = _resumed_from(task, saved_at)
             case "request.made" if fields.get("what") == "cancel":
-                reason = fields["fields"].get("reason")
-                lines["cancelled"] = f"requested at {timestamp(event.at)}{f': {reason}' if reason else ''}"
+                by, reason = fields["fields"].get("by"), fields["fields"].get("reason")
+                whose = f" by {by}" if by else ""
+                lines["cancelled"] = (
+                    f"requested at {timestamp(event.at)}{whose}{f': {reason}' if reason else ''}"
+                )
     if notice is not None:
         what = "moved" if notice.fields["stop_reason"] == "move" else "preempted"
+        if notice.fields.get("stop_cause"):
+            what = "asked to leave"
         lines[what] = _preempted(broker, task, notice) + resumed
     return lines
 
@@ -240,7 +245,7 @@ def attempts_of(events: Iterable[Event]) -> Iterator[str]:
         elif what == "started":
             began = event.at
         elif what == "stopping":
-            why = _STOPPED.get(str(fields.get("stop_reason")), str(fields.get("stop_reason") or ""))
+            why = _why_stopped(fields)
         elif number and (what == "requeued" or what in _ENDS):
             failed, failures = fields.get("failures", failures) > failures, fields.get("failures", failures)
             end = what if what in _ENDS else "failed" if failed else why or "its run was lost"
@@ -251,6 +256,14 @@ def attempts_of(events: Iterable[Event]) -> Iterator[str]:
         yield f"{number}: {f'on {node} ' if node else ''}{since}"
 
 
+def _why_stopped(fields: Mapping[str, Any]) -> str:
+    reason = str(fields.get("stop_reason") or "")
+    said = (
+        "asked to leave" if reason == "preempt" and fields.get("stop_cause") else _STOPPED.get(reason, reason)
+    )
+    return f"{said} for {fields['stop_cause']}" if fields.get("stop_cause") else said
+
+
 def _attempt(number: int, node: str, began: datetime | None, ended: datetime | None) -> str:
     where = f"on {node} " if node else ""
     if began is None or ended is None:
@@ -259,10 +272,17 @@ def _attempt(number: int, node: str, began: datetime | None, ended: datetime | N
 
 
 def _preempted(broker: Broker, task: Task, notice: Event) -> str:
-    other = notice.fields.get("freeing_for")
-    preemptor = f"{_name(broker, other)} ({short_id(other)})" if other else "a task of another tenant"
     times = f"{task.preemptions}×, last " if task.preemptions > 1 else ""
-    return f"{times}at {timestamp(notice.at)} for {preemptor}"
+    cause = notice.fields.get("stop_cause") or _preemptor(broker, notice.fields)
+    return f"{times}at {timestamp(notice.at)}{f' for {cause}' if cause else ''}"
+
+
+def _preemptor(broker: Broker, fields: Mapping[str, Any]) -> str:
+    """Return the task that it made room for; empty if it was for none: an earlier release wrote no cause."""
+    if "freeing_for" not in fields:
+        return ""
+    other = fields["freeing_for"]
+    return f"{_name(broker, other)} ({short_id(other)})" if other else "a task of another tenant"
 
 
 def _resumed_from(task: Task, saved_at: str | None) -> str:

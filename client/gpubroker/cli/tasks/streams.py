@@ -10,11 +10,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import connect
+from gpubroker.cli.lookup import connect, listed_name
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable
 
 if TYPE_CHECKING:
+    from gpubroker.broker import Broker
     from gpubroker.wire.streams import DrawnStream, WorkStream
 
 streams = typer.Typer(help="List work streams and what each counts now; change them.")
@@ -61,7 +62,9 @@ def signal(
     if progress is None and data_age is None and quality is None:
         raise typer.BadParameter("give at least one of --progress, --data-age and --quality")
     with connect() as broker:
-        told = broker.signal_stream(name, progress=progress, data_age_seconds=data_age, quality=quality)
+        told = broker.signal_stream(
+            _named(broker, name), progress=progress, data_age_seconds=data_age, quality=quality
+        )
         emit(output, told, _stream)
 
 
@@ -79,7 +82,7 @@ def next_(
 def delete(name: Name) -> None:
     """Forget what was told of a work stream. One of the settings stays, with the weight it has there."""
     with connect() as broker:
-        broker.delete_stream(name)
+        broker.delete_stream(_named(broker, name))
         eprint(f"what was told of {name} is forgotten")
 
 
@@ -92,6 +95,10 @@ _COLUMNS = (
     Column("WEIGHT"),
     Column("CHANCE"),
 )
+
+
+def _named(broker: Broker, word: str) -> str:
+    return listed_name(word, lambda: (stream.name for stream in broker.streams().items), "work stream")
 
 
 def _streams(listed: Sequence[WorkStream]) -> RenderableType:

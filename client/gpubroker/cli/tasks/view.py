@@ -306,7 +306,7 @@ def _now(task: Task, why: str = "") -> str:
         case "running":
             return _progress(task)
         case "stopping" if task.stop_deadline_at:
-            return f"{task.stop_reason}, by {task.stop_deadline_at:%H:%M:%S}Z"
+            return f"{task.stop_cause or task.stop_reason}, by {task.stop_deadline_at:%H:%M:%S}Z"
         case "failed" | "expired":
             return failure(task)
         case _:

@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import connect
+from gpubroker.cli.lookup import connect, set_id
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint, show
 from gpubroker.cli.tables import Column, PlainTable, short_id
 from gpubroker.cli.tasks.submit import (
@@ -36,7 +36,12 @@ workers = typer.Typer(
     no_args_is_help=True,
 )
 
-SetWord = Annotated[str, typer.Argument(metavar="SET", help="Id of the set, as `create` prints it.")]
+SetWord = Annotated[
+    str,
+    typer.Argument(
+        metavar="SET", help="Id of the set, its unique name, or the end of its id as `list` shows it."
+    ),
+]
 Count = Annotated[int | None, typer.Option("--count", "-j", help="How many workers are wanted.")]
 Min = Annotated[int | None, typer.Option("--min", help="At least so many.")]
 Max = Annotated[int | None, typer.Option("--max", help="At most so many.")]
@@ -111,7 +116,7 @@ def list_(
 def show_(workers: SetWord, output: Output = Format.TABLE) -> None:
     """Show a set and its workers."""
     with connect() as broker:
-        emit(output, broker.worker_set(workers), _drawn)
+        emit(output, broker.worker_set(set_id(broker, workers)), _drawn)
 
 
 @workers.command()
@@ -124,7 +129,9 @@ def scale(
 ) -> None:
     """Want more or fewer workers. Those that leave finish the calls under way."""
     with connect() as broker:
-        seen = broker.scale_worker_set(workers, count, min_count=min_count, max_count=max_count)
+        seen = broker.scale_worker_set(
+            set_id(broker, workers), count, min_count=min_count, max_count=max_count
+        )
         emit(output, seen, _drawn)
 
 
@@ -136,7 +143,7 @@ def signal(
 ) -> None:
     """Tell a set that scales by `signal` the number that it follows."""
     with connect() as broker:
-        emit(output, broker.signal_worker_set(workers, value), _drawn)
+        emit(output, broker.signal_worker_set(set_id(broker, workers), value), _drawn)
 
 
 @workers.command()
@@ -151,14 +158,14 @@ def call(
     with connect() as broker:
         values = map(parsing.json_or_text, args or [])
         options: Any = {"role": role, "timeout_seconds": timeout_seconds, "pickled": False}
-        show(json.dumps(broker.call_worker(workers, method, *values, **options)))
+        show(json.dumps(broker.call_worker(set_id(broker, workers), method, *values, **options)))
 
 
 @workers.command()
 def end(workers: SetWord) -> None:
     """End a set: its workers are cancelled."""
     with connect() as broker:
-        seen = broker.end_worker_set(workers)
+        seen = broker.end_worker_set(set_id(broker, workers))
         eprint(f"{seen.id} is over" if seen.state == "over" else f"{seen.id} ends: {_states(seen)}")
 
 

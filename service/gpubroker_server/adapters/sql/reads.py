@@ -1,6 +1,7 @@
 """Reads of the store. They have connections of their own and never wait for the writer."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import json
@@ -130,6 +131,9 @@ SELECT (
     SELECT coalesce(max(greatest(age(xmin), age(catalog_xmin))), 0) FROM pg_replication_slots
 )
 """
+_KEPT_LOG = """
+SELECT coalesce(max(pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)), 0) FROM pg_replication_slots
+"""
 _PENDING_ENTRYPOINTS = (
     select(_spec.c.entrypoint, func.count().label("tasks"))
     .join(_task, _task.c.id == _spec.c.task)
@@ -234,6 +238,9 @@ class SqlReads(SqlPart):
 
     async def held_back(self) -> HeldBack | None:
         return await self._readers.run(_held_back)
+
+    async def log_bytes(self) -> int:
+        return await self._readers.run(_log_bytes)
 
     async def database_time(self) -> Instant:
         return await self._readers.run(now)
@@ -376,6 +383,16 @@ def _held_back(connection: Connection) -> HeldBack | None:
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
     return HeldBack(seconds, transactions)
+
+
+def _log_bytes(connection: Connection) -> int:
+    if connection.dialect.name != "sqlite":
+        return int(connection.exec_driver_sql(_KEPT_LOG).scalar_one())
+    [(_, _, file)] = connection.exec_driver_sql("PRAGMA database_list").fetchall()
+    try:
+        return Path(f"{file}-wal").stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 class SqlItemPages(SqlPart):

@@ -119,7 +119,8 @@ def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> S
 EVENT = columns_of(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields", "reader"))
 _LATER = frozenset({
     "state", "version", "fence", "failed_by", "failures", "preemptions", "node", "admitted_at", "ordered_at",
-    "started_at", "checkpoint_at", "finished_at", "stop_reason", "stop_deadline_at", "freeing_for", "members",
+    "started_at", "checkpoint_at", "finished_at", "stop_reason", "stop_deadline_at", "stop_cause",
+    "freeing_for", "members",
 })  # fmt: skip
 """Fields that have their defaults in a new task. The columns have the same defaults, so no insert names
 them."""

@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 19
+SCHEMA = 20
 """Number of the newest migration that this software knows."""
 
 READER = 4

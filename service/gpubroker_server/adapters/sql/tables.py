@@ -75,6 +75,7 @@ task = Table(
     Column("ordered_at", Double),
     Column("array", Id),
     Column("retry_on", Text),
+    Column("stop_cause", Text),
     one_of("state", TaskState),
     CheckConstraint(
         f"finished = (state IN ({', '.join(repr(state.value) for state in sorted(TERMINAL))}))",
@@ -285,6 +286,8 @@ node = Table(
     Column("cordon_reason", Text, nullable=False, server_default=text("''")),
     Column("draining_since", Double),
     Column("drain_deadline_at", Double),
+    Column("cordoned_by", Text, nullable=False, server_default=text("''")),
+    Column("cordoned_at", Double),
     **HOT,
 )
 

@@ -19,7 +19,7 @@ from gpubroker_server.core.admission.feasibility import (
     new_nodes_could_take,
 )
 from gpubroker_server.core.admission.permissions import SECRETS_SCOPE, Permissions, lacks
-from gpubroker_server.core.admission.submission import Submission
+from gpubroker_server.core.admission.submission import Sender, Submission
 from gpubroker_server.core.admission.times import UNTIMED, Timing, timing_of
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.holders import (
@@ -158,7 +158,7 @@ def _new_task(
         spec = replace(spec, sizing=size)
     if usual.max_concurrency is not None and spec.max_concurrency is None:
         spec = replace(spec, max_concurrency=usual.max_concurrency)
-    limits = _limits_of(submission, usual, policy.defaults)
+    limits = _limits_of(submission, usual, facts.sender, policy)
     return AdmittedTask(_task_of(submission, spec, demand, limits, timing, subject, facts), spec)
 
 
@@ -224,12 +224,16 @@ def _subject_of(submission: Submission) -> str:
     return "" if spec.kind in _AGENTLESS else spec.model_type or submission.name or spec.entrypoint
 
 
-def _limits_of(submission: Submission, usual: NamedDefaults, defaults: Defaults) -> TaskLimits:
+def _limits_of(
+    submission: Submission, usual: NamedDefaults, sender: Sender | None, policy: AdmissionPolicy
+) -> TaskLimits:
+    defaults = policy.defaults
     priority, retries = submission.priority, submission.max_retries
     timeout, grace = submission.timeout_seconds, submission.grace_seconds
     kind = submission.spec.kind
     if priority is None:
-        priority = defaults.priority if usual.priority is None else usual.priority
+        given = defaults.priority if usual.priority is None else usual.priority
+        priority = policy.permissions.default_priority(sender, given, submission.tenant)
     if grace is None:
         grace = 0.0 if kind == INFERENCE_KIND else defaults.grace_seconds
     if kind not in (EXTERNAL_KIND, MODEL_KIND) and not isinstance(submission.demand, Demand):
@@ -251,7 +255,12 @@ def _not_allowed(
     refused = (
         permissions.check_run(sender, spec, submission.cloudpickle)
         or permissions.check_env(sender, spec.env)
-        or permissions.check_priority(sender, new.task.priority, submission.tenant)
+        or (
+            # A default is never above the cap.
+            None
+            if submission.priority is None
+            else permissions.check_priority(sender, new.task.priority, submission.tenant)
+        )
     )
     if refused is not None:
         return refused

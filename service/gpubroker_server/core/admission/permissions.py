@@ -1,11 +1,12 @@
 """Permissions of a token and of the operator: kinds of run, entrypoints, variables, priorities, secrets."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from msgspec import Struct
 
-from gpubroker_server.core.admission.facts import Refused
+from gpubroker_server.core.admission.facts import INVALID, Refused
 from gpubroker_server.core.admission.submission import Sender
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Refusal
@@ -15,8 +16,20 @@ from gpubroker_server.core.domain.submission import (
     is_entrypoint_allowed,
     named_patterns,
 )
+from gpubroker_server.core.domain.suggestions import did_you_mean
 
 CODE_SCOPE, COMMAND_SCOPE, SECRETS_SCOPE = "tasks:code", "tasks:command", "secrets:use"
+
+
+class DefinedNames(Protocol):
+    """What the modules of entrypoints define, as far as it is known where tasks are submitted."""
+
+    @property
+    def known(self) -> Container[str]:
+        """Entrypoints that need no question."""
+
+    def other_names(self, entrypoint: str) -> Collection[str] | None:
+        """Return the names that the module defines if it certainly lacks the function, else None."""
 
 
 class Permissions(Struct, frozen=True):
@@ -29,6 +42,8 @@ class Permissions(Struct, frozen=True):
     """The version of cloudpickle that unpickles functions."""
     env_allowed: tuple[str, ...] = ()
     """Patterns of the environment variables that a token without a scope for code may set."""
+    modules: DefinedNames | None = None
+    """None: what modules define is not known here."""
 
     def check_run(self, sender: Sender, spec: RunSpec, cloudpickle: str | None = None) -> Refused | None:
         """Return the refusal of a run that the token or the operator does not allow. `cloudpickle`: the
@@ -67,6 +82,10 @@ class Permissions(Struct, frozen=True):
         token and the tenant may have a cap."""
         return min(sender.max_priority, self.policy.tenant(tenant or sender.tenant).max_priority)
 
+    def default_priority(self, sender: Sender | None, usual: int, tenant: str | None = None) -> int:
+        """Return the priority of what names none: the usual one, or the highest that the token may give."""
+        return usual if sender is None else min(usual, self.highest_priority(sender, tenant))
+
     def check_priority(
         self,
         sender: Sender,
@@ -97,11 +116,22 @@ class Permissions(Struct, frozen=True):
 
     def _check_entrypoint(self, entrypoint: str) -> Refused | None:
         if is_entrypoint_allowed(self.entrypoints, entrypoint):
-            return None
+            if self.modules is None or entrypoint in self.modules.known:
+                return None
+            return self._check_defined(entrypoint, self.modules.other_names(entrypoint))
         allowed = named_patterns(self.entrypoints)
         detail = f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)'
         code = "entrypoint-not-allowed"
         return Refused(code, detail, (Refusal(code, detail, "/run/entrypoint"),))
+
+    def _check_defined(self, entrypoint: str, others: Collection[str] | None) -> Refused | None:
+        if others is None:
+            return None
+        module, _, name = entrypoint.partition(":")
+        allowed = [one for one in others if is_entrypoint_allowed(self.entrypoints, f"{module}:{one}")]
+        meant = did_you_mean(name, allowed, otherwise="correct the name, or add the function to the module")
+        detail = f'module "{module}" defines no "{name.partition(".")[0]}"; {meant}'
+        return Refused(INVALID, faults=(Refusal("unknown-function", detail, "/run/entrypoint"),))
 
     def _check_pickle(self, python: str, cloudpickle: str | None) -> Refused | None:
         """Check the versions that pickled a function: another Python minor cannot open pickled code, nor can

@@ -13,6 +13,7 @@ from gpubroker_server.core.control.backpressure import Pressure, closed_below, t
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
+from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.idle import Idle, IdleRules, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
@@ -106,6 +107,10 @@ class FleetSeen(Struct, frozen=True):
     """Kind -> number of events since this leader leads."""
     idle_grace_seconds: Seconds = Seconds(300.0)
     """A device that is listed as idle has been idle for longer than this."""
+    dates: tuple[FindingDate, ...] = ()
+    """Since when the leader, or one before it, has known what is wrong ..."""
+    at: Instant | None = None
+    """... and when it last looked at the fleet."""
 
 
 def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[NodeName, str], DiskLevel]:
@@ -178,6 +183,7 @@ class FleetControl:
             tuple(one for one in self._disks.values() if one.level),
             self.nodes.overloaded,
             idle_grace_seconds=rules.idle.grace_seconds,
+            at=now,
         )
         return notices
 

@@ -113,6 +113,9 @@ class Node(Struct, frozen=True):
     cordoned: bool = False
     """An operator says that nothing new starts here."""
     cordon_reason: str = ""
+    cordoned_by: str = ""
+    """Name of the operator's token."""
+    cordoned_at: Instant | None = None
     draining_since: Instant | None = None
     """The time since which the runs on this node are asked to leave; None if they are not. A draining node is
     also cordoned."""

@@ -197,6 +197,9 @@ class Task(Struct, frozen=True, omit_defaults=True):
     finished_at: Instant | None = None
     stop_reason: StopReason | None = None
     stop_deadline_at: Instant | None = None
+    stop_cause: str | None = None
+    """What the last notice, to it or to ranks of it, was given for, in words that follow "for": a drain, a
+    cancellation, ranks that were lost. None if `stop_reason` and `freeing_for` say all."""
     freeing_for: TaskId | None = None
     """The preemptor that this run's memory is freed for while it is STOPPING."""
     holder: Holder = RUN
@@ -274,6 +277,7 @@ HOT_FIELDS = (
     "finished_at",
     "stop_reason",
     "stop_deadline_at",
+    "stop_cause",
     "freeing_for",
     "holder",
 )

@@ -229,6 +229,8 @@ def _statement(world: World, task: Task, policy: Policy, now: Instant) -> str:
             return f"running on {_whereabouts(task)} for {in_time(now - (task.started_at or now))}{more}"
         case TaskState.STOPPING:
             left = in_time(max(0.0, (task.stop_deadline_at or now) - now))
+            if task.stop_cause:
+                return f"asked to leave for {task.stop_cause}; {left} of grace are left"
             why = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
             goes_to = ", and continues on another node, where room is pledged to it" if task.is_moving else ""
             return f"asked to stop ({task.stop_reason}){why}{goes_to}; {left} of grace are left"

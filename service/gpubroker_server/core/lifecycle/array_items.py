@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.submission import ArrayTerms
 from gpubroker_server.core.domain.task import Move, RetryOn, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
-from gpubroker_server.core.lifecycle.stopping import cancel_pending, will_requeue
+from gpubroker_server.core.lifecycle.stopping import cancel_pending, will_requeue, with_cause
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
@@ -227,7 +227,8 @@ def without_spare_workers(
         if task.state is TaskState.PENDING:
             yield cancel_pending(world, task, now, Decision(task.id, "array_done"))
         elif task.state is TaskState.STOPPING and will_requeue(task):
-            changed = write_move(task, Move.CHANGED, stop_reason=StopReason.CANCEL)
+            cause = with_cause(task, "the end of its array, of which no item is left")
+            changed = write_move(task, Move.CHANGED, stop_reason=StopReason.CANCEL, **cause)
             yield Decision(task.id, "array_done", tasks=(changed,))
 
 

@@ -18,6 +18,7 @@ from gpubroker_server.core.domain.decisions import (
     known_streams,
     write_move,
 )
+from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.orders import StackOrder
 from gpubroker_server.core.domain.policy import Policy, StreamRules
 from gpubroker_server.core.domain.ranks import node_of, rank_count
@@ -32,6 +33,7 @@ from gpubroker_server.core.lifecycle.stopping import (
     give_notice,
     orders_to_leave,
     will_requeue,
+    with_cause,
     withdraw_pledges,
 )
 from gpubroker_server.core.world.events import cordon_of
@@ -92,8 +94,7 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return done
     match request.what:
         case "cancel":
-            grace_seconds = request.fields.get("grace_seconds")
-            return _cancel(world, task, None if grace_seconds is None else Seconds(grace_seconds), now, done)
+            return _cancel(world, task, request, now, done)
         case "change":
             return _change(world, task, request, now, done)
         case "renew":
@@ -166,16 +167,23 @@ def with_signal(stream: StreamState, told: Mapping[str, Any], at: Instant, rules
     return stream if quality is None else replace(stream, quality=quality)
 
 
-def _cancel(
-    world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
-) -> Decision:
+def _cancel(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    asked, cause = request.fields.get("grace_seconds"), _cancel_cause(task, request)
+    grace_seconds = None if asked is None else Seconds(asked)
     if task.state is TaskState.PENDING:
         return cancel_pending(world, task, now, done)
     if task.state is TaskState.STOPPING:
-        return _cancel_stopping(world, task, grace_seconds, now, done)
+        return _cancel_stopping(world, task, grace_seconds, cause, now, done)
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
-    notice, orders = give_notice(world, task, StopReason.CANCEL, grace, now)
+    notice, orders = give_notice(world, task, StopReason.CANCEL, grace, now, cause)
     return replace(done, tasks=(notice,), orders=orders)
+
+
+def _cancel_cause(task: Task, request: Request) -> str | None:
+    """None if an earlier release wrote the request: it does not say by whom it was made."""
+    by, reason = request.fields.get("by"), request.fields.get("reason")
+    what = "unload" if isinstance(task.holder, Model) else "cancellation"
+    return f"its {what} by {by}{f': {reason}' if reason else ''}" if by else None
 
 
 def _read_stack(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
@@ -191,7 +199,12 @@ def _read_stack(world: World, task: Task, request: Request, now: Instant, done: 
 
 
 def _cancel_stopping(
-    world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
+    world: World,
+    task: Task,
+    grace_seconds: Seconds | None,
+    cause: str | None,
+    now: Instant,
+    done: Decision,
 ) -> Decision:
     """A run that was to be requeued is cancelled; a run past its limit still ends as timed out. A shorter
     grace period replaces the current one."""
@@ -199,7 +212,7 @@ def _cancel_stopping(
     changes: dict[str, Any] = {}
     orders: tuple[AnyStopOrder, ...] = ()
     if will_requeue(task):
-        changes["stop_reason"] = StopReason.CANCEL
+        changes |= {"stop_reason": StopReason.CANCEL, **with_cause(task, cause)}
     if grace_seconds is not None and now + grace_seconds < task.stop_deadline_at:
         changes["stop_deadline_at"] = Instant(now + grace_seconds)
         orders = orders_to_leave(world, task, grace_seconds)
@@ -256,6 +269,9 @@ def _cordon(world: World, request: Request, now: Instant, done: Decision) -> Dec
         return done
     reason, closes = str(request.fields.get("reason") or ""), request.what != "uncordon"
     state: dict[str, Any] = {"cordoned": closes, "cordon_reason": reason if closes else ""}
+    state["cordoned_by"] = str(request.fields["by"]) if closes else ""
+    known_at = node.cordoned_at or now if node.cordoned else now
+    state["cordoned_at"] = known_at if closes else None
     state |= {"draining_since": None, "drain_deadline_at": None}
     if request.what == "drain":
         limit = request.fields.get("deadline_seconds")

@@ -126,7 +126,9 @@ def _late_members(
         task = world.tasks[name]
         if unready := _late(unready_members(task), now):
             ranks = {member.rank for member in unready}
-            write, orders = gang_runs.stop_ranks(world, task, ranks, None, now, Seconds(0.0))
+            write, orders = gang_runs.stop_ranks(
+                world, task, ranks, None, now, Seconds(0.0), "the time limit of ranks that join"
+            )
             yield Decision(task.id, "not_ready", tasks=(write,), orders=orders)
             continue
         late = _late(leaving_members(task), now)

@@ -109,8 +109,9 @@ def release(world: World, task: Task, request: Request, now: Instant, done: Deci
 def not_released(task: Task, now: Instant) -> Outcome:
     """The outcome of a holder that was asked to leave and did not release its lease."""
     message = (
-        f"it was asked to leave ({task.stop_reason}) and was not released; its memory counts as used until "
-        "it is, or until its process is known to be gone: release it when the memory is free"
+        f"it was asked to leave ({task.stop_cause or task.stop_reason}) and was not released; its memory "
+        "counts as used until it is, or until its process is known to be gone: release it when the memory is "
+        "free"
     )
     return Outcome(task.id, task.fence, Ending.LOST, now, failure=Failure("not_released", message))
 

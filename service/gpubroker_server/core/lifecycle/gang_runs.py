@@ -25,7 +25,7 @@ from gpubroker_server.core.domain.ranks import removable_ranks, with_member, wor
 from gpubroker_server.core.domain.submission import WITHDRAWN
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
-from gpubroker_server.core.lifecycle.stopping import after_stop, timeout_failure
+from gpubroker_server.core.lifecycle.stopping import after_stop, timeout_failure, with_cause
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
@@ -93,13 +93,13 @@ def ended(
     elif succeeded:
         _succeeded(update, world, outcome, members, report.rank)
     elif report.ending is Ending.NEVER_STARTED:
-        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy, _loss_of(member))
     else:
         update.outcome = _of_rank(outcome, report.rank)
         if report.failure is not None and report.failure.kind in WITHDRAWN:
             # The reason to stop does not say that trying again would change nothing.
             update.move(Move.CHANGED, "not_allowed", max_retries=0)
-        _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy, _failure_of(member))
 
 
 def _costs_only_itself(task: Task, member: Member, *, succeeded: bool = False) -> bool:
@@ -197,11 +197,11 @@ def gone(
     elif member.has_ended:
         update.move(Move.CHANGED, "rank_gone", holder=Gang(members))
     elif is_lost:
-        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy, _loss_of(member))
     else:
         outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=killed)
         update.outcome = _of_rank(outcome, report.rank)
-        _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy, _failure_of(member))
 
 
 def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, policy: Policy) -> None:
@@ -223,9 +223,17 @@ def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, po
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "node_lost", now, policy)
     elif not goes_on:
-        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy, f"the loss of node {node}")
     else:
         _go_on(update, world, members, now)
+
+
+def _failure_of(member: Member) -> str:
+    return f"the failure of rank {member.rank} on {member.node}"
+
+
+def _loss_of(member: Member) -> str:
+    return f"the loss of rank {member.rank} on {member.node}"
 
 
 def _stop_others(
@@ -235,6 +243,7 @@ def _stop_others(
     reason: StopReason,
     now: Instant,
     policy: Policy,
+    cause: str,
 ) -> None:
     """Stop all ranks that still run; once each is gone, or given up, the gang moves on."""
     task = update.known
@@ -243,7 +252,8 @@ def _stop_others(
     if all(member.gone for member in members):
         _settle(update, stopping, members, reason, now, policy)
         return
-    update.move(Move.STOPPING, reason, stop_reason=reason, stop_deadline_at=until, holder=Gang(members))
+    notice = {"stop_reason": reason, "stop_deadline_at": until, **with_cause(task, cause)}
+    update.move(Move.STOPPING, reason, holder=Gang(members), **notice)
     at_work = (member for member in members if not member.has_ended)
     update.orders += [stop_order(world, task, member, task.grace_seconds, reason) for member in at_work]
 
@@ -272,11 +282,12 @@ def stop_ranks(
     preemptor: TaskId | None,
     now: Instant,
     grace_seconds: Seconds | None = None,
+    cause: str | None = None,
 ) -> tuple[TaskWrite, tuple[Order, ...]]:
     """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain. A
     rank that was joining has nothing to save.
 
-    `grace_seconds`: instead of the task's own.
+    `grace_seconds`: instead of the task's own. `cause`: if it is not the preemptor.
     """
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
     until = Instant(now + grace)
@@ -285,7 +296,7 @@ def stop_ranks(
         gone_early(member, **leaving) if member.rank in ranks else member for member in members_of(task)
     )
     what, changes = going_on(members, now)
-    write = write_move(task, what, **changes)
+    write = write_move(task, what, **changes, **with_cause(task, cause))
     stops = (stop_order(world, write.task, members[rank], grace) for rank in sorted(ranks))
     return write, (*stops, *news_of_world(world, task, write.task))
 

@@ -128,6 +128,8 @@ def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[No
         row,
         cordoned=known.cordoned,
         cordon_reason=known.cordon_reason,
+        cordoned_by=known.cordoned_by,
+        cordoned_at=known.cordoned_at,
         draining_since=known.draining_since,
         drain_deadline_at=known.drain_deadline_at,
         version=known.version,

@@ -25,6 +25,7 @@ _OFF_THE_NODE: dict[str, Any] = {
     "not_before": None,
     "stop_reason": None,
     "stop_deadline_at": None,
+    "stop_cause": None,
     "freeing_for": None,
 }
 AnyStopOrder = StopOrder | UnloadOrder | DropOrder
@@ -43,12 +44,23 @@ def requeued_fields(task: Task, **changes: Any) -> dict[str, Any]:
 
 
 def give_notice(
-    world: World, task: Task, reason: StopReason, grace_seconds: Seconds, now: Instant
+    world: World,
+    task: Task,
+    reason: StopReason,
+    grace_seconds: Seconds,
+    now: Instant,
+    cause: str | None = None,
+    **changes: Any,
 ) -> tuple[TaskWrite, tuple[AnyStopOrder, ...]]:
     """Move an ADMITTED or RUNNING task to STOPPING. Returns its row and the orders to send."""
-    deadline_at = Instant(now + grace_seconds)
-    write = write_move(task, Move.STOPPING, stop_reason=reason, stop_deadline_at=deadline_at)
+    notice = {"stop_reason": reason, "stop_deadline_at": Instant(now + grace_seconds)}
+    write = write_move(task, Move.STOPPING, **changes, **notice, **with_cause(task, cause))
     return write, orders_to_leave(world, write.task, grace_seconds)
+
+
+def with_cause(task: Task, cause: str | None) -> dict[str, Any]:
+    """Return the change of the task's cause, if it changes: an earlier notice may have left one."""
+    return {} if cause == task.stop_cause else {"stop_cause": cause}
 
 
 def withdraw_pledges(world: World, task: Task) -> tuple[PledgeWrite, ...]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Any
 
 from gpubroker.wire.worker_sets import Scaling
 from msgspec.structs import replace
@@ -21,7 +20,7 @@ from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.lifecycle.stopping import (
     AnyStopOrder,
-    orders_to_leave,
+    give_notice,
     will_requeue,
     withdraw_pledges,
 )
@@ -151,7 +150,8 @@ def _due(
     wanted = sorted((task for task in alive if not task.held), key=_leaving_order)
     surplus = len(wanted) - count
     if surplus > 0:
-        return _with_leaving(world, decision, wanted[:surplus], now)
+        cause = f"the scaling of its set to {count} {'worker' if count == 1 else 'workers'}"
+        return _with_leaving(world, decision, wanted[:surplus], now, cause)
     # One that still leaves would come only when it is gone.
     places = sorted(
         (task for task in alive if task.held), key=lambda task: task.state is not TaskState.PENDING
@@ -190,17 +190,19 @@ def _is_stable(task: Task, now: Instant) -> bool:
     return task.state is TaskState.RUNNING and began_at is not None and now - began_at >= STABLE_SECONDS
 
 
-def _with_leaving(world: World, decision: Decision, leaving: list[Task], now: Instant) -> Decision:
+def _with_leaving(
+    world: World, decision: Decision, leaving: list[Task], now: Instant, cause: str
+) -> Decision:
     writes: list[TaskWrite] = []
     orders: tuple[AnyStopOrder, ...] = ()
     for task in leaving:
         if task.state in (TaskState.ADMITTED, TaskState.RUNNING):
             # As for a preemption: it is requeued once it is gone, and held then.
-            deadline_at = Instant(now + task.grace_seconds)
-            notice: dict[str, Any] = {"stop_reason": StopReason.PREEMPT, "stop_deadline_at": deadline_at}
-            write = write_move(task, Move.STOPPING, held=True, **notice)
+            write, told = give_notice(
+                world, task, StopReason.PREEMPT, task.grace_seconds, now, cause, held=True
+            )
             writes.append(write)
-            orders += orders_to_leave(world, write.task, task.grace_seconds)
+            orders += told
         elif task.state is TaskState.PENDING or will_requeue(task):
             writes.append(write_move(task, Move.CHANGED, held=True))
     pledges = (pledge for task in leaving for pledge in withdraw_pledges(world, task))

@@ -24,12 +24,12 @@ from gpubroker_server.core.domain.task import Move, Placement, StopReason, Task,
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, TaskId, node_key
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
-from gpubroker_server.core.lifecycle.stopping import orders_to_leave
+from gpubroker_server.core.lifecycle.stopping import orders_to_leave, with_cause
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.preemption.eviction import Eviction
 
 _OF_THE_LAST_ATTEMPT = (
-    "not_before", "ordered_at", "started_at", "stop_reason", "stop_deadline_at", "freeing_for",
+    "not_before", "ordered_at", "started_at", "stop_reason", "stop_deadline_at", "stop_cause", "freeing_for",
 )  # fmt: skip
 """Fields that a new claim clears. The checkpoint stays: the run resumes from it."""
 
@@ -232,6 +232,7 @@ def _stop(
         stop_reason=reason,
         stop_deadline_at=Instant(now + victim.grace_seconds),
         freeing_for=preemptor,
+        **with_cause(victim, None),
     )
     draft.replace_task(victim, write.task)
     return write, orders_to_leave(draft.world, write.task, victim.grace_seconds)

@@ -70,12 +70,17 @@ def _leave(world: World, node: Node, task: Task, policy: Policy, now: Instant) -
     elif not isinstance(task.holder, Gang) or not {member.rank for member in staying} <= set(
         removable_ranks(task)
     ):
-        notice, orders = give_notice(world, task, StopReason.PREEMPT, grace, now)
+        notice, orders = give_notice(world, task, StopReason.PREEMPT, grace, now, drain_cause(node))
         yield Decision(task.id, "drain", tasks=(notice,), orders=orders)
         return
     if ranks := {member.rank for member in (*staying, *late)}:
-        write, told = stop_ranks(world, task, ranks, None, now, grace)
+        write, told = stop_ranks(world, task, ranks, None, now, grace, drain_cause(node))
         yield Decision(task.id, "drain", tasks=(write,), orders=told)
+
+
+def drain_cause(node: Node) -> str:
+    by = f" by {node.cordoned_by}" if node.cordoned_by else ""
+    return f"the drain of {node.name}{by}"
 
 
 def _leaves_later(member: Member, at_latest: Instant | None) -> bool:

@@ -34,6 +34,10 @@ class Breaker:
         self._changed_at = MonotonicSeconds(float("-inf"))
         self._pause_seconds = Seconds(0.0)
 
+    def open_seconds(self, now: MonotonicSeconds) -> Seconds:
+        """Return for how long it has been open; 0 if it is closed."""
+        return Seconds(now - self._changed_at if self.is_open else 0.0)
+
     def failed(self, now: MonotonicSeconds, why: str) -> bool:
         """Count a fault. Return True if it has opened the breaker."""
         self._faults += 1

@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.world.payload import Payload, fields_of, payload_of, released_members, without
 
 SUBMITTED = "task.submitted"
-_CORDON = ("cordon_reason", "draining_since", "drain_deadline_at")
+_CORDON = ("cordon_reason", "cordoned_by", "cordoned_at", "draining_since", "drain_deadline_at")
 """Fields of a node with an event of their own: release 0.2.0 passes over that event, and fails on an unknown
 field of a node."""
 _FORM_OF_STANDING = 4

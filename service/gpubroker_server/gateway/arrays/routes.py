@@ -11,6 +11,7 @@ from gpubroker.wire.answered import Time
 from gpubroker.wire.arrays import Array, ArrayItemPage, ArrayState, ArrayWorker
 from msgspec.structs import replace
 
+from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.submission import ArrayTerms, array_terms_from, state_of_array
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
@@ -131,7 +132,7 @@ async def cancel_array(caller: Caller, parts: Parts, array_id: str) -> Response:
     states = await parts.submissions.store.states(terms.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
     if left:
-        await parts.requests.ask_many(left, terms.tenant, "cancel", {})
+        await parts.requests.ask_many(left, terms.tenant, "cancel", {"by": caller.name})
     return answer(await _shown(parts, terms), 202)
 
 
@@ -180,12 +181,15 @@ async def _accepted(call: Call, parts: Parts, array: TaskId, is_new: bool) -> Re
 
 
 async def _find(caller: Caller, parts: Parts, array_id: str) -> ArrayTerms:
-    """Return the terms of an array. Raises Problem not-found, also for one that the token may not see."""
-    first = await parts.submissions.records.find(caller, array_id)
-    text = await parts.submissions.store.batch_answer(first.task.id)
+    """Return the terms of an array, by its id or that of any of its workers. Raises Problem not-found, also
+    for one that the token may not see."""
+    found = await parts.submissions.records.find(caller, array_id)
+    seat = found.task.holder
+    array = seat.array if isinstance(seat, WorkerSeat) else found.task.id
+    text = await parts.submissions.store.batch_answer(array)
     fields = json.loads(text) if text else {}
     if "numbers" not in fields:
-        raise Problem("not-found", f"task {first.task.id} is not the first worker of an array")
+        raise Problem("not-found", f"task {found.task.id} is no worker of an array")
     return array_terms_from(fields)
 
 

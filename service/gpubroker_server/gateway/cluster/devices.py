@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import Query, Response
-from gpubroker.wire.answered import Overview, Time
+from gpubroker.wire.answered import OverviewPage, Time, part_of
 from gpubroker.wire.devices import Gpu, GpuHealth, Holder, Pledge
 from gpubroker.wire.quarantine import Awaited
 from msgspec.structs import astuple
@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.units import DeviceKey, TaskId
 from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentation
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.history import HistoryQuery
+from gpubroker_server.gateway.cluster.history import HistoryPageQuery, HistoryQuery
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.quarantine import awaited_by_lease
 from gpubroker_server.gateway.status.task_view import priority_now
@@ -30,26 +30,29 @@ ITEMS_AT_ONCE = 100
 """The history of this many items takes 10 ms; then other requests have their turn."""
 
 
-class GpuQuery(HistoryQuery):
+class GpuQuery(HistoryPageQuery):
     idle: Annotated[bool | None, Field(description="True: only those that are idle; false: the others.")] = (
         None
     )
 
 
-@resource.route("GET /gpus", "gpus_list", Scope.CLUSTER_READ, Overview[Gpu], "follower-stale")
+@resource.route(
+    "GET /gpus", "gpus_list", Scope.CLUSTER_READ, OverviewPage[Gpu], "cursor-invalid follower-stale"
+)
 async def list_gpus(caller: Caller, parts: Parts, query: Annotated[GpuQuery, Query()]) -> Response:
     """List all devices: what is leased, used, unaccounted for and free, their holders, and the last minutes.
 
     One is idle that has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
     """
     moment, idle = parts.freshness.moment(), idle_seconds(parts)
-    wanted = (key for key in sorted(parts.world.ledgers) if query.idle in (None, key in idle))
+    wanted = [key for key in sorted(parts.world.ledgers) if query.idle in (None, key in idle)]
+    page, next_cursor = query.cut(wanted, f"gpus {query.idle}")
     items = []
-    for gpu in shown_gpus(caller, parts, wanted, query):
+    for gpu in shown_gpus(caller, parts, page, query):
         items.append(gpu)
         if len(items) % ITEMS_AT_ONCE == 0:
             await asyncio.sleep(0)
-    return answer(Overview(**moment, items=tuple(items)))
+    return answer(OverviewPage(**moment, **part_of(items, next_cursor)))
 
 
 def idle_seconds(parts: Parts) -> dict[str, float]:

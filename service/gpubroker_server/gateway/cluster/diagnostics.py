@@ -8,10 +8,12 @@ from gpubroker.wire.answered import Overview, Time
 from gpubroker.wire.fleet import Finding as ShownFinding
 
 from gpubroker_server.core.admission.feasibility import new_nodes_could_take
+from gpubroker_server.core.control.finding_dates import known_dates
+from gpubroker_server.core.control.findings.closed import QuotaLock
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
 from gpubroker_server.core.control.findings.finding import Finding, first_of_each_kind, remember
 from gpubroker_server.core.control.findings.parts import ServerWay
-from gpubroker_server.core.control.findings.work import StuckTask
+from gpubroker_server.core.control.findings.work import FREE_SHARE, StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Node
@@ -19,6 +21,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.explain.possible import check_demand, check_task
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import Member
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.parts import Parts
@@ -58,28 +62,58 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
             stuck.append(found)
         await asyncio.sleep(0)
     leader, now, world = parts.leadership.leader(), parts.clock.now(), parts.world
+    last, paused = parts.leadership.last_fleet() or FleetSeen(), parts.leadership.paused()
     known = FleetKnown(
         parts.leadership.executor_status(),
         leader is not None,
         FleetSeen() if leader is None or leader.fleet is None else leader.fleet,
-        [*_servers_down(parts)],
+        [*_servers_down(parts, now)],
         stuck,
         parts.freshness.last_moment()["age_seconds"],
         parts.freshness.is_stale,
         parts.disk_full(),
+        {} if leader is None else leader.silent,
+        paused,
+        None if paused is None else paused.since,
+        quota_locks(world, parts.policy),
+        parts.database_log.seen,
+        last.at,
     )
     findings = list(diagnose_fleet(world, parts.policy, known, now))
-    dated, first_seen = remember(parts.findings_seen, findings, now)
+    # What the leader has dated is as old for every gateway, and for the next leader.
+    before = {**parts.findings_seen, **known_dates(last.dates)}
+    dated, first_seen = remember(before, findings, now)
     parts.findings_seen.clear()
     parts.findings_seen.update(first_seen)
     return dated
 
 
-def _servers_down(parts: Parts) -> Iterator[ServerWay]:
+def _servers_down(parts: Parts, now: Instant) -> Iterator[ServerWay]:
     for server in parts.servers:
         for way in server.endpoints:
             if way.breaker.is_open:
-                yield ServerWay(server.name, way.protocol, way.breaker.fault, not server.is_up)
+                since = Instant(now - way.open_seconds)
+                yield ServerWay(server.name, way.protocol, way.breaker.fault, not server.is_up, since)
+
+
+def quota_locks(world: World, policy: Policy) -> list[QuotaLock]:
+    """Return the tenants with tasks that wait for their quota while there is GPU memory for them."""
+    if not policy.has_quotas:
+        return []
+    open_nodes = [node.name for node in world.nodes.values() if not _why_closed(world, node)]
+    ledgers = [world.ledgers[key] for name in open_nodes for key in world.by_node.get(name, ())]
+    free_mb = sum(max(0, ledger.free_mb()) for ledger in ledgers)
+    if free_mb <= FREE_SHARE * sum(ledger.device.allocatable_mb for ledger in ledgers):
+        return []
+    quotas, locked = Quotas(Draft(world), policy), dict[str, QuotaLock]()
+    for group in world.queue.groups.values():
+        since, first = group.member(0)
+        task = world.tasks[first]
+        if quotas.is_short(task) and quotas.need_mb(task.demand) <= free_mb:
+            known = locked.get(task.tenant, QuotaLock(task.tenant, 0, free_mb, Instant(since)))
+            tasks, since = known.tasks + len(group), min(known.since, since)
+            locked[task.tenant] = known._replace(tasks=tasks, since=Instant(since))
+    return [locked[tenant] for tenant in sorted(locked)]
 
 
 def stuck_task(task: Task, world: World, policy: Policy) -> StuckTask | None:

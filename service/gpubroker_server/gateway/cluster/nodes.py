@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import Query, Response
-from gpubroker.wire.answered import Overview, Time
+from gpubroker.wire.answered import OverviewPage, Time, part_of
 from gpubroker.wire.nodes import (
     Amount,
     Disk,
@@ -30,7 +30,7 @@ from gpubroker_server.core.domain.units import MIB_BYTES, Instant, NodeName, Tas
 from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.devices import ITEMS_AT_ONCE, idle_seconds, shown_gpus
-from gpubroker_server.gateway.cluster.history import HistoryQuery
+from gpubroker_server.gateway.cluster.history import HistoryPageQuery, HistoryQuery
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.http.bodies import Because, Body, JsonBody, in_order
 from gpubroker_server.http.identity import Identity, Scope
@@ -41,6 +41,7 @@ resource = Resource("cluster")
 
 MOST_SECONDS = 30 * 86_400.0
 MOST_NAMED = 20
+NO_HISTORY = HistoryQuery(history="0")
 
 AnyNode = TypeVar("AnyNode", bound=ShownNode)
 
@@ -55,7 +56,7 @@ _SORTED_BY: Final[Mapping[str, Callable[[ShownNode], Any]]] = {
 }
 
 
-class NodesQuery(HistoryQuery):
+class NodesQuery(HistoryPageQuery):
     sort: Annotated[
         Literal[
             "name", "-name", "cpu", "-cpu", "memory_mb", "-memory_mb", "gpu_mb", "-gpu_mb",
@@ -73,18 +74,35 @@ class NodesQuery(HistoryQuery):
     ] = None
 
 
-@resource.route("GET /nodes", "nodes_list", Scope.CLUSTER_READ, Overview[ShownNode], "follower-stale")
+@resource.route(
+    "GET /nodes", "nodes_list", Scope.CLUSTER_READ, OverviewPage[ShownNode], "cursor-invalid follower-stale"
+)
 async def list_nodes(caller: Caller, parts: Parts, query: Annotated[NodesQuery, Query()]) -> Response:
     """List all nodes: CPU, host memory, run slots and GPU memory in total, held and free, what is measured,
     and their agents."""
-    moment, items = parts.freshness.moment(), []
-    for node in sorted(parts.world.nodes.values(), key=lambda node: node.name):
-        if query.boot_id not in (None, node.boot_id):
-            continue
-        items.append(_shown(ShownNode, caller, parts, node, query))
+    moment = parts.freshness.moment()
+    asked = [node.name for node in parts.world.nodes.values() if query.boot_id in (None, node.boot_id)]
+    if query.sort in ("name", "-name"):
+        names = sorted(asked, reverse=query.sort == "-name")
+    else:
+        every = await _shown_nodes(caller, parts, sorted(asked), NO_HISTORY)
+        names = [NodeName(node.name) for node in in_order(every, query.sort, _SORTED_BY)]
+    page, next_cursor = query.cut(names, f"nodes {query.sort} {query.boot_id or ''}".strip())
+    return answer(
+        OverviewPage(**moment, **part_of(await _shown_nodes(caller, parts, page, query), next_cursor))
+    )
+
+
+async def _shown_nodes(
+    caller: Caller, parts: Parts, names: Sequence[NodeName], query: HistoryQuery
+) -> list[ShownNode]:
+    items: list[ShownNode] = []
+    for name in names:
+        if (node := parts.world.nodes.get(name)) is not None:
+            items.append(_shown(ShownNode, caller, parts, node, query))
         if len(items) % ITEMS_AT_ONCE == 0:
             await asyncio.sleep(0)
-    return answer(Overview(**moment, items=tuple(in_order(items, query.sort, _SORTED_BY))))
+    return items
 
 
 @resource.route("GET /nodes/{node}", "nodes_get", Scope.CLUSTER_READ, NodeDetail, "not-found follower-stale")
@@ -210,6 +228,8 @@ def _shown(
         silent_since=Time.at_or_none(None if leader is None else leader.silent.get(node.name)),
         cordoned=node.cordoned,
         cordon_reason=node.cordon_reason,
+        cordoned_by=node.cordoned_by,
+        cordoned_at=Time.at_or_none(node.cordoned_at),
         drain=None if node.draining_since is None else _drain(world, node, node.draining_since),
         disk_full=world.full_disks.get(node.name),
         incarnation=node.incarnation,

@@ -179,8 +179,11 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
         detail = no_such("profile", asked.profile, profiles)
         raise invalid(Fault(pointer=f"{at}/profile", detail=detail, code="unknown"))
     usual = policy.defaults.named(asked.model_type, asked.profile)
-    priority = first(asked.priority, usual.priority, policy.defaults.priority)
-    refuse(policy.permissions.check_priority(caller, priority, tenant, at=f"{at}/priority"))
+    permissions = policy.permissions
+    if asked.priority is not None:
+        refuse(permissions.check_priority(caller, asked.priority, tenant, at=f"{at}/priority"))
+    given = first(usual.priority, policy.defaults.priority)
+    priority = first(asked.priority, permissions.default_priority(caller, given, tenant))
 
     def settled(resources: Resources, labels: Mapping[str, str]) -> Demand:
         wanted, subject = asked_of(resources, asked.placement), asked.model_type or asked.name

@@ -39,6 +39,7 @@ from gpubroker_server.http.bodies import ListBody
 from gpubroker_server.http.faults import body_faults, duplicate_key, invalid, refuse
 from gpubroker_server.http.identity import Identity, Scope
 from gpubroker_server.http.problems import QUEUE_PROBLEMS, Fault, Problem, problem_document
+from gpubroker_server.http.proxies import current_prefix
 from gpubroker_server.http.routing import Call, Resource, json_answer
 from gpubroker_server.ports.store import AdmittedTask, BatchSubmission, StoredState
 
@@ -133,10 +134,10 @@ def _check_all(made: Sequence[AdmittedTask | Problem]) -> None:
 
 def _submitted(call: Call, made: Sequence[AdmittedTask | Problem]) -> SubmittedBatch:
     items: list[SubmittedTask] = []
-    refused = 0
+    refused, place = 0, f"{current_prefix.get()}/tasks"
     for number, one in enumerate(made):
         if isinstance(one, AdmittedTask):
-            items.append(SubmittedTask(status=202, id=one.task.id, url=f"/tasks/{one.task.id}"))
+            items.append(SubmittedTask(status=202, id=one.task.id, url=f"{place}/{one.task.id}"))
         else:
             one.errors = _faults_at(number, one)
             problem = problem_document(one, call.scope)

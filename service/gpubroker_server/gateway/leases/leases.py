@@ -24,6 +24,7 @@ from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority
 from gpubroker_server.http.bodies import Body, Labels, LabelValue, line
 from gpubroker_server.http.faults import invalid
 from gpubroker_server.http.problems import Fault, Problem
+from gpubroker_server.http.proxies import current_prefix
 from gpubroker_server.ports.store import TaskRecord
 
 _MOST_PIDS = 2**22
@@ -140,7 +141,8 @@ def lease_view(record: TaskRecord, live: Live) -> ShownLease:
     """Return a lease as answers show it."""
     task, demand = record.task, record.task.demand
     assert isinstance(task.holder, External)
-    url = f"/leases/{task.id}"
+    prefix = current_prefix.get()
+    url, of_task = f"{prefix}/leases/{task.id}", f"{prefix}/tasks/{task.id}"
     return ShownLease(
         id=task.id,
         holder=task.name,
@@ -164,9 +166,7 @@ def lease_view(record: TaskRecord, live: Live) -> ShownLease:
         notice=_notice(task),
         pending=live.pending,
         error=failure_of(record.failure),
-        urls=LeaseUrls(
-            url, f"{url}/renew", f"{url}/wait", f"/tasks/{task.id}/events", f"/tasks/{task.id}/explain"
-        ),
+        urls=LeaseUrls(url, f"{url}/renew", f"{url}/wait", f"{of_task}/events", f"{of_task}/explain"),
     )
 
 
@@ -181,4 +181,4 @@ def states_of(wanted: Sequence[Standing]) -> tuple[tuple[TaskState, ...], bool |
 def _notice(task: Task) -> Notice | None:
     if task.state is not TaskState.STOPPING or task.stop_reason is None or task.stop_deadline_at is None:
         return None
-    return Notice(task.stop_reason, Time.at(task.stop_deadline_at))
+    return Notice(task.stop_reason, Time.at(task.stop_deadline_at), task.stop_cause)

@@ -46,6 +46,13 @@ class LeaseQuery(PageQuery):
         list[LeaseStates], Field(description="One or more states, repeated or separated by commas.")
     ] = []  # noqa: RUF012  # pydantic copies it
     holder: Annotated[Name | None, Field(description="The exact name of the holder.")] = None
+    tenant: Annotated[
+        str | None,
+        Field(
+            max_length=100,
+            description="Another tenant's leases, or `*` for those of all: needs the scope `admin`.",
+        ),
+    ] = None
     sort: Annotated[
         Literal["submitted", "-submitted", "priority", "-priority"],
         Field(description="`-`: the latest, or the highest, first; equal ones by submission."),
@@ -93,7 +100,13 @@ async def ask_lease(
 async def list_leases(caller: Caller, parts: Parts, query: Annotated[LeaseQuery, Query()]) -> Response:
     """List your tenant's external leases; newest first, if not sorted."""
     states, quarantined = states_of(query.state)
-    filters = {"kind": KIND, "states": states, "quarantined": quarantined, "name": query.holder}
+    filters = {
+        "tenant": caller.whose(query.tenant, "leases"),
+        "kind": KIND,
+        "states": states,
+        "quarantined": quarantined,
+        "name": query.holder,
+    }
     filters |= order_of(query.sort)
     return await parts.records.page(caller, query, lease_view, **filters)
 
@@ -144,7 +157,7 @@ async def renew_lease(
     body: JsonBody[RenewLease] = RenewLease(),  # noqa: B008  # frozen
 ) -> Response:
     """Renew an external lease that is still needed: its deadline moves on."""
-    record = await _find_lease(caller, parts, lease_id)
+    record = await _find_lease(caller, parts, lease_id, "lease.renew")
     task = record.task
     if task.is_terminal and _standing(parts, record) is not LeaseState.ENDED:
         remedy = f"free the memory, then DELETE /leases/{task.id}; after that ask for a new lease"
@@ -154,7 +167,7 @@ async def renew_lease(
         remedy = "free its memory, and ask for a new lease"
         raise Problem("lease-ended", lease=task.id, ended="has ended", remedy=remedy)
     if task.state is TaskState.STOPPING:
-        raise Problem("lease-under-notice", lease=task.id, reason=task.stop_reason)
+        raise Problem("lease-under-notice", lease=task.id, reason=task.stop_cause or task.stop_reason)
     return await _requested(parts, record, "renew", body.model_dump(exclude_none=True))
 
 
@@ -167,17 +180,21 @@ async def release_lease(caller: Caller, parts: Parts, lease_id: str) -> Response
     A second release changes nothing. Releasing a quarantined lease states that its memory is free; the
     name of your token is recorded with it.
     """
-    record = await _find_lease(caller, parts, lease_id)
+    record = await _find_lease(caller, parts, lease_id, "lease.release")
     if _standing(parts, record) is LeaseState.ENDED:
         return _answer(parts, record)
     return await _requested(parts, record, "release", {"by": caller.name})
 
 
-async def _find_lease(caller: Caller, parts: Parts, lease_id: str) -> TaskRecord:
-    """Return the lease. Raises Problem not-found, also for a task that is not a lease."""
+async def _find_lease(caller: Caller, parts: Parts, lease_id: str, action: str = "") -> TaskRecord:
+    """Return the lease. Raises Problem not-found, also for a task that is not a lease. `action`: is audited
+    if the lease is another tenant's."""
     record = await parts.records.find(caller, lease_id, "lease")
     if not isinstance(record.task.holder, External):
         raise Problem("not-found", f'"{lease_id[:100]}" is a task; GET /leases lists your leases')
+    if action and record.task.tenant != caller.tenant:
+        about = {"tenant": record.task.tenant, "action": action, "subject": record.task.id}
+        await parts.records.store.audit(by=caller.name, **about)
     return record
 
 

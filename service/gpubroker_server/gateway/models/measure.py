@@ -8,6 +8,7 @@ from fastapi import Query, Response
 from gpubroker.wire.models import MeasuredModel
 from pydantic import Field
 
+from gpubroker_server.core.admission.defaults import first
 from gpubroker_server.core.domain.task import Task, model_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.learning import added, learned_mb, topic_of, unmeasurable
@@ -68,8 +69,10 @@ async def measure_model(
     """Measure how much GPU memory a model takes: load it, ask it with zeros at its batch sizes, unload it.
     Its later loads lease the size that is learned from all its loads, unless the settings name a `gpu_mb`."""
     residency = await _home(parts, name, query.server)
-    priority = residency.priority_of(name) if body.priority is None else body.priority
-    refuse(parts.app.rules.permissions.check_priority(caller, priority))
+    permissions = parts.app.rules.permissions
+    if body.priority is not None:
+        refuse(permissions.check_priority(caller, body.priority))
+    priority = first(body.priority, permissions.default_priority(caller, residency.priority_of(name)))
     try:
         ledger = await _ledger(parts, residency, name)
         residency.try_again(name)
@@ -85,7 +88,7 @@ async def measure_model(
         before = parts.app.world.learned.sketch(topic)
         sizes = await _ask(parts, residency, task, body, ledger.device.key)
     finally:
-        await residency.unloaded(name)
+        await residency.unloaded(name, caller.name)
     measured_mb = added(before, parts.app.world.learned.sketch(topic))
     if measured_mb is None:
         raise Problem(

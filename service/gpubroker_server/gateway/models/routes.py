@@ -136,8 +136,11 @@ async def load_model(
 ) -> Response:
     """Load a model, as a request for it would: it waits in the queue, and may preempt lower priorities. A
     model is loaded only once on a server."""
-    priority = parts.priority_of(name, query.server, body.priority)
-    refuse(parts.app.rules.permissions.check_priority(caller, priority))
+    permissions = parts.app.rules.permissions
+    if body.priority is not None:
+        refuse(permissions.check_priority(caller, body.priority))
+    usual = parts.priority_of(name, query.server, body.priority)
+    priority = permissions.default_priority(caller, usual)
     try:
         residency, task = await parts.want(name, query.server, priority)
         await note(caller, parts, task, "model.load")
@@ -178,7 +181,7 @@ async def unload_model(
     task = None if residency is None else residency.of(name)
     if residency is not None and task is not None:
         await note(caller, parts, task, "model.unload")
-        await residency.ask_leader(task, "cancel")
+        await residency.ask_leader(task, "cancel", by=caller.name)
     model = await parts.model(name, query.server if residency is None else residency.rules.name)
     return answer(model, 200 if model.state == "cold" else 202)
 

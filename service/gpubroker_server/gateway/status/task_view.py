@@ -42,6 +42,7 @@ from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.world.phases import Phase
 from gpubroker_server.core.world.world import World
+from gpubroker_server.http.proxies import current_prefix
 from gpubroker_server.ports.store import TaskRecord
 
 
@@ -67,7 +68,7 @@ def task_view(record: TaskRecord, live: Live) -> Shown:
             ranks = tuple(_rank(task, member, live) for member in members)
         case _:
             pass
-    url = f"/tasks/{task.id}"
+    url = f"{current_prefix.get()}/tasks/{task.id}"
     return Shown(
         **dict(zip(_SAME_IN_TASK, _same_of_task(task), strict=True)),
         **dict(zip(_SAME_IN_SPEC, _same_of_spec(spec), strict=True)),

@@ -82,7 +82,7 @@ async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSel
             about = f"{len(asked)} tasks, from {asked[0]} on"
             await store.audit(by=caller.name, tenant=tenant, action="task.cancel", subject=about)
         fields = body.model_dump(exclude_defaults=True, include=set(CancelTask.model_fields))
-        await parts.requests.ask_many(asked, tenant, "cancel", fields)
+        await parts.requests.ask_many(asked, tenant, "cancel", {**fields, "by": caller.name})
     now = Counter() if body.dry_run else await _states(store, asked)
     over = sum(now[state] for state in TERMINAL - {TaskState.CANCELLED})
     found = Cancelled(

@@ -252,6 +252,7 @@ async def cancel_task(
     """
     record = await parts.records.find_to_change(call.identity, task_id, "task.cancel")
     task, given = record.task, body.model_dump(exclude_none=True, exclude_defaults=True)
+    given["by"] = call.identity.name
     if (whole := await whole_of(parts.records.store, record)) is not None:
         return await _cancel_whole(parts, whole, given)
     if task.state is TaskState.CANCELLED:

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.task_body import Priority
 from gpubroker_server.http.bodies import Name
-from gpubroker_server.http.identity import Identity, Scope
+from gpubroker_server.http.identity import Identity
 from gpubroker_server.http.times import GivenTime
 
 MAX_STANDS = 1000
@@ -54,7 +54,7 @@ class TaskSelection(BaseModel):
         """Fields of TaskFilter, without its labels. Raises Problem not-found for `after`, and forbidden."""
         runs_after = None if self.after is None else (await records.find(identity, self.after)).task.id
         return {
-            "tenant": _whose(identity, self.tenant),
+            "tenant": identity.whose(self.tenant, "tasks"),
             "states": tuple(self.state),
             "kind": self.kind,
             "min_priority": self.min_priority,
@@ -68,14 +68,6 @@ class TaskSelection(BaseModel):
             "finished_from": _instant(self.finished_from),
             "finished_before": _instant(self.finished_before),
         }
-
-
-def _whose(identity: Identity, named: str | None) -> str | None:
-    """Return the tenant whose tasks are listed; None for all tenants. Raises Problem forbidden."""
-    if named is None or named == identity.tenant:
-        return identity.tenant
-    identity.require(Scope.ADMIN, "a list of other tenants' tasks")
-    return None if named == "*" else named
 
 
 def _instant(time: datetime | None) -> Instant | None:

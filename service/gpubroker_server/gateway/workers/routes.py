@@ -192,7 +192,7 @@ async def end_worker_set(caller: Caller, parts: Parts, set_id: str) -> Response:
     states = await parts.submissions.store.states(workers.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
     if left:
-        await parts.requests.ask_many(left, workers.tenant, "cancel", {})
+        await parts.requests.ask_many(left, workers.tenant, "cancel", {"by": caller.name})
     seen = _shown(await _find(caller, parts, set_id), parts.world)
     return answer(seen, 200 if seen.state == "over" else 202)
 
@@ -228,10 +228,13 @@ def _shown(workers: WorkerSet, world: World) -> Shown:
 
 
 async def _find(caller: Caller, parts: Parts, set_id: str) -> WorkerSet:
-    """Return a worker set. Raises Problem not-found, also for one that the token may not see."""
-    workers = parts.world.worker_sets.get(TaskId(set_id))
+    """Return a worker set, by its id or that of any of its workers. Raises Problem not-found, also for one
+    that the token may not see."""
+    workers = parts.world.worker_sets.of(TaskId(set_id))
     if workers is None and is_task_id(set_id):
-        text = await parts.submissions.store.batch_answer(TaskId(set_id))
+        record = await parts.submissions.store.record(TaskId(set_id))
+        seat = None if record is None else record.spec.seat
+        text = await parts.submissions.store.batch_answer(TaskId(set_id) if seat is None else seat.id)
         kept = json.loads(text) if text else {}
         workers = worker_set_from(kept["worker_set"]) if "worker_set" in kept else None
     if workers is None or not caller.may_see(workers.tenant):

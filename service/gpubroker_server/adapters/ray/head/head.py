@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -197,17 +197,18 @@ async def _head_lock(data_dir: Path) -> AsyncIterator[None]:
         os.close(lock)
 
 
-async def stop_head(data_dir: Path) -> None:
-    """Back when no process of the head is left. Nothing happens if none runs."""
+async def stop_head(data_dir: Path) -> Sequence[ProcessId]:
+    """Stop the head and kill what is left of it. Returns the processes that are there all the same. Nothing
+    happens if no head runs."""
     state = read_state(data_dir)
     if state is None:
-        return
+        return ()
     send_signal(state.process, signal.SIGTERM)
     for _ in range(int(STOP_SECONDS / POLL_SECONDS)):
         if not state.is_running():
             break
         await asyncio.sleep(POLL_SECONDS)
-    await asyncio.to_thread(_clear_away, data_dir, state)
+    return await asyncio.to_thread(_clear_away, data_dir, state)
 
 
 def why_ended(data_dir: Path) -> str:
@@ -348,15 +349,19 @@ def _check_versions(state: HeadState) -> None:
         )
 
 
-def _clear_away(data_dir: Path, state: HeadState) -> None:
-    """Kill what is left of a head that was killed or never came up, and remove its directory."""
+def _clear_away(data_dir: Path, state: HeadState) -> Sequence[ProcessId]:
+    """Kill what is left of a head that was killed or never came up, and remove its directory. Returns what
+    is there after STOP_SECONDS; then its file stays, so that it is found again."""
     deadline = time.monotonic() + STOP_SECONDS
+    left: list[ProcessId] = []
     while (left := _processes_of(state)) and time.monotonic() < deadline:
         log.warning("killing what a Ray head left behind: %d processes", len(left))
         kill_all(left)
         time.sleep(POLL_SECONDS)
-    shutil.rmtree(state.temp_dir, ignore_errors=True)
-    state_file(data_dir).unlink(missing_ok=True)
+    if not left:
+        shutil.rmtree(state.temp_dir, ignore_errors=True)
+        state_file(data_dir).unlink(missing_ok=True)
+    return left
 
 
 def _processes_of(state: HeadState) -> list[ProcessId]:

@@ -4,6 +4,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from gpubroker.wire.quarantine import HeldBack
+
+from gpubroker_server.core.control.findings.closed import (
+    QuotaLock,
+    closed_nodes,
+    held_back_nodes,
+    paused_queues,
+    quarantined_memory,
+    quota_locks,
+    silent_nodes,
+)
 from gpubroker_server.core.control.findings.finding import Finding
 from gpubroker_server.core.control.findings.gpus import held_idle
 from gpubroker_server.core.control.findings.nodes import (
@@ -16,6 +27,7 @@ from gpubroker_server.core.control.findings.nodes import (
 from gpubroker_server.core.control.findings.parts import (
     ServerWay,
     full_service_disk,
+    growing_database_log,
     no_leader,
     unreachable_database,
     unreachable_ray,
@@ -31,8 +43,9 @@ from gpubroker_server.core.control.findings.work import (
     waits_for_ever,
 )
 from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.control.log_growth import LogGrowth
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.world.world import World
 
 
@@ -48,6 +61,16 @@ class FleetKnown(NamedTuple):
     age_seconds: float = 0.0
     is_stale: bool = False
     disk_full: str = ""
+    late: Mapping[NodeName, Instant] = {}
+    """Nodes whose agents miss heartbeats, and when they were last heard."""
+    held_back: HeldBack | None = None
+    """The silent nodes that the leader does not give up ..."""
+    held_back_since: Instant | None = None
+    """... and since when."""
+    quota_locks: Sequence[QuotaLock] = ()
+    database_log: LogGrowth | None = None
+    led_until: Instant | None = None
+    """When a leader was last heard, if there is none."""
 
 
 def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
@@ -56,13 +79,20 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
     samples = [seen for seen in world.node_samples.values() if not seen.is_stale(now, period)]
     agents: Mapping[str, Mapping[str, Any]] = known.executor.get("agents") or {}
     of_parts: Iterable[Iterator[Finding]] = (
-        no_leader(known.has_leader),
-        unreachable_database(known.age_seconds, known.is_stale),
+        no_leader(known.has_leader, known.led_until),
+        unreachable_database(known.age_seconds, known.is_stale, now),
         full_service_disk(known.disk_full),
+        growing_database_log(known.database_log, now),
         unreachable_ray(known.executor),
         unreachable_servers(known.servers_down),
     )
     of_fleet: Iterable[Iterator[Finding]] = (
+        silent_nodes(world, known.late),
+        held_back_nodes(known.held_back, known.held_back_since),
+        closed_nodes(world),
+        paused_queues(world),
+        quarantined_memory(world),
+        quota_locks(known.quota_locks, policy),
         held_idle(world, known.fleet, now),
         waits_for_ever(known.stuck),
         repeated_memory_failures(known.fleet.memory_failures),

@@ -3,7 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.control.findings.finding import Finding, critical, warning
+from gpubroker_server.core.control.log_growth import LogGrowth
+from gpubroker_server.core.domain.units import MIB_BYTES, Instant, in_gib
 
 _WORKS = frozenset({"connected", "standby", "unknown"})
 """States of an executor in which nothing is known to be wrong."""
@@ -17,6 +21,7 @@ class ServerWay(NamedTuple):
     fault: str
     is_only_way: bool
     """Requests cannot reach the server by another one."""
+    since: Instant | None = None
 
 
 def unreachable_ray(executor: Mapping[str, Any]) -> Iterator[Finding]:
@@ -35,22 +40,24 @@ def unreachable_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
         cause = f"Model server {way.server} does not answer over {way.protocol}: {way.fault}."
         remedy = "gpubroker stats; then look at the server's log and at triton.servers in the settings"
         found = critical if way.is_only_way else warning
-        yield found("model-server-unreachable", f"{way.server} ({way.protocol})", cause, remedy)
+        one = found("model-server-unreachable", f"{way.server} ({way.protocol})", cause, remedy)
+        yield replace(one, first_seen=way.since)
 
 
-def no_leader(has_leader: bool) -> Iterator[Finding]:
+def no_leader(has_leader: bool, led_until: Instant | None) -> Iterator[Finding]:
     if not has_leader:
         cause = "No process leads: nothing starts or stops."
         remedy = "gpubroker broker, or gpubroker serve on a single machine"
-        yield critical("no-leader", "leader", cause, remedy)
+        yield replace(critical("no-leader", "leader", cause, remedy), first_seen=led_until)
 
 
-def unreachable_database(age_seconds: float, is_stale: bool) -> Iterator[Finding]:
+def unreachable_database(age_seconds: float, is_stale: bool, now: Instant) -> Iterator[Finding]:
     if is_stale:
         cause = "The process has not heard from the database for too long; all that is said here is old."
         remedy = "start the database, or correct database_url; /readyz says which part does not answer"
         evidence = {"age_seconds": round(age_seconds, 1)}
-        yield critical("database-unreachable", "database", cause, remedy, evidence)
+        found = critical("database-unreachable", "database", cause, remedy, evidence)
+        yield replace(found, first_seen=Instant(now - age_seconds))
 
 
 def full_service_disk(disk_full: str) -> Iterator[Finding]:
@@ -59,3 +66,19 @@ def full_service_disk(disk_full: str) -> Iterator[Finding]:
         cause = f"Nothing is accepted: {disk_full}."
         remedy = "make room there: df -h"
         yield critical("service-disk-full", "service", cause, remedy)
+
+
+def growing_database_log(log: LogGrowth | None, now: Instant) -> Iterator[Finding]:
+    if log is not None and log.is_too_much(now):
+        size, grown = (in_gib(count // MIB_BYTES) for count in (log.size_bytes, log.grown_bytes))
+        cause = (
+            f"The write-ahead log of the database has {size}, {grown} more than when it was last shortened: "
+            "something keeps it."
+        )
+        remedy = (
+            "SQLite: end what reads the file (lsof on it, such as a backup that hangs). PostgreSQL: SELECT "
+            "slot_name, active FROM pg_replication_slots, and drop the slot that nothing reads"
+        )
+        evidence = {"size_bytes": log.size_bytes, "grown_bytes": log.grown_bytes}
+        found = warning("database-log-grows", "database", cause, remedy, evidence)
+        yield replace(found, first_seen=log.since)

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final
+from urllib.parse import unquote
 
 import grpc
 import structlog
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from gpubroker_server.core.serving.request_states import RequestMove as Move
 from gpubroker_server.http.identity import Scope
 from gpubroker_server.http.problems import Problem, headers_of
+from gpubroker_server.http.proxies import FORWARDED_FOR
 from gpubroker_server.inference.operation import FanOut, Target
 from gpubroker_server.inference.plane import Plane
 from gpubroker_server.inference.protocols.triton.errors import no_files, says_dead, says_unknown_model
@@ -72,6 +74,7 @@ def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
 class GrpcCall(ProxiedRequest):
     over_grpc = True
     _context: grpc.aio.ServicerContext
+    """Set once it begins."""
     _opened: "_UnaryCall | None" = None
     """The call to a server that is to be carried out next."""
     _reply: CallReply | None = None
@@ -88,9 +91,9 @@ class GrpcCall(ProxiedRequest):
         self.request_id = plane.ids.exchange()
 
     async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        self._context = context
         try:
             self.target = target_of(self._operation, message)
-            self._context = context
             self._look_into(message)
             self.write(message)
             self.is_complete = True
@@ -119,7 +122,15 @@ class GrpcCall(ProxiedRequest):
     async def refused(
         self, problem: Problem, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> None:
+        self._context = context
         await self._fail(problem, context)
+
+    def origin(self) -> tuple[str, Iterable[bytes]]:
+        """The library writes `ipv4:127.0.0.1:5000`, or `ipv6:%5B::1%5D:5000`."""
+        peer = unquote(self._context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+        metadata = self._context.invocation_metadata() or ()
+        forwarded = (value for name, value in metadata if name == FORWARDED_FOR.decode())
+        return peer, (value.encode() if isinstance(value, str) else value for value in forwarded)
 
     def _look_into(self, message: bytes) -> None:
         """Read a message on whose contents the rights that the call needs depend. Raises Problem."""

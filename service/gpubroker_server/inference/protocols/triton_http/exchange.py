@@ -6,7 +6,7 @@ The uvicorn server that owns the connection takes the exchange for one of its ow
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 import structlog
@@ -16,6 +16,7 @@ from gpubroker_server.core.serving.request_states import ENDS
 from gpubroker_server.core.serving.request_states import RequestMove as Move
 from gpubroker_server.core.serving.request_states import RequestState as State
 from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.proxies import FORWARDED_FOR
 from gpubroker_server.inference.operation import FanOut
 from gpubroker_server.inference.plane import Plane
 from gpubroker_server.inference.protocols.triton.errors import (
@@ -67,6 +68,9 @@ merged."""
 
 class Client(Protocol):
     """The client's connection."""
+
+    client: tuple[str, int] | None
+    """Address and port of the client, or of the proxy in between."""
 
     @property
     def is_full(self) -> bool:
@@ -140,6 +144,11 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         """Bytes of the body that are yet to come; None if the body comes in chunks."""
         length = self._head.body_bytes
         return None if length is None else length - self._seen_bytes
+
+    def origin(self) -> tuple[str, Iterable[bytes]]:
+        headers = self._head.passed_on.headers
+        forwarded = (value for name, value in headers if name.lower() == FORWARDED_FOR)
+        return ("" if self._client.client is None else self._client.client[0]), forwarded
 
     # Methods for the client's connection.
 

@@ -1,0 +1,27 @@
+"""Since when findings are known: what leaders hand on."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.units import Instant
+
+MOST_DATED = 500
+"""A leader publishes the dates of no more findings."""
+
+
+class FindingDate(NamedTuple):
+    """Since when a finding is known: what leaders hand on."""
+
+    kind: str
+    subject: str
+    since: Instant
+
+
+def dates_of(known: Mapping[tuple[str, str], Instant]) -> tuple[FindingDate, ...]:
+    """Return the oldest of them, MOST_DATED at most."""
+    dates = sorted((FindingDate(*about, since) for about, since in known.items()), key=lambda one: one.since)
+    return tuple(dates[:MOST_DATED])
+
+
+def known_dates(dates: Iterable[FindingDate]) -> dict[tuple[str, str], Instant]:
+    return {(one.kind, one.subject): one.since for one in dates}

@@ -1,0 +1,37 @@
+"""How the database's write-ahead log grows: it does while something keeps it from being written back."""
+
+from msgspec import Struct
+
+from gpubroker_server.core.domain.units import Instant, Seconds
+
+LARGE_BYTES = 256 * 2**20
+GROWN_BYTES, GROWN_SECONDS = 64 * 2**20, Seconds(600.0)
+"""It has grown by as much for as long, and was never shortened meanwhile."""
+
+
+class LogGrowth(Struct, frozen=True):
+    size_bytes: int
+    grown_bytes: int
+    """By so much since ..."""
+    since: Instant
+    """... it was last shortened, or first looked at."""
+
+    def is_too_much(self, now: Instant) -> bool:
+        has_grown = self.grown_bytes >= GROWN_BYTES and now - self.since >= GROWN_SECONDS
+        return self.size_bytes >= LARGE_BYTES or has_grown
+
+
+class LogWatch:
+    """What one process sees of it."""
+
+    def __init__(self) -> None:
+        self.seen: LogGrowth | None = None
+        """None before the first look."""
+
+    def look(self, size_bytes: int, now: Instant) -> None:
+        known = self.seen
+        if known is None or size_bytes < known.size_bytes:
+            self.seen = LogGrowth(size_bytes, 0, now)
+        elif size_bytes > known.size_bytes:
+            grown_bytes = known.grown_bytes + size_bytes - known.size_bytes
+            self.seen = LogGrowth(size_bytes, grown_bytes, known.since)
