@@ -28,8 +28,7 @@ def fitting_body(send: Send, target: Target, args: Sequence[Any], options: Submi
     that `options` name is uploaded. Raises as `submission_body` does, and Refused if the service takes no
     more objects."""
     if is_to_upload(options, target):
-        given = cast("SubmitOptions", {**getattr(target, DEFAULTS, {}), **options})
-        stored = yield from directory_stored(send, given["upload"])
+        stored = yield from directory_stored(send, {**getattr(target, DEFAULTS, {}), **options}["upload"])
         options = cast("SubmitOptions", {**options, "upload": stored})
     body = submission_body(target, args, options)
     if len(body) <= MOST_BODY_BYTES or not (callable(target) or isinstance(target, str)):
