@@ -147,6 +147,6 @@ def _import_failed(entrypoint: str, fault: BaseException) -> RunOutcome:
     if isinstance(fault, ImportError):
         paths = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
         places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
-        message += f"; {_how_to_bring(fault)}"
-        message += f"\nPython looked in these directories (the operator's task_path comes first):{places}"
+        first = 'the operator\'s task_path comes first; upload="." (--upload) brings your own directory'
+        message += f"\nPython looked in these directories ({first}):{places}"
     return failed("import_failed", message, trace_of(fault))

@@ -215,6 +215,7 @@ class TaskApi(ObjectApi):
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
         if is_to_upload(options, target):  # nothing is stored, and the directory has no say in it
+            target = None if isinstance(target, str) else target  # its code is in the directory
             known = {name: value for name, value in known.items() if name != "outputs"} | {"upload": None}
         options = cast("SubmitOptions", known)
         body = simulation_body(target, args, options)

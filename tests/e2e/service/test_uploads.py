@@ -110,3 +110,12 @@ def test_what_cannot_be_sent_is_refused_with_its_name(broker: Broker, project: P
     damaged = broker.submit(["true"], upload=broker.put(b"no archive"))
     with pytest.raises(TaskFailed, match="archive cannot be read"):
         broker.result(damaged)
+
+
+def test_simulated_submit_sends_nothing(broker: Broker, project: Path) -> None:
+    (project / "new.txt").write_text("not sent")
+    before = {one.id for one in broker.objects()}
+    for target in (["true"], "helper:twice"):
+        seen = broker.simulate(target, upload=project, outputs=["runs/**"], gpu_mb=1000)
+        assert seen.verdict == "starts"
+    assert {one.id for one in broker.objects()} == before

@@ -26,8 +26,8 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 
 log = structlog.get_logger("gpubroker.agent")
 
-FAILED = "no_directory"
-"""Kind of failure of a run whose directory cannot be prepared."""
+FAILED = "object_unreadable"
+"""Kind of failure of a run whose directory cannot be prepared. Another node may have room for it."""
 
 Prepared = Callable[[RunKey, str, Failed | None], None]
 """Gives a run its directory, or says why it gets none."""
@@ -95,6 +95,7 @@ class RunDirectories:
             self._write(record)
         except OSError as fault:
             log.error("outputs of a run cannot be collected", task=order.task, fault=str(fault))
+            self.outputs.give_up(order.key, f"nothing is collected on node {self._config.node}: {fault}")
 
     def leave(self, key: RunKey) -> None:
         """The run has ended, or will not start."""

@@ -65,12 +65,18 @@ class RunOutputs:
         """Collect, and begin to send. Raises OSError."""
         async with self._turns:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._directory / f"{hashlib.sha256(str(key).encode()).hexdigest()}.tar"
+            path = self._path_of(key)
             files, message = await self._collected(path, directory, patterns)
             id, size_bytes = ("", 0) if not files else await asyncio.to_thread(_digest_of, path)
             self._archives[key] = _Archive(path, id, size_bytes, files, message)
             self._stored[key] = 0
             self._report(self._part(key))
+
+    def give_up(self, key: RunKey, message: str) -> None:
+        """Say that nothing of this run will be collected, and why."""
+        self._archives[key] = _Archive(self._path_of(key), "", 0, 0, message)
+        self._stored[key] = 0
+        self._report(self._part(key))
 
     def answer(self, key: RunKey, id: str, stored_bytes: int, *, is_over: bool) -> None:
         """So much of it is stored. `is_over`: the leader wants no more of it. Repeating it is void."""
@@ -88,6 +94,9 @@ class RunOutputs:
     def questions(self) -> Iterator[Report]:
         for key in self._archives:
             yield self._part(key)
+
+    def _path_of(self, key: RunKey) -> Path:
+        return self._directory / f"{hashlib.sha256(str(key).encode()).hexdigest()}.tar"
 
     def _part(self, key: RunKey) -> Report:
         archive, begin = self._archives[key], self._stored[key]
