@@ -26,7 +26,7 @@ COMPILER := $(if $(shell command -v cc || command -v gcc || command -v clang),,-
 	@echo 'unpacking promtool, nginx, helm and others into .tools/deploy: once'
 	@tests/deploy/tools.sh
 
-.PHONY: help setup triton tools gpu mlserver demo try serve test check coverage properties evidence format bench clean
+.PHONY: help setup triton tools gpu mlserver demo try serve test matrix check coverage properties evidence format bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -57,6 +57,9 @@ serve: .venv/.installed  ## start the service in the foreground; settings: make 
 
 test: .venv/.installed .tools/triton/.installed .tools/deploy/.installed  ## run all tests, in four processes
 	$(RUN) pytest -n 4
+
+matrix: .venv/.installed  ## fast tests on each Python here and on both ends of the Ray range; writes docs/how-to/install.md
+	$(RUN) python -m tests.matrix
 
 check: .venv/.installed .tools/deploy/.installed  ## formatting, lint, types, contracts, sizes, migrations, openapi, alerts
 	$(RUN) ruff format --check .

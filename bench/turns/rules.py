@@ -10,6 +10,7 @@ from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.model_orders import (
     IndexedModel,
     LoadOrder,
+    ModelsInUse,
     ModelState,
     ServerIndex,
     UnloadOrder,
@@ -104,8 +105,9 @@ class Gpubroker:
             self._want(model, at)
         if now >= self._looked_at + LOOK_SECONDS:
             self._looked_at = now
-            if is_contended(self.world):
-                self._commit(turns(self.world, lanes.in_use(), at), at)
+            if is_contended(self.world, at, self._policy):
+                in_use = ModelsInUse(lanes.in_use())
+                self._commit(turns(self.world, in_use, at, self._policy), at)
             self._commit(due(self.world, at, self._policy, self._watch), at)
             self._commit(standings_due(self.world, at), at)
             self._watch = extend_window(self._watch, at)

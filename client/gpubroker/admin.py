@@ -11,6 +11,7 @@ from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
 from gpubroker.wire.administration import NewToken, Secret, Token
+from gpubroker.wire.devices import Gpu
 from gpubroker.wire.fleet import IdleTemplate
 from gpubroker.wire.nodes import Node, NodeDisk
 from gpubroker.wire.quarantine import Detection, Released
@@ -83,6 +84,21 @@ class AdminApi(Operations):
     def uncordon(self, node: str, reason: str = "") -> Steps[Node]:
         """Let tasks start on the node again."""
         return (yield from self._ask_node(node, "uncordon", reason=reason))
+
+    @operation
+    def close_gpu(self, gpu: str, reason: str = "") -> Steps[Gpu]:
+        """Start nothing new on the GPU, named by its UUID or as `node/gpu0`; what runs there goes on."""
+        return (yield from self._ask_gpu(gpu, "close", reason))
+
+    @operation
+    def reopen_gpu(self, gpu: str, reason: str = "") -> Steps[Gpu]:
+        """Let tasks start on the GPU again, whoever has closed it. A fault that is still there closes it no
+        more; another one does."""
+        return (yield from self._ask_gpu(gpu, "reopen", reason))
+
+    def _ask_gpu(self, gpu: str, what: str, reason: str) -> Steps[Gpu]:
+        answer = yield from self._ask_once("POST", f"/gpus/{path_part(gpu)}/{what}", {"reason": reason})
+        return decode(Gpu, answer.json())
 
     @operation
     def disk(self, node: str) -> Steps[NodeDisk]:

@@ -31,7 +31,8 @@ USES = {
     "service/gpubroker_server/adapters/ray/head/start.py": Use(
         "ray",
         "2.60.0",
-        "ray._private.node.Node ray._private.parameter.RayParams",
+        "_node_id _ray_params ray._private.node.Node ray._private.parameter.RayParams "
+        "ray._raylet.get_port_filename",
         "`ray start --head`: 1.5 s of CPU and the dashboard's process more, and a Ray Client server on port "
         "10001 that a start hook (RAY_START_HOOK) has to switch off",
     ),

@@ -26,7 +26,8 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-10": "a026f3b01602",
-    "agent-11": "3a3b0fe76034",
+    "agent-11": "f7cefd5b0a1f",
+    "agent-12": "a40418991153",
     "agent-8": "005da3f522c4",
     "agent-9": "40dc594a24b7",
     "runner-5": "159adbd1a83c",
@@ -78,7 +79,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 11, "79272a55d727"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 12, "e4f16fe410f8"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 8, "0a339ed9058c"),
     ],
     ids=["driver and agent", "agent and run process"],

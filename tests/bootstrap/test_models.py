@@ -1,15 +1,19 @@
 """From settings to the server of models: addresses, credentials, and files that cannot be used."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpubroker_server.bootstrap.model_servers import server_of, servers_of
-from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.bootstrap.start_checks import StartRefused, batches_without_effect
 from gpubroker_server.settings.loading import load_settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
 CERTIFICATE = Path(__file__).parents[1] / "gateway" / "self_signed.pem"
+
+
+MAIN = {"name": "main", "http_url": "http://triton.lab:8000"}
 
 
 def given(**fields: Any) -> TritonServerSettings:
@@ -35,6 +39,23 @@ def test_https_is_believed_by_the_certificates_of_the_file() -> None:
     server = server_of(given(http_url="https://triton.lab:443", ca_file=CERTIFICATE))
     assert server.tls is not None
     assert any("gpubroker" in str(one["subject"]) for one in server.tls.get_ca_certs())
+
+
+@pytest.mark.parametrize(
+    ("triton", "says"),
+    [
+        ({}, ""),
+        ({"batch": {"m": {}}}, "triton.batch (m) has no effect: triton.servers names no server"),
+        ({"batch": {"m": {}}, "servers": [MAIN]}, "triton.batch (m) joins queued inferences only"),
+        ({"batch": {"m": {}}, "servers": [{**MAIN, "node": "n1", "grpc_url": "http://h:8001"}]}, ""),
+    ],
+)
+def test_a_batch_setting_without_effect_is_named(tmp_path: Path, triton: dict[str, Any], says: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps({"triton": triton}))
+    said = batches_without_effect(load_settings(file))
+    assert said.startswith(says)
+    assert bool(said) is bool(says)
 
 
 @pytest.mark.parametrize(

@@ -221,14 +221,14 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("fleet: {disk: {roots: [{path: //, class: logs}]}}\n", "write its whole path, and not /"),
         ("fleet: {disk: {roots: [{path: /a, class: redundant}]}}\n", "needs a sync_command, a list"),
         (
-            "fleet: {disk: {roots: [{path: /a, class: logs, sync_command: [true]}]}}\n",
-            "sync_command",
-        ),
-        (
             "fleet: {disk: {roots: [{path: /a/, class: logs}, {path: /a/b, class: databases}]}}\n",
             "root /a/b is in root /a",
         ),
         ("fleet: {backpressure: {queue_length: {high: 5, low: 5}}}\n", "low 5 is not below high 5"),
+        (
+            "fleet: {backpressure: {tenant_queue_length: {high: 400000, low: 5}}}\n",
+            "tenant_queue_length.high 400000 is not below queue_length.high 400000",
+        ),
         ("submit_from_tasks: true\nray: {address: 'h:6379'}\n", "needs tasks_url with ray.address"),
         ("tasks_url: 'gpubroker.lab'\n", "must begin with http:// or https://"),
         ("drain_notice_seconds: 19\n", "must be at least 2 less than"),

@@ -55,6 +55,15 @@ def test_a_dashboard_without_what_it_needs_is_refused_with_what_to_install(tmp_p
     assert "ray.dashboard needs more to be installed: pip install 'ray[default]'; or set it to false" in said
 
 
+def test_a_disk_root_that_is_a_link_is_refused_with_its_real_path(tmp_path: Path) -> None:
+    (real := tmp_path / "real").mkdir()
+    (tmp_path / "logs").symlink_to(real)
+    roots = [{"path": str(tmp_path / "logs"), "class": "logs"}]
+    said = refusal(ForkedService(tmp_path / "data", fleet={"disk": {"roots": roots}}, **WAITING))
+    assert f"{tmp_path}/logs is a symbolic link" in said
+    assert f"its real path, {real}" in said
+
+
 def test_processes_that_start_at_once_may_have_one_data_directory(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as starting:
         list(starting.map(prepare_data_dir, [tmp_path / "data"] * 400))

@@ -30,6 +30,8 @@ from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB, a_task, holding
 from tests.patience import PATIENCE_SECONDS
 
+LATER = Instant(2e9)
+
 BUSY = FleetTarget(Measure.GPU_UTILIZATION, 0.6, 0.8)
 
 
@@ -105,7 +107,8 @@ async def test_what_it_finds_is_in_the_log_and_published(tmp_path: Path) -> None
         kinds: list[tuple[str, str]] = []
         stage.store.listen(lambda events: kinds.extend((event.kind, event.key) for event in events))
         for n in range(2):
-            await stage.submit(f"t{n}", gpu_mb=20 * GIB, held=True)
+            await stage.submit(f"t{n}", gpu_mb=20 * GIB, not_before=LATER)
+            await stage.submit(f"h{n}", gpu_mb=20 * GIB, held=True)  # it waits for a person, not for its turn
         stage.host = HostUse(95.0, None)
         await look(stage)
         fleet = stage.leader.fleet
@@ -231,7 +234,7 @@ async def test_a_cycle_tells_some_of_many_news(tmp_path: Path) -> None:
         stage.fleet_rules = FleetRules(thresholds={"queue:*": Threshold(1.0, 0.5)})
         await stage.lead()
         for n in range(MOST_NEWS + 1):
-            await stage.submit(f"t{n}", tenant=f"team{n}", held=True)
+            await stage.submit(f"t{n}", tenant=f"team{n}", not_before=LATER)
         fleet = stage.leader.fleet
         assert fleet is not None
         await fleet.look()

@@ -21,7 +21,13 @@ from gpubroker_server.core.serving.batching import (
     response_in,
 )
 from gpubroker_server.core.serving.tensors import Tensor, tensor_of
-from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
+from gpubroker_server.ports.inferences import (
+    Batching,
+    InferenceClient,
+    InferenceFailed,
+    InferenceFault,
+    ReadObject,
+)
 from msgspec.structs import replace
 
 from tests.broker.stage import Hands, Stage, a_stage
@@ -49,7 +55,9 @@ class Doubling(InferenceClient):
     def __post_init__(self) -> None:
         self.goes_on.set()
 
-    async def infer(self, model: str, request: InferenceRequest) -> InferenceResponse:
+    async def infer(
+        self, model: str, request: InferenceRequest, read: ReadObject | None = None
+    ) -> InferenceResponse:
         values = values_of(request.inputs[0])
         self.asked.append(values)
         await self.goes_on.wait()

@@ -126,15 +126,15 @@ MUTANTS = (
     Mutant(
         "a commit whose answer was lost counts as done without a check",
         "service/gpubroker_server/adapters/sql/writer.py",
-        "if not unknown.events or self._was_committed(unknown.events[0]):",
-        "if True:",
+        "is_done = self._was_committed(partial(self._session.has_event, unknown.events[0]))",
+        "is_done = True",
         "sweep: submit on PostgreSQL",
     ),
     Mutant(
         "a commit whose answer was lost is repeated without a check",
         "service/gpubroker_server/adapters/sql/writer.py",
-        "if not unknown.events or self._was_committed(unknown.events[0]):",
-        "self._session.reconnect()\n        if not unknown.events:",
+        "is_done = self._was_committed(partial(self._session.has_event, unknown.events[0]))",
+        "self._session.reconnect()\n            is_done = False",
         "sweep: admit on PostgreSQL",
     ),
     Mutant(

@@ -210,6 +210,14 @@ def test_slurm_starts_a_node_for_each_gpu_that_is_lacked(
     assert gpubroker("cancel", *waiting).code == 0
 
 
+def test_a_gpu_is_closed_and_reopened(gpubroker: Run) -> None:
+    assert "! closed: a fan" in gpubroker("close-gpu local/gpu0 --because", "a fan").out
+    assert "! closed: a fan" in gpubroker("gpus").out
+    assert gpubroker("reopen-gpu local/gpu0 -o json").json["closed"] is None
+    ended = gpubroker("close-gpu elsewhere/gpu0")
+    assert (ended.code, "GPUs: local/gpu0" in ended.err) == (6, True)
+
+
 def test_a_node_is_closed_emptied_and_opened(gpubroker: Run) -> None:
     assert "cordoned" in gpubroker("cordon local --because", "a fan").out
     assert gpubroker("drain local --deadline 1h -o json").json["drain"]["deadline_at"] is not None
@@ -352,7 +360,10 @@ def test_commands_that_need_postgresql_say_so_without_it(gpubroker: Run, tmp_pat
 
 
 def test_without_a_model_server_model_commands_say_what_to_configure(gpubroker: Run) -> None:
-    for refused in (gpubroker("models"), gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
+    listed = gpubroker("models")
+    assert (listed.code, listed.out) == (0, "no models\n")
+    assert (gpubroker("models -o json").code, gpubroker("models -o json").out.strip()) == (0, "[]")
+    for refused in (gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
         assert refused.code == 6
         assert "give one of triton.servers its node" in refused.err
     asked = gpubroker("infer m -i x=1 --later")

@@ -14,6 +14,7 @@ from tests.client.recorded_service import RecordedService, Reply
 from tests.gateway.harness import Gateway
 
 NODE: dict[str, Any] = {"name": "n2", "ready": True, "cordoned": True, "cordon_reason": "a fan"}
+GPU = {"key": "local/n1/GPU-1", "uuid": "GPU-1", "node": "n1", "kind": "sim-24g", "physical_mb": 24576}
 DRAIN = {"since": "2026-11-21T10:00:00Z", "deadline_at": "2026-11-21T10:10:00Z", "left": 3, "done": False}
 
 
@@ -31,6 +32,38 @@ async def test_the_sdk_cordons_drains_and_uncordons() -> None:
             assert (await broker.uncordon("n1")).cordoned is False
             with pytest.raises(Refused, match="no node"):
                 await broker.cordon("n9")
+
+
+async def test_the_sdk_closes_and_reopens_a_gpu() -> None:
+    async with Gateway() as gateway:
+        token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
+        transport = httpx.ASGITransport(gateway.app)
+        async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
+            closed = (await broker.close_gpu("n1/gpu0", "a fan")).closed
+            assert closed is not None
+            assert (closed.cause, closed.reason) == ("operator", "a fan")
+            assert (await broker.reopen_gpu("gpu0")).closed is None
+            with pytest.raises(Refused, match="no GPU"):
+                await broker.close_gpu("gpu9")
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "reason"),
+    [
+        ("close-gpu n1/gpu0 --because fan", "/gpus/n1%2Fgpu0/close", "fan"),
+        ("reopen-gpu GPU-a", "/gpus/GPU-a/reopen", ""),
+    ],
+)
+def test_the_commands_about_a_gpu_send_what_was_said(
+    service: RecordedService, run: Run, line: str, path: str, reason: str
+) -> None:
+    shown = {"cause": "operator", "reason": "a fan", "since": "2026-11-21T10:00:00Z", "by": "olga"}
+    service.reply_with(Reply(200, {**GPU, "closed": shown}))
+    ended = run(line)
+    assert ended.code == 0
+    assert "! closed: a fan" in ended.out
+    [asked] = service.requests
+    assert (asked.method, asked.path, asked.body) == ("POST", path, {"reason": reason})
 
 
 @pytest.mark.parametrize(

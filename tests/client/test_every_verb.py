@@ -86,7 +86,7 @@ VERBS: Final[Mapping[str, tuple[str, int]]] = {
     "load": ("m", 6),
     "unload": ("m", 6),
     "pin": ("m", 6),
-    "models": ("", 6),
+    "models": ("", 0),
     "models measure": ("m", 6),
     "upload": ("{file}", 0),
     "objects": ("", 0),

@@ -65,6 +65,21 @@ def test_an_uploaded_array_is_an_input_of_inferences(service: RecordedService, d
     assert request.body["inputs"] == [named, {"name": "y", **TENSOR}]
 
 
+def test_large_arrays_go_as_objects_and_small_ones_with_the_request(service: RecordedService, do: Do) -> None:
+    answer = {"id": "abc", "size_bytes": 8, "expires_at": "2026-11-21T22:00:00Z"}
+    service.reply_with(Reply(201, answer), Reply(202, a_task()))
+    large, small = np.zeros(2**20 + 1, np.float32), np.array([0.5], np.float32)
+    do("infer_later", "resnet", {"x": large, "y": small})
+    upload, request = service.requests
+    assert (upload.path, upload.body) == ("/objects", large.tobytes())
+    size = int(request.headers["inference-header-content-length"])
+    assert json.loads(request.body[:size])["inputs"] == [
+        {"name": "x", "datatype": "FP32", "shape": [2**20 + 1], "object": "abc"},
+        {"name": "y", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}},
+    ]
+    assert request.body[size:] == small.tobytes()
+
+
 @pytest.mark.parametrize(
     ("inputs", "options", "expected"),
     [

@@ -133,6 +133,11 @@ TENANT = {
             {"items": [{**NODE, "agent": {"gpu_faults": {"GPU-b": "GPU is lost"}}}]},
             ["n1", "ready", "! n1: GPU-b: GPU is lost"],
         ),
+        (
+            "nodes",
+            {"items": [{**NODE, "agent": {"gpu_absence": "the NVIDIA driver is not loaded"}}]},
+            ["n1", "ready", "! n1: no GPU: the NVIDIA driver is not loaded"],
+        ),
         ("nodes", {"items": [{**NODE, "silent_since": "2026-01-01T00:00:00Z"}]}, ["n1", "silent"]),
         (
             "gpus",

@@ -132,6 +132,10 @@ class FakeRunners:
         self.made: list[Runner] = []
         self.started: list[str] = []
         """Tasks, in the order in which a runner was told to start them."""
+        self.gets_on = False
+        """Processes that are starting make progress, as far as their node can see."""
+        self.looks = 0
+        """How often that was asked."""
         self.on_start: Callable[[Runner], None] = lambda _runner: None
         """What happens to each new one."""
 
@@ -140,6 +144,10 @@ class FakeRunners:
         self.on_start(runner)
         self.made.append(runner)
         return runner.name, runner
+
+    def progress(self) -> float:
+        self.looks += 1
+        return self.looks if self.gets_on else 0.0
 
     def share(self, data: bytearray) -> int:
         self.shared.append(bytes(data))

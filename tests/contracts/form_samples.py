@@ -25,6 +25,7 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.wire import (
     MEASURE,
+    TELLS_GPU_STATE,
     TELLS_LOGS,
     TELLS_UNPROVEN_ENDS,
     UNPACKS_UPLOADS,
@@ -95,7 +96,7 @@ RUN = RunOrder(
     memory_mb=64,
 )
 UPLOADED = dataclasses.replace(RUN, upload="ab" * 32, outputs=("runs/**",))
-"""The same with a directory, which came with form 11 of agents."""
+"""The same with a directory, which came with form 12 of agents."""
 SPEC = RunSpec(
     kind="function", entrypoint="jobs:train", command=("train", "-v"), python="3.11", env={"A": "b"},
     result_format="cloudpickle", working_directory="/work",
@@ -161,6 +162,10 @@ NODE_SAMPLED = (
     {"GPU-a": (300.5, 54, 1980, 2619, 0, 79)},
     *(0.75, [("n2", "10.0.0.2:9", "Connection refused")]),
 )
+IN_NEED = {"GPU-a": (300.5, 54, 1980, 2619, 0, 79, 48, True, "reset")}
+"""The health of a GPU that needs a reset."""
+ABSENT = {**NODE, "gpu_absence": "the driver is not loaded"}
+"""A node whose machine shows no GPU."""
 ASKED = (*WANTED, 5)
 """The agent says from where on it lacks the object."""
 _WANTED, _PART = ObjectWanted(*AT[:2], NOW, "abc", 5, 1), ObjectPart(*AT[:2], NOW, "abc", 9, 5, b"data", 1)
@@ -266,6 +271,9 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     reports += [LOGGED, STACK, ASKED, PART, DISK_REPORT] if about_logs else []
     reports += [OUTPUT] if about_outputs else []
     reports.append(NODE_SAMPLED)  # the form before leaves it out
+    if agent >= TELLS_GPU_STATE:
+        reports.append((*NODE_SAMPLED[:-3], IN_NEED, *NODE_SAMPLED[-2:]))
+        reports.append(("node_seen", 1000.0, ABSENT, [], []))
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(to_builtins(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

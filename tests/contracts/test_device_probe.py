@@ -5,19 +5,22 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pynvml
 import pytest
 from gpubroker_server.adapters.nvml.meter import DeviceMeter
-from gpubroker_server.adapters.nvml.probe import NvmlProbe, find_probes, shares_pids, visible_gpus
+from gpubroker_server.adapters.nvml.probe import GpuChoice, NvmlProbe, find_probes, gpus_to_share, shares_pids
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.ports.devices import DeviceLost, DeviceProbe, MeasuredDevice, ProcessGroup
+from gpubroker_server.ports.devices import DeviceLost, DeviceProbe, MeasuredDevice, NoDevices, ProcessGroup
 
 from tests.nvml.machine import ANY_CALL, Gpu, Machine, Process
 
 UUIDS = ("GPU-a", "GPU-b")
+GIB_BYTES = 2**30
 OLD_MEMORY = {"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
 NO_GRAPHICS = {"nvmlDeviceGetGraphicsRunningProcesses_v3": pynvml.NVML_ERROR_NOT_SUPPORTED}
 
@@ -152,6 +155,54 @@ def test_memory_that_the_driver_keeps_is_not_offered(
     assert [device.used_mb for device in sample(probes, {})] == [used_mb]
 
 
+NO_MEMORY = {
+    "nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_NOT_SUPPORTED,
+    "nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_NOT_SUPPORTED,
+}
+UNIFIED = pytest.mark.parametrize("gpu", [Gpu("GPU-a", errors=NO_MEMORY), Gpu("GPU-a", total_mb=0)])
+
+
+class Host(NamedTuple):
+    """The machine's memory as psutil tells it."""
+
+    total: int = 128 * GIB_BYTES
+    available: int = 120 * GIB_BYTES
+
+
+@UNIFIED
+@pytest.mark.parametrize(("given", "size_mb"), [(None, int(128 * 1024 * 0.9)), (Mib(64 * 1024), 64 * 1024)])
+def test_a_gpu_without_memory_of_its_own_offers_the_machines_or_the_given_size(
+    new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, gpu: Gpu, given: Mib | None, size_mb: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", Host)
+    new_machine(gpu)
+    [device] = inventory(list(find_probes(None, shared_mb=given)))
+    assert device.physical_mb == size_mb
+
+
+@UNIFIED
+def test_what_other_programs_take_beyond_their_part_is_in_use_of_such_a_gpu(
+    new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, gpu: Gpu
+) -> None:
+    gpu.compute = [Process(11, 700), Process(99, 300)]
+    new_machine(gpu)
+    probes = list(find_probes(None, shared_mb=Mib(100 * 1024)))
+    for available, used_mb in ((120, 1000), (28, 72 * 1024), (0, 100 * 1024)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda left=available: Host(available=left * GIB_BYTES))
+        [measured] = sample(probes, {"run": a_group([11], GPU_a=700)})
+        assert measured.used_mb == used_mb
+        assert (measured.foreign_mb, measured.by_holder) == (300, {"run": 700})
+
+
+def test_a_driver_that_lists_no_processes_attributes_no_use(measured: Measure) -> None:
+    unlisted = {
+        f"nvmlDeviceGet{purpose}RunningProcesses_v3": pynvml.NVML_ERROR_NOT_SUPPORTED
+        for purpose in ("Compute", "Graphics")
+    }
+    [first] = measured(Gpu("GPU-a", used_mb=700, errors=unlisted), run=a_group([11], GPU_a=700))
+    assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})
+
+
 def test_a_device_keeps_its_size_though_the_driver_keeps_more_for_itself(new_machine: NewMachine) -> None:
     """Each other size would be another inventory."""
     gpu = Gpu("GPU-a", used_mb=700, reserved_mb=600)
@@ -231,9 +282,11 @@ def test_a_device_that_cannot_be_identified_raises_what_the_driver_says(
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_a_machine_without_nvml_has_no_devices(new_machine: NewMachine, code: int) -> None:
+def test_a_machine_without_nvml_has_no_devices_and_says_why(new_machine: NewMachine, code: int) -> None:
     new_machine(Gpu("GPU-a"), init=code)
-    assert list(find_probes(None)) == []
+    [driver] = find_probes(None)
+    with pytest.raises(NoDevices, match="driver"):
+        driver.read({})
 
 
 def test_configured_devices_replace_real_ones() -> None:
@@ -251,10 +304,51 @@ def test_a_node_that_shares_its_machine_has_the_gpus_that_it_was_given(new_machi
 
 def test_gpus_are_named_by_index_or_uuid_in_the_order_wanted(new_machine: NewMachine) -> None:
     new_machine(*(Gpu(f"GPU-{name}", 80_000) for name in "abc"))
-    assert visible_gpus() == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c")]
-    assert visible_gpus("2, GPU-a") == [(2, "GPU-c"), (0, "GPU-a")]
-    with pytest.raises(ValueError, match="'GPU-x', and this machine has no such GPU"):
-        visible_gpus("GPU-x")
+    assert gpus_to_share() == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c")]
+    assert gpus_to_share("2, GPU-a") == [(2, "GPU-c"), (0, "GPU-a")]
+    assert gpus_to_share("1,GPU-x,0") == [(1, "GPU-b")], "CUDA reads a list up to the first invalid entry"
+    with pytest.raises(ValueError, match="names GPU 1 twice"):
+        gpus_to_share("1,GPU-b")
+
+
+async def test_the_chosen_gpus_alone_are_devices(new_machine: NewMachine) -> None:
+    slices = (Gpu("MIG-1", total_mb=10_000), Gpu("MIG-2", total_mb=10_000))
+    new_machine(Gpu("GPU-a"), Gpu("GPU-bb"), Gpu("GPU-bc", mig=True, instances=slices))
+    for words, uuids in (
+        ("", []),
+        ("1", ["GPU-bb"]),
+        ("GPU-bc, GPU-a", ["GPU-a", "GPU-bc", "MIG-1", "MIG-2"]),
+        ("MIG-2,0", ["GPU-a", "GPU-bc", "MIG-2"]),
+        ("0,-1,1", ["GPU-a"]),
+        ("GPU-b", []),
+        ("NoDevFiles", []),
+    ):
+        meter = DeviceMeter(find_probes(None, None, GpuChoice(words, "CUDA_VISIBLE_DEVICES")))
+        await meter.measure(dict)
+        seen = meter.inventory()
+        assert sorted(device.uuid for device in seen.devices) == uuids, words
+        assert ("CUDA_VISIBLE_DEVICES is" in seen.absence) is (not uuids)
+
+
+async def test_a_choice_that_names_a_gpu_twice_is_a_fault(new_machine: NewMachine) -> None:
+    new_machine(Gpu("GPU-a"), Gpu("GPU-b"))
+    meter = DeviceMeter(find_probes(None, None, GpuChoice("0,GPU-a", "ray.gpus")))
+    await meter.measure(dict)
+    [(name, why)] = meter.inventory().faults
+    assert (name, "ray.gpus: '0,GPU-a' names GPU 0 twice" in why) == ("the driver", True)
+
+
+async def test_a_chosen_gpu_that_was_lost_at_the_start_is_offered_when_it_is_back(
+    new_machine: NewMachine,
+) -> None:
+    machine = new_machine(Gpu("GPU-a"), Gpu("GPU-b"), Gpu("GPU-c"))
+    machine.lose(machine.gpus[1])
+    meter = DeviceMeter(find_probes(None, None, GpuChoice("GPU-b,GPU-c", "ray.gpus")))
+    await meter.measure(dict)
+    assert [device.uuid for device in meter.inventory().devices] == ["GPU-c"]
+    machine.mend(machine.gpus[1])
+    await meter.measure(dict)
+    assert [device.uuid for device in meter.inventory().devices] == ["GPU-b", "GPU-c"]
 
 
 @pytest.mark.parametrize(
@@ -266,10 +360,10 @@ def test_a_machine_whose_gpus_cannot_be_listed(
 ) -> None:
     new_machine(Gpu("GPU-a"), init=code)
     if isinstance(found, list):
-        assert visible_gpus() == found
+        assert gpus_to_share() == found
         return
     with pytest.raises(RuntimeError, match=found):
-        visible_gpus()
+        gpus_to_share()
 
 
 @contextmanager

@@ -156,6 +156,25 @@ def test_only_what_the_sync_command_lists_with_its_size_is_redundant(top: Path, 
     assert "timed out" in answer.message
 
 
+@pytest.mark.parametrize("file_class", [FileClass.LOG, FileClass.CHECKPOINT, FileClass.EMPTY_DATABASE])
+def test_with_a_sync_command_only_what_was_copied_goes(
+    top: Path, tmp_path: Path, file_class: FileClass
+) -> None:
+    job = top / "job"
+    for name, days in (("copied", 10.0), ("other", 9.0), ("newest", 8.0)):
+        if file_class is FileClass.EMPTY_DATABASE:
+            a_database(job / name, rows=0, days=days)
+        else:
+            put(job / name, days=days)
+    size = (job / "copied").stat().st_size
+    command = sys.executable, "-c", f"print('{size} job/copied', end='\\0')"
+    node = Node(tmp_path / "agent", root(top, file_class, *command))
+    assert node.look() == ["job/copied"]
+    assert node.ask(runs_sync=False).files == [], "nothing says that there is a copy"
+    assert [file.path for file in node.clean().files] == ["job/copied"]
+    assert left(top) == ["job/newest", "job/other"]
+
+
 def test_a_copied_file_whose_name_has_lines_confirms_no_other_one(top: Path, tmp_path: Path) -> None:
     for name in ("x\n100 precious", "precious"):
         put(top / name)
@@ -209,7 +228,7 @@ def test_a_root_that_is_a_link_or_missing_is_said(top: Path, tmp_path: Path) -> 
     node = Node(tmp_path / "agent", root(top / "link"), root(top / "missing"), root(top / "real"))
     answer = node.ask()
     assert [file.path for file in answer.files] == ["old.log"]
-    assert str(top / "link") in answer.message
+    assert f"{top}/link is a symbolic link, which is not followed; write {top}/real" in answer.message
     assert str(top / "missing") in answer.message
 
 

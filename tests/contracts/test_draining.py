@@ -1,22 +1,30 @@
 """Gateways on one PostgreSQL let go of a model, each for itself, before the leader has it unloaded."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import psycopg
+import pytest
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.broker.background import gateways_have_let_go, models_in_use
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.holders import Model
-from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term, mark_of
 from gpubroker_server.core.lifecycle.stopping import give_notice
 from gpubroker_server.inference.draining import Draining
-from gpubroker_server.ports.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence
+from gpubroker_server.ports.last_values import (
+    PRESENT_SECONDS,
+    LastValues,
+    LeaderSeen,
+    Presence,
+    PresenceStore,
+)
 from gpubroker_server.ports.store import AdmittedTask, RunSpec
 from msgspec.structs import replace
 
@@ -31,6 +39,7 @@ class Requests:
     def __init__(self) -> None:
         self.unanswered = False
         self.models: frozenset[str] = frozenset()
+        self.recent: frozenset[str] = frozenset()
 
     def now(self) -> float:
         return 0.0
@@ -38,8 +47,8 @@ class Requests:
     def has_older(self, _model: str, _at: float) -> bool:
         return self.unanswered
 
-    def in_use(self) -> frozenset[str]:
-        return self.models
+    def in_use(self) -> ModelsInUse:
+        return ModelsInUse(self.models, self.recent)
 
 
 class Gateway:
@@ -49,7 +58,7 @@ class Gateway:
         self.store = store
         self.picture = picture
         self.requests = Requests()
-        self.draining = Draining(picture.world, self.requests)
+        self.draining = Draining(picture.world, self.requests, Policy())
         picture.listen(self.draining.on_events)
 
 
@@ -121,13 +130,57 @@ async def test_a_gateway_says_at_once_what_is_in_use_while_an_equal_waits(postgr
         await one.store.submit(AdmittedTask(rival, RunSpec(kind="model")))
 
         async def until_in_use(models: set[str]) -> None:
+            names = ModelsInUse(frozenset(models), one.requests.recent)
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while await models_in_use(one.store, one.picture.clock) != models:  # noqa: ASYNC110  # as above
+                while await models_in_use(one.store, one.picture.clock) != names:  # noqa: ASYNC110  # as above
                     await asyncio.sleep(0.01)
 
         await until_in_use({"llm"})
+        one.requests.recent = frozenset({"llm"})
         two.requests.models = frozenset()
         await until_in_use(set())
+
+
+class Interrupted:
+    """A store in which something happens while a gateway's first report is on its way."""
+
+    def __init__(self, store: PresenceStore, meanwhile: Callable[[], Awaitable[object]]) -> None:
+        self._store = store
+        self._meanwhile: Callable[[], Awaitable[object]] | None = meanwhile
+        self.reported_again = asyncio.Event()
+
+    async def present(self, presence: Presence) -> None:
+        await self._store.present(presence)
+        if self._meanwhile is None:
+            self.reported_again.set()
+        else:
+            happen, self._meanwhile = self._meanwhile, None
+            await happen()
+
+    async def absent(self, gateway: str) -> None:
+        await self._store.absent(gateway)
+
+    async def presences(self) -> Sequence[Presence]:
+        return await self._store.presences()
+
+
+async def test_an_event_during_a_report_is_reported_without_a_pause(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker_server.inference.draining._REPORT_SECONDS", 10 * PATIENCE_SECONDS)
+    async with a_gateway(postgres_url, "one") as one:
+        term, task = await a_resident_model(one.store)
+        draining = Draining(one.picture.world, Requests(), Policy())
+        one.picture.listen(draining.on_events)
+        store = Interrupted(one.store, partial(stop, one, term, task))
+        reporting = asyncio.create_task(draining.keep_reporting(store, "two", one.picture.clock))
+        try:
+            await asyncio.wait_for(store.reported_again.wait(), PATIENCE_SECONDS)
+        finally:
+            reporting.cancel()
+            await asyncio.wait([reporting])
+        let_go = {row.gateway: row.let_go for row in await one.store.presences()}
+        assert let_go["two"] == {mark_of(task.id, task.fence, 0)}
 
 
 async def test_gateways_that_are_gone_or_silent_are_not_waited_for(postgres_url: str) -> None:

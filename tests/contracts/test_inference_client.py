@@ -8,7 +8,7 @@ import pytest
 from gpubroker_server.adapters.triton.http_backend import TritonServer
 from gpubroker_server.adapters.triton.inference_client import TritonInferenceClient
 from gpubroker_server.core.serving.batching import InferenceRequest
-from gpubroker_server.core.serving.tensors import tensor_of
+from gpubroker_server.core.serving.tensors import Tensor, tensor_of
 from gpubroker_server.ports.inferences import InferenceFailed, InferenceFault
 
 from tests.patience import PATIENCE_SECONDS
@@ -52,3 +52,61 @@ async def test_no_more_of_an_answer_is_taken_than_may_be_kept(length: bytes) -> 
                 await client.infer("m", QUESTION)
             assert refusal.value.fault is InferenceFault.REFUSED
             await left.wait()
+
+
+@asynccontextmanager
+async def a_reader(bytes_a_turn: int) -> AsyncIterator[tuple[TritonInferenceClient, list[int]]]:
+    """Of a server that reads slowly, says how much it has read, and refuses the request at its end."""
+    read: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        [length] = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+        left = int(length.split()[1])
+        while left:
+            read.append(len(await reader.readexactly(min(left, bytes_a_turn))))
+            left -= read[-1]
+        writer.write(b"HTTP/1.1 400 No\r\nContent-Length: 2\r\n\r\n{}")
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = TritonInferenceClient(TritonServer("lab", "127.0.0.1", port, b"lab"), MOST_BYTES)
+    try:
+        yield client, read
+    finally:
+        await client.close()
+        server.close()
+
+
+async def test_an_object_is_read_as_the_server_takes_it() -> None:
+    part, parts = bytes(2**20), 64
+    ahead: list[int] = []
+    async with a_reader(2**16) as (client, taken):
+
+        async def read(digest: str, size_bytes: int) -> AsyncIterator[bytes]:
+            assert (digest, size_bytes) == ("d1", parts * len(part))
+            for number in range(parts):
+                ahead.append(number * len(part) - sum(taken))
+                yield part
+
+        question = InferenceRequest(
+            (Tensor("x", "INT8", (parts * len(part),), b"", "d1", parts * len(part)),)
+        )
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with pytest.raises(InferenceFailed) as refusal:
+                await client.infer("m", question, read)
+        assert refusal.value.fault is InferenceFault.REFUSED
+        assert sum(taken) > parts * len(part)
+        assert max(ahead) < 32 * len(part), "what is not sent is not read either"
+
+
+async def test_a_request_whose_object_is_gone_ends_without_its_last_byte() -> None:
+    async with a_reader(2**16) as (client, _):
+
+        async def read(_digest: str, _size_bytes: int) -> AsyncIterator[bytes]:
+            yield b"half"
+            raise InferenceFailed(InferenceFault.REFUSED, "it is gone")
+
+        question = InferenceRequest((Tensor("x", "INT8", (8,), b"", "d1", 8),))
+        with pytest.raises(InferenceFailed, match="it is gone"):
+            await client.infer("m", question, read)

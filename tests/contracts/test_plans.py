@@ -8,17 +8,20 @@ from typing import Any
 
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql import objects, reads, statements
+from gpubroker_server.adapters.sql import objects, reads, run_logs, statements
 from gpubroker_server.adapters.sql.connections import connect_reader, connect_writer
 from gpubroker_server.adapters.sql.session import SetStatement, postgres_text
 from gpubroker_server.adapters.sql.sqlite import SqliteFile, sqlite_chunks, sqlite_text
 from gpubroker_server.adapters.sql.store import migrate, open_store
+from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Instant, Position
+from gpubroker_server.core.domain.units import Fence, Instant, Position, TaskId
+from gpubroker_server.ports.arrays import PageFilter
 from gpubroker_server.ports.objects import ObjectOrder
 from gpubroker_server.ports.store import SubmitVerdict, TaskFilter
 from msgspec.structs import replace
+from sqlalchemy import Select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tests.builders import a_task
@@ -224,6 +227,58 @@ def test_sqlite_pages_objects_along_their_key(sqlite_plan: Explain) -> None:
     plan = sqlite_plan(str(compiled), {name: compiled.params[name] for name in compiled.positiontup or ()})
     assert "sqlite_autoindex_stored_object_1 (tenant=? AND digest>?)" in plan, plan
     assert "TEMP B-TREE" not in plan, plan
+
+
+ARRAY = TaskId("task_1")
+LOG = {**LogName(ARRAY, Fence(1), 0, "stdout")._asdict(), "after": 5000, "most": 8}
+PAGES: dict[str, tuple[Select[Any], dict[str, Any], str]] = {
+    "items in order": (reads.pages_of(PageFilter(ARRAY, after=5000)), {}, "(array=? AND first>?)"),
+    "failed items": (reads.pages_of(PageFilter(ARRAY, after=5000, failed=True)), {}, "(array=? AND first>?)"),
+    "items by commit": (reads.pages_of(PageFilter(ARRAY, True, 5000)), {}, "(array=? AND page>?)"),
+    "parts of a log": (
+        run_logs.PARTS, LOG, "(task=? AND fence=? AND rank=? AND stream=? AND first_byte>?)"
+    ),
+}  # fmt: skip
+"""Statement, its parameters, and the columns by which SQLite searches an index."""
+pages = pytest.mark.parametrize("page", PAGES)
+
+
+@pages
+def test_sqlite_finds_the_first_row_of_a_page_by_an_index(sqlite_plan: Explain, page: str) -> None:
+    query, given, searched = PAGES[page]
+    compiled = query.compile(dialect=sqlite.dialect(paramstyle="qmark"))
+    values = compiled.construct_params(given)
+    marks = [values[name] for name in compiled.positiontup or ()]
+    plan = sqlite_plan(str(compiled), {str(place): value for place, value in enumerate(marks)})
+    assert searched in plan, plan
+    assert "SCAN" not in plan.replace("SCALAR", ""), plan
+    assert "TEMP B-TREE" not in plan, plan
+
+
+MANY_PAGES = """
+INSERT INTO item_page ("array", first, page, tenant, count, failed, at, lines)
+SELECT 'task_1', 10 * n, n + 1, 'default', 10, n % 2, 0, '' FROM generate_series(0, 20000) AS n
+"""
+MANY_PARTS = """
+INSERT INTO run_log (task, fence, rank, stream, first_byte, size_bytes, at, tenant, data)
+SELECT 'task_1', 1, 0, 'stdout', 10 * n, 10, 0, 'default', '' FROM generate_series(0, 20000) AS n
+"""
+
+
+@pages
+def test_postgresql_finds_the_first_row_of_a_page_by_an_index(postgres_url: str, page: str) -> None:
+    query, given, searched = PAGES[page]
+    compiled = query.compile(dialect=postgresql.psycopg.dialect())  # type: ignore[no-untyped-call]
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(MANY_PAGES)
+        connection.execute(MANY_PARTS)
+        connection.execute("ANALYZE")
+    with connect_reader(postgres_url) as connection:
+        explained = connection.execute(f"EXPLAIN {compiled}", compiled.construct_params(given))
+        plan = [line for (line,) in explained]
+    bounded = searched.removesuffix(">?)").split()[-1]
+    assert any("Index Cond" in line and f"({bounded} >" in line for line in plan), plan
+    assert not any("Seq Scan" in line or "Sort" in line for line in plan), plan
 
 
 LISTS = [

@@ -280,6 +280,47 @@ async def test_a_process_that_never_answers_is_killed_and_another_is_started(
     assert [process.wait(PATIENCE_SECONDS) for process in mute] == [-signal.SIGKILL] * len(mute)
 
 
+async def test_a_process_that_starts_slowly_and_gets_on_is_waited_for(
+    runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_pool, "START_SECONDS", 0.02)
+    runners.gets_on = True
+    runners.on_start = lambda runner: runner.answers.clear()
+    leader = open_leader()
+    await leader.announce()
+    await leader.start("slow")
+    await leader.until(lambda: runners.looks > 5)
+    [slow] = runners.made
+    assert slow.process.poll() is None
+    slow.answers.set()
+    await leader.until(lambda: runners.started == ["slow"])
+    assert runners.made == [slow], "no other one was started"
+
+
+async def test_processes_start_one_at_a_time_while_starts_are_slow(
+    runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_pool, "SLOW_SECONDS", -1.0)
+    at_once = runner_pool.STARTING_AT_ONCE
+    beside: list[int] = []
+
+    def wait_for_the_test(runner: Runner) -> None:
+        beside.append(sum(not other.answers.is_set() for other in runners.made))
+        if len(runners.made) >= at_once:
+            runner.answers.clear()
+
+    runners.on_start = wait_for_the_test
+    leader = open_leader()
+    await leader.announce()
+    for task in "abcde":
+        await leader.start(task)
+    for count in range(at_once + 1, 6):
+        await leader.until(lambda: len(runners.made) == count)  # noqa: B023  # it is called at once
+        runners.made[-1].answers.set()
+    await leader.until(lambda: len(runners.started) == 5)
+    assert beside == [0] * 5
+
+
 async def test_idle_warm_runner_of_an_earlier_agent_is_ended(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:

@@ -52,6 +52,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
 from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted, OutputPart
+from msgspec.structs import replace
 
 from tests.contracts.form_samples import (
     ANSWERS,
@@ -84,7 +85,13 @@ NODE_SAMPLED = NodeSample(
     {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)}, 0.75,
     (UnreachedNode(NodeName("n2"), "10.0.0.2:9", "Connection refused"),),
 )  # fmt: skip
-
+IN_NEED = replace(
+    NODE_SAMPLED,
+    gpus={"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79, 48, remap_pending=True, recovery="reset")},
+)
+ABSENT = NodeReport(
+    Node(N, 2.0, Mib(10), 4, "a.1", "b"), (), (), AT, release="0.1.0", gpu_absence="the driver is not loaded"
+)
 
 RESULTS = (
     ItemResult(5, 0.5, 1, b"1", None),
@@ -153,6 +160,7 @@ def test_reports_are_read(agent: int) -> None:
         *([] if agent == 8 else [DiskReport(N, AT, "r2", (FOUND,), (("young", 3),), is_first=True)]),
         *([OUTPUT] if agent >= wire.UNPACKS_UPLOADS else []),
         *([] if agent == 8 else [NODE_SAMPLED]),
+        *([IN_NEED, ABSENT] if agent >= wire.TELLS_GPU_STATE else []),
     ]
 
 

@@ -16,7 +16,7 @@ async def test_brokers_that_need_a_head_at_the_same_time_start_one_together(
 ) -> None:
     started: list[HeadState] = []
 
-    async def start(options: RayOptions) -> HeadState:
+    async def start(options: RayOptions, _chooses_ports: bool) -> HeadState:
         """This very process stands in for it."""
         await asyncio.sleep(0.01)
         state = HeadState(

@@ -105,6 +105,15 @@ async def test_an_agent_that_never_answers_an_announcement_is_replaced(
         assert scene.killed[0] is hung
 
 
+async def test_an_agent_that_starts_after_a_silent_one_gets_twice_as_long(
+    talking: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_link, "ANNOUNCE_SECONDS", 0.02)
+    async with talking() as (scene, _link):
+        said = [(await scene.received.reports.get())[1] for _ in range(3)]
+        assert [text.rpartition("within ")[2] for text in said] == ["0.02 s", "0.04 s", "0.08 s"]
+
+
 async def test_orders_that_did_not_arrive_lead_to_another_announcement(
     talking: Callable[..., Any],
 ) -> None:

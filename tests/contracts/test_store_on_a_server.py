@@ -10,7 +10,7 @@ import pytest
 from gpubroker_server.adapters.sql import terms
 from gpubroker_server.adapters.sql.postgres import PostgresSession
 from gpubroker_server.adapters.sql.session import READERS, CommitUnknown
-from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, write_move
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import NodeName, TaskId
 from gpubroker_server.core.world.events import Event
@@ -102,6 +102,32 @@ async def test_a_decision_whose_commit_is_lost_is_committed_not_stale(postgres_u
         assert await store.commit(term, [admission(task)]) == [CommitVerdict.COMMITTED]
         assert wire.was_cut.is_set()
         assert [row.version for row in (await store.snapshot()).tasks] == [2]
+
+
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT, Cut.GOODBYE])
+async def test_a_lost_commit_without_events_is_told_from_its_audit_note(postgres_url: str, cut: Cut) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        term = await with_gpu(store)
+        note = AuditNote(NOW, "lab", "ann", "quarantine.released", "gpu0", "the node was looked at")
+        wire.cut = cut
+        assert await store.commit(term, [Decision("gpu0", "note", audit=(note,))]) == [
+            CommitVerdict.COMMITTED
+        ]
+        assert wire.was_cut.is_set()
+    with psycopg.connect(postgres_url) as connection:
+        found = connection.execute("SELECT count(*) FROM audit WHERE actor = 'ann'").fetchall()
+        assert found == [(1,)]
+
+
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT, Cut.GOODBYE])
+async def test_a_lost_commit_of_nothing_is_done_again(postgres_url: str, cut: Cut) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        term = await with_gpu(store)
+        head = await store.head()
+        wire.cut = cut
+        assert await store.commit(term, [Decision("gpu0", "nothing")]) == [CommitVerdict.COMMITTED]
+        assert wire.was_cut.is_set()
+        assert await store.head() == head
 
 
 async def test_decision_another_leader_committed_instead_is_not_taken_as_own(

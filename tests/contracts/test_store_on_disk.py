@@ -5,11 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.adapters.sql.writer import Work, Writer
 from gpubroker_server.core.domain.decisions import AuditNote, Decision
 from gpubroker_server.core.domain.lease import Proof, quarantine
 from gpubroker_server.core.domain.lease import release as give_back
@@ -39,6 +42,7 @@ from tests.contracts.scenes import (
     with_gpu,
 )
 from tests.full_disk import file_size_limit
+from tests.patience import PATIENCE_SECONDS
 
 
 async def test_everything_is_there_after_a_restart(url: str) -> None:
@@ -66,6 +70,37 @@ async def test_a_closed_store_refuses_writes(url: str) -> None:
     await store.close()
     with pytest.raises(StoreUnavailable):
         await store.submit(a_submission("t1"))
+
+
+class ClosedMeanwhile(SimpleQueue[Sequence[Work] | None]):
+    """The queue of a writer that is closed right before it gets its first works."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer: Writer | None = writer
+
+    def put(self, item: Sequence[Work] | None, block: bool = True, timeout: float | None = None) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        super().put(item, block, timeout)
+
+
+async def test_write_that_is_queued_behind_the_close_is_refused(url: str) -> None:
+    store = await open_store(url)
+    inbox, store._writer._inbox = store._writer._inbox, ClosedMeanwhile(store._writer)
+    inbox.put([])  # The thread waits there, and goes on to the other queue.
+    with pytest.raises(StoreUnavailable, match="the store is closed"):
+        await asyncio.wait_for(store.submit(a_submission("t1")), PATIENCE_SECONDS)
+    await store.close()
+
+
+async def test_calls_after_the_close_are_refused_as_unavailable(url: str) -> None:
+    store = await open_store(url)
+    await store.close()
+    with pytest.raises(StoreUnavailable, match="the store is closed"):
+        await store.record(TaskId("t1"))
+    with pytest.raises(StoreUnavailable, match="the store is closed"):
+        await next_term(store, "late")
 
 
 async def test_close_writes_what_was_waiting(url: str) -> None:

@@ -24,11 +24,11 @@ def program(name: str) -> str:
     return str(found)
 
 
-def output_of(name: str, *words: str | Path, cwd: Path | None = None) -> str:
-    """What it prints. Fails with that if the program does."""
+def output_of(name: str, *words: str | Path, cwd: Path | None = None, given: str | None = None) -> str:
+    """What it prints when it reads that. Fails with that if the program does."""
     done = subprocess.run(
         [program(name), *map(str, words)],
-        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=cwd,
+        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=cwd, input=given,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +16,8 @@ NOBODY = "127.0.0.1:9"
 """The discard port: a second gateway that cannot be reached."""
 
 
-def nginx_file(text: str, folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) -> str:
-    """The example with what an operator replaces, and with files that belong to this test alone."""
+def nginx_file(text: str, ports: Mapping[str, int], certificate: Path, key: Path) -> str:
+    """The example with what an operator replaces."""
     changes = {
         "gpus.example.org": "localhost",
         "/etc/ssl/gpubroker/fullchain.pem": str(certificate),
@@ -31,10 +31,7 @@ def nginx_file(text: str, folder: Path, ports: Mapping[str, int], certificate: P
     for example, here in changes.items():
         assert example in text
         text = text.replace(example, here)
-    places = "".join(
-        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    return text.replace("http {", f"http {{ access_log off; {places}", 1)
+    return text
 
 
 @contextmanager
@@ -43,15 +40,26 @@ def nginx(
 ) -> Iterator[str]:
     """`buffers`: as nginx does where it is not told otherwise."""
     folder.mkdir()
-    config = folder / "nginx.conf"
     example = (DEPLOY / "proxy/nginx.conf").read_text(encoding="utf-8")
     if buffers:
         example = example.replace("proxy_buffering off;", "")
-    config.write_text(nginx_file(example, folder, ports, certificate, key))
+    url = f"https://localhost:{ports['https']}"
+    with nginx_by(nginx_file(example, ports, certificate, key), folder, lambda: _answers(url)):
+        yield url
+
+
+@contextmanager
+def nginx_by(text: str, folder: Path, answers: Callable[[], bool]) -> Iterator[None]:
+    """An nginx with this configuration, whose files are in `folder`, once `answers` says that it is there."""
+    places = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    config = folder / "nginx.conf"
+    config.write_text(text.replace("http {", f"http {{ access_log off; {places}", 1))
     rules = f"daemon off; pid {folder}/pid; error_log stderr;" + (" user root;" if os.geteuid() == 0 else "")
     command = [program("nginx"), "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", rules]
-    with _running(folder, command, {}, ports, certificate) as url:
-        yield url
+    with _running(folder, command, {}, answers):
+        yield
 
 
 @contextmanager
@@ -76,25 +84,22 @@ def caddy(folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) 
         "XDG_CONFIG_HOME": str(folder),
     }
     command = [program("caddy"), "run", "--config", str(config), "--adapter", "caddyfile"]
-    with _running(folder, command, variables, ports, certificate) as url:
+    url = f"https://localhost:{ports['https']}"
+    with _running(folder, command, variables, lambda: _answers(url)):
         yield url
 
 
 @contextmanager
 def _running(
-    folder: Path,
-    command: list[str],
-    variables: Mapping[str, str],
-    ports: Mapping[str, int],
-    certificate: Path,
-) -> Iterator[str]:
-    log, url = folder / "log", f"https://localhost:{ports['https']}"
+    folder: Path, command: list[str], variables: Mapping[str, str], answers: Callable[[], bool]
+) -> Iterator[None]:
+    log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **variables})
     try:
-        until(lambda: process.poll() is not None or _answers(url), "the proxy answers")
+        until(lambda: process.poll() is not None or answers(), "the proxy answers")
         assert process.poll() is None, log.read_text()
-        yield url
+        yield
     finally:
         process.terminate()
         process.wait(PATIENCE_SECONDS)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from gpubroker_server.telemetry import metrics
+from gpubroker_server.telemetry.exposition import Buckets, counter, gauge, histogram, text_of
 
 from tests.alerts import documented
 from tests.deploy.programs import DEPLOY, ROOT, output_of
@@ -45,6 +47,19 @@ def test_prometheus_accepts_rules_and_configuration(tmp_path: Path) -> None:
     copy = shutil.copytree(FOLDER, tmp_path / "prometheus")
     (copy / "token").write_text("gpb_example")
     assert "SUCCESS" in output_of("promtool", "check", "config", copy / "prometheus.yml")
+
+
+def test_promtool_has_nothing_to_say_of_any_metric() -> None:
+    """Each with a value, whether this process would show it or not."""
+    shown = [
+        (counter if row.is_counter else gauge)(row.name, row.about, row.labels, [(row.labels, 1.0)])
+        for row in metrics.METRICS
+    ]
+    for name, labels in metrics.HISTOGRAMS.items():
+        shown.append(histogram(name, "How long it took.", labels, (1.0,), [Buckets(labels, (1, 1), 0.5)]))
+    text = text_of(shown).decode()
+    assert len(re.findall("^# TYPE ", text, re.MULTILINE)) == len(shown)
+    assert output_of("promtool", "check", "metrics", given=text) == ""
 
 
 def test_each_alert_fires_when_it_should() -> None:

@@ -113,6 +113,20 @@ def take(mb: int) -> None:
     raise Stopped
 
 
+TAKES = "import sys; taken = b'x' * ({} * 2**20); print(len(taken), flush=True); sys.stdin.read()"
+
+
+def take_in_children(sizes_mb: list[int], witness: str) -> None:
+    """A child takes so much host memory for each size; the file is there once all have it."""
+    commands = [[sys.executable, "-c", TAKES.format(mb)] for mb in sizes_mb]
+    pipe = subprocess.PIPE
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for command in commands]
+    assert all(child.stdout is not None and child.stdout.readline() for child in children)
+    Path(witness).touch()
+    current_task().wait_for_stop()
+    raise Stopped
+
+
 def wait_for_file(path: str) -> str:
     """Until somebody makes the file."""
     while not Path(path).exists():

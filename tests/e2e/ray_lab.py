@@ -26,6 +26,10 @@ class SystemClock:
         return Instant(time.time())
 
 
+PROCESS_MB = Mib(500)
+"""The host memory that each process of a run may take whose task states none."""
+
+
 def lab_options(data_dir: Path, **changes: Any) -> RayOptions:
     """Two simulated GPUs, small limits, and no pause worth mentioning."""
     devices = tuple(ReportedDevice(f"GPU-sim-{i}", "simulated", i, Mib(24_000), True) for i in range(2))
@@ -34,6 +38,7 @@ def lab_options(data_dir: Path, **changes: Any) -> RayOptions:
         devices=devices,
         sample_period_seconds=0.5,
         beat_seconds=0.5,
+        process_memory_mb=PROCESS_MB,
         result_limit_bytes=2_000_000,
         checkpoint_limit_bytes=1_000_000,
         object_store_mb=Mib(80),
@@ -130,3 +135,14 @@ def marked_with(text: str) -> Sequence[int]:
             if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
+
+
+def slow_agents(folder: Path, seconds: float) -> str:
+    """A PYTHONPATH on which the agents of a Ray node take so long to load, as on a busy machine."""
+    (folder / "slow").mkdir()
+    (folder / "slow" / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "if any('/agent.py' in word or '/runtime_env/agent/' in word for word in sys.orig_argv):\n"
+        f"    time.sleep({seconds})\n"
+    )
+    return str(folder / "slow")

@@ -20,6 +20,7 @@ from msgspec import Struct
 from tests.authority import Authority
 from tests.e2e.ray_node import RayHead, RayNode
 from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 
 REQUESTED = """
 import ray
@@ -62,19 +63,44 @@ def executor_of(service: ServiceProcess) -> str:
     return str(httpx.get(f"{service.url}/readyz").json()["parts"]["executor"])
 
 
+def is_let_in(site: Site, *, with_certificate: bool) -> bool:
+    """True if the head of the cluster talks to a client of its protocol, which trusts its certificate."""
+    host, port = site.address.split(":")
+    context = ssl.create_default_context(cafile=site.tls.ca)
+    context.set_alpn_protocols(["h2"])
+    if with_certificate:
+        context.load_cert_chain(site.tls.certificate, site.tls.key)
+    try:
+        with (
+            socket.create_connection((host, int(port)), PATIENCE_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secured,
+        ):
+            return secured.recv(1) != b""  # the server's settings, which come first
+    except (ssl.SSLError, ConnectionError):
+        return False
+
+
+def settings_of(site: Site, **more: object) -> dict[str, Any]:
+    tls = {name: str(getattr(site.tls, name)) for name in ("certificate", "key", "ca")}
+    ray = {"address": site.address, "token_file": str(site.token_file), "tls": tls}
+    return {"ray": {**ray, "cluster": "joined", "spares": 1, "warm_runners": 0, **more}}
+
+
+def test_tasks_run_on_a_joined_cluster_with_token_and_tls(tmp_path: Path, site: Site) -> None:
+    assert is_let_in(site, with_certificate=True)
+    assert not is_let_in(site, with_certificate=False)
+    with ServiceProcess(tmp_path / "data", {"TMPDIR": str(tmp_path)}, **settings_of(site)) as service:
+        assert f"tasks run on the Ray cluster at {site.address}, which was joined" in service.log()
+        broker = service.broker
+        assert broker.result(broker.submit("tests.e2e.work:add", 1, 2)) == 3
+        assert broker.result(broker.submit(lambda a, b: a * b, 6, 7, gpus=1)) == 42
+        until(lambda: [gpu.leased_mb for gpu in broker.gpus()] == [0, 0], "the GPU is free again")
+
+
 @pytest.mark.evidence
 def test_cluster_with_token_and_tls_is_joined_and_its_head_may_restart(tmp_path: Path, site: Site) -> None:
-    host, port = site.address.split(":")
-    mine = ssl.create_default_context(cafile=site.tls.ca)
-    mine.load_cert_chain(site.tls.certificate, site.tls.key)
-    with mine.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host) as secured:
-        assert secured.getpeercert()
-
-    tls = {name: str(getattr(site.tls, name)) for name in ("certificate", "key", "ca")}
-    ray = {"address": site.address, "token_file": str(site.token_file), "tls": tls, "autoscale": True}
-    settings: dict[str, Any] = {"ray": {**ray, "cluster": "joined", "spares": 1, "warm_runners": 0}}
+    settings = settings_of(site, autoscale=True)
     with ServiceProcess(tmp_path / "data", {"TMPDIR": str(tmp_path)}, **settings) as service:
-        assert f"tasks run on the Ray cluster at {site.address}, which was joined" in service.log()
         broker, flag = service.broker, tmp_path / "flag"
         assert broker.result(broker.submit("tests.e2e.work:add", 1, 2)) == 3
         run = broker.submit("tests.e2e.work:hold", str(tmp_path / "witness"), str(flag), gpus=1, cpu=1.0)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gpubroker_server.adapters.ray.cluster.local_cluster import cluster_folder
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state
 
 from examples import elastic
-from tests.e2e.ray_lab import is_there
+from tests.e2e.ray_lab import is_there, slow_agents
 from tests.e2e.service_process import ServiceProcess, environment, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -40,13 +40,15 @@ def run(home: Path, *words: str) -> tuple[int, str]:
 class Cluster:
     """`gpubroker cluster start` in a terminal."""
 
-    def __init__(self, home: Path, *words: str, name: str = "local") -> None:
+    def __init__(
+        self, home: Path, *words: str, name: str = "local", env: Mapping[str, str] | None = None
+    ) -> None:
         self.home = home
         self.folder = cluster_folder(home, name)
         self.told: list[str] = []
         self.process = subprocess.Popen(
             command(home, "start", "--name", name, *words),
-            env=environment(),
+            env=environment(**(env or {})),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -90,6 +92,19 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     finally:
         if started.process.poll() is None:
             started.end(signal.SIGTERM)
+
+
+def test_a_node_whose_agents_load_slowly_is_started_again_until_it_is_up(tmp_path: Path) -> None:
+    env = {"PYTHONPATH": slow_agents(tmp_path, 25.0)}
+    started = Cluster(tmp_path / "data", "--simulated", "1x24GiB", env=env)
+    try:
+        assert started.told[0].startswith("head runs: GPU 0")
+        log = (started.folder / "ray-head.log").read_text()
+        assert "node head did not start; trying again in 5 s" in log
+        assert "the local Ray head lost raylet while it started (Ray says: " in log
+    finally:
+        started.end(signal.SIGTERM)
+    assert started.nothing_is_left()
 
 
 def listening_ports(cluster: Cluster) -> list[tuple[str, int]]:

@@ -1,7 +1,9 @@
 """Models of a real Triton and tasks of a real Ray on one GPU: each makes room for the other by one policy."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.triton.server import Triton
 
 MODEL = "identity_fp32"
+ROOM_SECONDS = 60.0
+"""A fifth of what `triton.wanted_seconds` is by default."""
 
 
 @pytest.fixture
@@ -30,6 +34,12 @@ def triton(tmp_path: Path) -> Iterator[Triton]:
 
 @pytest.fixture
 def served(triton: Triton, tmp_path: Path) -> Iterator[ServiceProcess]:
+    with serving(triton, tmp_path, policy=POLICY) as running:
+        yield running
+
+
+@contextmanager
+def serving(triton: Triton, folder: Path, **settings: Any) -> Iterator[ServiceProcess]:
     """One simulated GPU of 24 GiB, of which the model takes 20."""
     server = {
         "name": "main",
@@ -39,11 +49,11 @@ def served(triton: Triton, tmp_path: Path) -> Iterator[ServiceProcess]:
         "models": {MODEL: {"gpu_mb": 20 * GIB}},
     }
     with ForkedServiceOnRay(
-        tmp_path / "data",
+        folder / "data",
         ray={"node_name": "local", "spares": 1, "warm_runners": 1},
         simulated_devices=[{"kind": "sim-24g", "memory_mb": 24 * GIB, "count": 1}],
-        policy=POLICY,
         triton={"servers": [server]},
+        **settings,
     ) as running:
         yield running
 
@@ -97,6 +107,19 @@ def test_models_and_tasks_take_each_others_room_and_no_byte_is_given_twice(
 
     served.stop()
     assert violations(asyncio.run(history(served))) == []
+
+
+def test_an_idle_model_leaves_for_a_task_by_the_settings_as_shipped(triton: Triton, tmp_path: Path) -> None:
+    """A request and a task of the priority that requests have by default."""
+    with serving(triton, tmp_path) as served:
+        broker, hands = served.broker, Hands(served.broker, tmp_path)
+        assert infer(served) == [1, 2]
+        began_at = time.monotonic()
+        [task] = hands.end(hands.at_work("equal", gpu_mb=20 * GIB, priority="interactive"))
+        assert time.monotonic() - began_at < ROOM_SECONDS, "not as late as the model is no more wanted"
+        assert (task.attempt, task.preemptions) == (1, 0)
+        assert broker.model(MODEL).state == "cold"
+        assert infer(served) == [1, 2], "it is back for the next request"
 
 
 async def history(service: ServiceProcess) -> Any:

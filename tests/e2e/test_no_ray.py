@@ -14,17 +14,19 @@ import httpx
 import pytest
 from gpubroker_server.adapters.ray.head import head
 from gpubroker_server.adapters.ray.head.head import (
+    HeadNotStarted,
     HeadRefused,
     HeadState,
     read_state,
     running_head,
+    stop_head,
     versions,
     write_state,
 )
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
 
 from tests.chaos.forked import ForkedServiceOnRay
-from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options
+from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options, slow_agents
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -144,6 +146,21 @@ async def test_a_head_that_takes_too_long_is_killed_before_another_is_started(
     assert command_lines(slow.temp_dir) == {}
     await eventually(lambda: not os.path.exists(slow.temp_dir))
     assert read_state(tmp_path) is None
+
+
+async def test_a_head_whose_agents_load_slowly_says_why_it_ended_and_comes_up_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", slow_agents(tmp_path, 25.0))
+    options = lab_options(tmp_path)
+    with pytest.raises(HeadNotStarted, match=r"lost raylet while it started \(Ray says: .*Timed out"):
+        await running_head(options)
+    log = (options.data_dir / "ray-head.log").read_text()
+    assert "the last lines of Ray's raylet.out:" in log
+    try:
+        assert (await running_head(options, chooses_ports=True)).address
+    finally:
+        await stop_head(options.data_dir)
 
 
 @pytest.fixture

@@ -56,8 +56,11 @@ class Stage:
         given = self.own if metadata is None else metadata
         return self.channel.unary_unary(method)(message, metadata=given, timeout=seconds)
 
-    def open(self, method: str = STREAM, seconds: float | None = None) -> grpc.aio.StreamStreamCall:
-        return self.channel.stream_stream(method)(metadata=self.own, timeout=seconds)
+    def open(
+        self, method: str = STREAM, seconds: float | None = None, metadata: Metadata = ()
+    ) -> grpc.aio.StreamStreamCall:
+        """`metadata`: besides the token."""
+        return self.channel.stream_stream(method)(metadata=(*self.own, *metadata), timeout=seconds)
 
     async def refusal(self, method: str, message: bytes = b"", **options: Any) -> grpc.aio.AioRpcError:
         try:

@@ -121,6 +121,16 @@ async def a_lost_gpu(watched: Watched) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def a_closed_gpu(watched: Watched) -> AsyncIterator[None]:
+    await watched.gateway.join(a_device("gpu0", simulated=False))
+    await watched.api.post("/gpus/gpu0/close", json={"reason": "a fan"})
+    watched.measure()
+    yield
+    await watched.api.post("/gpus/gpu0/reopen")
+    watched.measure()
+
+
+@asynccontextmanager
 async def quarantined_memory(watched: Watched) -> AsyncIterator[None]:
     """Of a node that is lost."""
     gateway = watched.gateway
@@ -195,6 +205,7 @@ FAULTS: Mapping[str, Callable[[Watched], AbstractAsyncContextManager[None]]] = {
     "gpubroker_node_ready": a_silent_node,
     "gpubroker_silent_nodes": silent_nodes,
     "gpubroker_node_gpu_faults": a_lost_gpu,
+    "gpubroker_gpu_closed": a_closed_gpu,
     "gpubroker_gpu_memory_quarantined_bytes": quarantined_memory,
     "gpubroker_gpu_memory_foreign_bytes": foreign_memory,
     "gpubroker_gpu_memory_overused_bytes": overuse,

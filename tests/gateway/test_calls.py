@@ -113,7 +113,7 @@ async def test_client_gets_the_status_of_a_stream_the_server_ends_during_a_write
 
 async def test_a_call_without_a_token_is_refused_before_a_message_is_read() -> None:
     async with a_stage(heard := Heard()) as stage:
-        for method in (INFER, STREAM, SERVICE + "ServerMetadata", "/any.Other/Call"):
+        for method in (INFER, STREAM, SERVICE + "ServerMetadata"):
             error = await stage.refusal(method, b"x" * 10_000_000, metadata=())
             assert error.code() is Status.UNAUTHENTICATED
             assert "send Authorization: Bearer" in str(error.details())
@@ -129,7 +129,7 @@ async def test_each_call_needs_its_scope() -> None:
         infers, manages = await stage.token("models:infer"), await stage.token("models:manage")
         for name in ("ModelInfer", "ModelConfig", "RepositoryIndex", "TraceSetting", "LogSettings"):
             await stage.ask(SERVICE + name, field(2, "any"), infers)
-        for name in ("RepositoryModelLoad", "RepositoryModelUnload", "Unheard"):
+        for name in ("RepositoryModelLoad", "RepositoryModelUnload"):
             await stage.ask(SERVICE + name, b"", manages)
             error = await stage.refusal(SERVICE + name, metadata=infers)
             assert error.code() is Status.PERMISSION_DENIED
@@ -138,7 +138,7 @@ async def test_each_call_needs_its_scope() -> None:
             assert "lacks the scope models:manage" in str(error.details())
             assert await stage.ask(SERVICE + name, setting) == setting
         assert (await stage.refusal(INFER, metadata=manages)).code() is Status.PERMISSION_DENIED
-        assert len(heard.metadata) == 10
+        assert len(heard.metadata) == 9
 
 
 LOADS = {
@@ -197,12 +197,41 @@ async def test_a_server_behind_tls_is_believed_by_its_certificate() -> None:
         assert await stage.ask(INFER, b"abc") == b"abc"
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        SERVICE + "Unheard",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "/grpc.health.v1.Health/Watch",
+    ],
+)
+async def test_an_unknown_call_is_unimplemented_with_and_without_a_token(method: str) -> None:
+    async with a_stage(heard := Heard()) as stage:
+        infers = await stage.token("models:infer")
+        for metadata in ((), infers, stage.own):
+            error = await stage.refusal(method, metadata=metadata)
+            assert error.code() is Status.UNIMPLEMENTED
+            assert method in str(error.details())
+        assert heard.messages == []
+
+
+@pytest.mark.parametrize("value", ["maybe", "1", ""])
+async def test_a_call_that_is_idempotent_or_not_says_so_with_true_or_false(value: str) -> None:
+    async with a_stage(heard := Heard()) as stage:
+        error = await stage.refusal(INFER, metadata=(*stage.own, ("x-idempotent", value)))
+        assert error.code() is Status.INVALID_ARGUMENT
+        assert f'the header x-idempotent is "{value}"; write true or false' in str(error.details())
+        assert heard.messages == []
+        assert await stage.ask(INFER, b"abc", metadata=(*stage.own, ("x-idempotent", "False"))) == b"abc"
+
+
 async def test_calls_are_counted_by_name_and_end() -> None:
     async with a_stage(Heard()) as stage:
         await stage.ask(INFER)
         await stage.refusal("/any.Other/Call", metadata=())
         told = (await stage.gateway.admin.get("/metrics")).text
-    for labels in ('code="OK",method="ModelInfer"', 'code="UNAUTHENTICATED",method="unmatched"'):
+    for labels in ('code="OK",method="ModelInfer"', 'code="UNIMPLEMENTED",method="unmatched"'):
         assert f"gpubroker_grpc_call_duration_seconds_count{{{labels}}} 1.0" in told
 
 

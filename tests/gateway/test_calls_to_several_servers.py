@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import grpc
+import pytest
 from gpubroker_server.inference.health_checks import HealthChecks
 from gpubroker_server.inference.servers import Contents, Server
 from tritonclient.grpc import service_pb2 as messages
@@ -159,3 +160,114 @@ async def test_model_that_was_just_loaded_is_found_before_the_next_check() -> No
         have(stage, set(), set())
         assert await stage.ask(INFER, ANY) == ANY
     assert heard.messages == [ANY]
+
+
+DENIAL = messages.ModelStreamInferResponse(
+    error_message="Request for unknown model: 'any' is not found"
+).SerializeToString()
+
+
+class Restarted(Heard):
+    """Denies after so many messages that it has the model, in the words and the form of Triton."""
+
+    def __init__(self, *, after: int = 1, echoes: int = 0) -> None:
+        """`echoes`: how many messages it answers before."""
+        super().__init__()
+        self._after = after
+        self._echoes = echoes
+
+    async def __call__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async for message in messages:
+            self.messages.append(message)
+            if len(self.messages) <= self._echoes:
+                await context.write(message)
+            elif len(self.messages) >= self._after:
+                await context.write(DENIAL)
+
+
+def both_have(stage: Stage) -> Server:
+    """The second server is busier, so that the first one is asked. Returns the first."""
+    first, second = have(stage, {b"any", b"any/2"}, {b"any", b"any/2"})
+    second.in_flight = 1
+    return first
+
+
+async def test_stream_goes_to_another_server_if_one_denies_its_model() -> None:
+    async with a_stage(main := Restarted(), others=[b := Heard()]) as stage:
+        first = both_have(stage)
+        call = stage.open()
+        for _ in range(2):
+            await call.write(ANY)
+            assert await call.read() == ANY
+        assert dict(await call.initial_metadata())["x-first"] == "1"
+        assert first.in_flight == 0
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+    assert (main.messages, b.messages) == ([ANY], [ANY, ANY])
+
+
+async def test_denied_stream_whose_client_is_done_ends_after_its_answer() -> None:
+    async with a_stage(Restarted(), others=[b := Heard()]) as stage:
+        both_have(stage)
+        call = stage.open()
+        await call.write(ANY)
+        await call.done_writing()
+        assert await call.read() == ANY
+        assert await call.read() is grpc.aio.EOF
+    assert b.messages == [ANY]
+
+
+async def test_denial_is_passed_on_when_the_stream_had_several_messages() -> None:
+    async with a_stage(Restarted(after=2), others=[b := Heard()]) as stage:
+        both_have(stage)
+        call = stage.open()
+        await call.write(ANY)
+        await call.write(ANY)
+        assert await call.read() == DENIAL
+        call.cancel()
+    assert b.messages == []
+
+
+async def test_denial_is_passed_on_when_the_stream_has_had_an_answer() -> None:
+    async with a_stage(Restarted(echoes=1), others=[b := Heard()]) as stage:
+        both_have(stage)
+        call = stage.open()
+        for answer in (ANY, DENIAL):
+            await call.write(ANY)
+            assert await call.read() == answer
+        call.cancel()
+    assert b.messages == []
+
+
+async def test_denial_is_passed_on_when_no_other_server_is_left() -> None:
+    async with a_stage(Restarted(), others=[Restarted()]) as stage:
+        both_have(stage)
+        call = stage.open()
+        await call.write(ANY)
+        assert await call.read() == DENIAL
+        call.cancel()
+
+
+async def test_broken_off_stream_goes_to_another_server_if_it_may_be_repeated() -> None:
+    async with a_stage(ending(Status.UNAVAILABLE), others=[b := Heard()]) as stage:
+        first = both_have(stage)
+        call = stage.open()
+        await call.write(ANY)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert (refused.value.code(), refused.value.details()) == (Status.UNAVAILABLE, "for a reason")
+        assert b.messages == []
+        call = stage.open(metadata=(("x-idempotent", "true"),))
+        await call.write(ANY)
+        assert await call.read() == ANY
+        assert (first.in_flight, first.passed_on) == (0, 1)
+        call.cancel()
+
+
+async def test_stream_that_reaches_no_server_goes_to_the_next() -> None:
+    async with a_stage(None, others=[Heard()]) as stage:
+        both_have(stage)
+        call = stage.open()
+        await call.write(ANY)
+        assert await call.read() == ANY
+        call.cancel()

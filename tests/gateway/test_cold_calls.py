@@ -10,6 +10,7 @@ from gpubroker_server.core.domain.models import ModelKey, ModelRules
 from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.inference.lanes import LaneOptions, Lanes
+from tritonclient.grpc.service_pb2 import ModelStreamInferResponse
 
 from tests.builders import GIB, a_sample
 from tests.gateway.call_stage import INFER, Heard, a_stage
@@ -107,6 +108,18 @@ class Leaving(Heard):
         await super().__call__(messages, context)
 
 
+class LeavingStream(Leaving):
+    """Says so in an answer, as Triton does in a stream."""
+
+    async def __call__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        if not self.gone:
+            await super().__call__(messages, context)
+            return
+        async for _ in messages:
+            self.refused += 1
+            await context.write(ModelStreamInferResponse(error_message=self.detail).SerializeToString())
+
+
 async def test_a_call_that_finds_its_model_gone_waits_until_it_is_loaded_again() -> None:
     rules, host = a_host()
     async with a_stage(heard := Leaving(), served=(rules, host)) as stage:
@@ -127,6 +140,41 @@ async def test_a_call_that_finds_its_model_gone_waits_until_it_is_loaded_again()
         doubts = doubts_told(gateway)
         await stage.refusal(INFER, message)
         await until(lambda: len(doubts) == 1)
+
+
+@pytest.mark.parametrize("is_told_in_answer", [True, False])
+async def test_stream_that_finds_its_model_gone_waits_until_it_is_loaded_again(
+    is_told_in_answer: bool,
+) -> None:
+    rules, host = a_host()
+    heard = LeavingStream() if is_told_in_answer else Leaving()
+    lanes = Lanes(LaneOptions())
+    async with a_stage(heard, served=(rules, host), lanes=lanes) as stage:
+        gateway, message = stage.gateway, field(1, "any")
+        await brought(gateway, host, asyncio.ensure_future(stage.ask(INFER, message)))
+        heard.gone = True
+        host.restart()
+        call = stage.open()
+        await call.write(message)
+        await call.done_writing()
+        await until(lambda: heard.refused == 1)
+        heard.gone = False
+        await index(gateway, ModelState.ABSENT)
+        assert await brought(gateway, host, asyncio.ensure_future(call.read())) == message
+        assert await call.read() is grpc.aio.EOF
+        assert heard.messages == [message, message]
+        assert not lanes.has_older("any", lanes.now())
+        assert [server.in_flight for server in stage.fleet.servers] == [0]
+
+
+async def test_streams_that_gave_up_waiting_leave_room_for_others() -> None:
+    async with a_stage(Heard(), served=a_host(cold_seconds=0.0), most_waiting_bytes=1) as stage:
+        for _ in range(2):
+            call = stage.open()
+            await call.write(field(1, "any"))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert dict(refused.value.trailing_metadata() or ())["code"] == "model-not-ready"
 
 
 async def brought(gateway: Gateway, host: SimulatedHost, call: asyncio.Future[bytes]) -> bytes:

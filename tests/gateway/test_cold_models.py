@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.model_orders import ModelsInUse
 from gpubroker_server.core.domain.models import ModelRules
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
@@ -105,6 +106,28 @@ async def test_the_leader_learns_at_once_that_a_model_which_was_idle_is_used() -
         there.gateway.store.listen(lambda events: made.extend(event.kind for event in events))
         client.ask("POST", INFER, b"x")
         await until(lambda: "request.made" in made)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+async def test_a_request_without_its_model_says_what_is_known_of_the_one_in_its_way(is_pinned: bool) -> None:
+    models = {name: ModelRules(gpu_mb=Mib(50 * GIB)) for name in ("any", "other")}
+    async with resident_models(Heard(), *map(SimulatedModel, models), models=models) as there:
+        gateway, client = there.gateway, await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        resident = await there.load()
+        assert (await client.answer())[0] == 200
+        if is_pinned:
+            pin = Request("pin", resident.id, resident.tenant, "pin", {"pinned": True}, gateway.clock.now())
+            await gateway.store.request(pin)
+            await gateway.turn()
+        client.ask("POST", "/v2/models/other/infer", b"x", X_Priority="20", X_Timeout_Seconds="0.05")
+        await there.wanted("other")
+        gateway.clock.advance(0.1)
+        gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+        status, headers, body = await client.answer()
+        told = json.loads(body)["error"]
+        assert (status, headers["retry-after"]) == (503, "5")
+        assert ('model "any" is pinned' if is_pinned else "room for it is expected in 5 s") in told
 
 
 @pytest.mark.parametrize("asks", ["while it leaves", "later"])

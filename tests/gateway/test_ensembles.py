@@ -4,13 +4,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from gpubroker_server.core.domain.model_orders import ModelsInUse
 from gpubroker_server.core.domain.models import ModelRules
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.http.identity import Identity
 from gpubroker_server.http.problems import Problem
+from gpubroker_server.inference.draining import Draining
+from gpubroker_server.inference.lanes import NO_WISH
+from msgspec.structs import replace
 
 from tests.builders import GIB
-from tests.gateway.harness import problem
+from tests.gateway.harness import problem, until
 from tests.gateway.inference_stage import Heard
 from tests.gateway.resident_models import ResidentModels, resident_models
 from tests.simulated_host import SimulatedModel
@@ -98,3 +104,41 @@ async def test_steps_may_be_unloaded_when_their_ensemble_is_not_loaded() -> None
             residency.check_unload("large")
         residency.check_unload("any")
         residency.check_unload("other")
+
+
+async def test_requests_to_a_step_use_the_ensemble_that_holds_its_memory() -> None:
+    async with with_ensemble() as there:
+        [residency] = there.residencies
+        task = await there.wanted()
+        assert residency.is_there("large")
+        assert (await residency.want("large", 50)).id == task.id
+        status, _, _ = await there.stage.ask("POST", "/v2/models/large/infer", b"{}")
+        assert status == 200
+        assert [holder.name for holder in residency.holders()] == ["any"]
+
+
+async def test_an_ensemble_is_in_use_while_one_of_its_steps_is() -> None:
+    async with with_ensemble() as there:
+        draining = Draining(there.gateway.world, there.lanes, Policy())
+        assert draining.in_use() == ModelsInUse(frozenset())
+        turn = there.lanes.enter(b"large", Identity("me", "default", (), 50), NO_WISH)
+        both = frozenset({"any", "large"})
+        assert draining.in_use() == ModelsInUse(both, both)
+        await there.unload()
+        assert draining.drained() == frozenset()
+        turn.leave()
+        task = await there.wanted()
+        assert draining.drained() == {f"{task.id}:{task.fence}"}
+
+
+async def test_waiting_ensemble_is_entered_anew_for_a_new_size_of_a_step() -> None:
+    steps = {"large": ModelRules(Mib(9_000)), "small": ModelRules(Mib(500))}
+    async with with_ensemble(loaded=False, **steps) as there:
+        [residency] = there.residencies
+        task = await there.wanted()
+        await residency.follow_settings()
+        assert there.of() == task, "the settings have not changed"
+        residency.rules = replace(residency.rules, models={**steps, "large": ModelRules(Mib(8_000))})
+        await residency.follow_settings()
+        await until(lambda: there.of() is None)
+        assert (await residency.want("any", 50)).demand.gpu_mb == 8_500

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.broker.inference_dispatch import object_parts
 from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey, ModelRules
@@ -20,10 +21,11 @@ from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, pa
 from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.inference.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.inference.protocols.triton.checks import TRITON
-from gpubroker_server.inference.servers import Contents, Server
+from gpubroker_server.inference.servers import Contents, Endpoint, Server
+from gpubroker_server.ports.inferences import InferenceFailed
 from msgspec.structs import replace
 
-from tests.builders import GIB
+from tests.builders import GIB, a_sample
 from tests.gateway.harness import Gateway, fault, problem
 from tests.simulated_host import SimulatedHost, SimulatedModel
 from tests.tensor_values import values_of
@@ -96,6 +98,113 @@ async def test_inference_is_accepted_as_a_task_and_stored_as_the_model_gets_it()
         assert view["run"] == {"kind": "inference", "entrypoint": None, "command": None, "model": "llm"}
         listed = (await gateway.admin.get("/tasks?kind=inference")).json()["items"]
         assert [item["id"] for item in listed] == [id]
+
+
+async def test_an_inference_has_the_priority_of_a_direct_request() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        assert gateway.task(await ask(gateway, 1)).priority == 79
+        low = await gateway.client("low", max_priority=60)
+        accepted = await low.post("/inferences", json=a_body(1))
+        assert accepted.json()["priority"] == 60
+        gateway.change(defaults=Defaults(model_types={"vision": NamedDefaults(priority=30)}))
+        assert gateway.task(await ask(gateway, 1, model_type="vision")).priority == 30
+
+
+async def test_an_inference_has_the_priority_that_the_operator_gave_its_model() -> None:
+    async with a_gateway() as gateway:
+        rules = replace(RULES, models={"llm": ModelRules(Mib(50 * GIB), priority=66)})
+        gateway.change(served=[(rules, SimulatedHost("main", (SimulatedModel("llm"),)))])
+        assert gateway.task(await ask(gateway, 1)).priority == 66
+
+
+async def test_a_large_object_is_named_by_the_task_and_not_copied() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        data = bytes(100_000)
+        id = (await gateway.admin.post("/objects", content=data)).json()["id"]
+        named = {"name": "x", "datatype": "FP32", "object": id}
+        task = await ask(gateway, inputs=[{**named, "shape": [25_000]}])
+        spec = (await gateway.store.specs([TaskId(task)]))[TaskId(task)]
+        [tensor] = request_in(spec.arguments).inputs
+        assert (tensor.stored, tensor.size_bytes, tensor.data) == (id, len(data), b"")
+        assert spec.objects == (id,)
+        read = b"".join([part async for part in object_parts(gateway.blobs, id, len(data))])
+        assert read == data
+        wrong = a_body(inputs=[{**named, "shape": [24_999]}])
+        refused = await gateway.admin.post("/inferences", json=wrong)
+        assert "came with 100000 bytes" in fault(refused, "/inputs/0/object")
+        await gateway.admin.delete(f"/objects/{id}")
+        await gateway.blobs.delete(id)
+        with pytest.raises(InferenceFailed, match="gone or damaged; upload them and submit it again"):
+            [part async for part in object_parts(gateway.blobs, id, len(data))]
+
+
+async def test_the_objects_of_an_inference_have_the_limit_of_a_direct_request() -> None:
+    serving = replace(OPEN, body_bytes=150_000)
+    async with a_gateway(serving=serving) as gateway:
+        id = (await gateway.admin.post("/objects", content=bytes(100_000))).json()["id"]
+        named = {"datatype": "FP32", "shape": [25_000], "object": id}
+        assert (await ask(gateway, inputs=[{"name": "x", **named}])) != ""
+        both = a_body(inputs=[{"name": "x", **named}, {"name": "y", **named}])
+        refused = await gateway.admin.post("/inferences", json=both)
+        assert "may have 150000 bytes" in fault(refused, "/inputs")
+
+
+class Listing:
+    """A server that says what it has."""
+
+    def __init__(self, *models: IndexedModel) -> None:
+        self.models = {model.model: model for model in models}
+
+    async def check(self, server: Server, endpoint: Endpoint, within_seconds: Seconds) -> None:
+        return
+
+    async def index(self, server: Server, within_seconds: Seconds) -> dict[str, IndexedModel]:
+        return self.models
+
+    async def change(self, server: Server, model: str, *, loads: bool, within_seconds: Seconds) -> str:
+        return "it lists only"
+
+
+async def test_an_inference_whose_model_fails_to_load_says_why() -> None:
+    async with a_gateway() as gateway:
+        id = await ask(gateway, 1)
+        assert "last load failed" not in (await gateway.admin.get(f"/tasks/{id}/explain")).json()["message"]
+        for _ in range(3):
+            gateway.clock.advance(60.0)
+            gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+            holder = gateway.world.models.of(ModelKey("main", "llm"))
+            assert holder is not None
+            await gateway.plan(holder.id)
+            holder = gateway.task(holder.id)
+            failure = Failure("load_failed", "no such layer")
+            report = Ended(holder.id, holder.fence, gateway.clock.now(), Ending.FAILED, failure=failure)
+            await gateway.hear(report)
+            await gateway.hear(ServerIndex("main", gateway.clock.now(), {}))
+            gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+        told = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
+        assert told["message"].endswith("its last load failed: no such layer")
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ((), 'no model server has model "llm" (asked: lab)'),
+        (
+            (IndexedModel("llm", ModelState.ABSENT, (), "bad config"),),
+            "and not in memory (bad config); load it",
+        ),
+    ],
+)
+async def test_an_inference_whose_model_is_nowhere_says_so(
+    models: tuple[IndexedModel, ...], says: str
+) -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        nowhere = HttpBackend(TritonServer("lab", "localhost", 1, b"localhost:1"))
+        server = Server("lab", nowhere, Listing(IndexedModel("llm", ModelState.READY)))
+        gateway.change(servers=[server])
+        id = await ask(gateway, 1, not_before="1970-01-20T00:00:00Z")
+        gateway.change(servers=[Server("lab", nowhere, Listing(*models))])
+        assert says in (await gateway.admin.get(f"/tasks/{id}/explain")).json()["message"]
 
 
 async def test_the_model_s_answer_is_the_result_as_json() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from gpubroker_server.core.domain.model_orders import ModelsInUse
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.http.identity import Identity
@@ -356,6 +357,20 @@ async def test_the_number_of_idle_lanes_is_limited() -> None:
     kept.leave()
     kept.leave()
     assert not list(lanes.figures())
+
+
+async def test_a_model_counts_as_used_lately_for_a_while_after_its_request() -> None:
+    now = 0.0
+    lanes = Lanes(LaneOptions(recent_seconds=Seconds(30.0)), now=lambda: now)
+    asked, idle = frozenset({"m"}), frozenset[str]()
+    entry = lanes.enter(b"m", SOMEBODY, NO_WISH)
+    now = 100.0
+    assert lanes.in_use() == ModelsInUse(asked, asked)
+    entry.leave()
+    now = 129.0
+    assert lanes.in_use() == ModelsInUse(idle, asked)
+    now = 130.0
+    assert lanes.in_use() == ModelsInUse(idle, idle)
 
 
 async def test_entry_that_leaves_as_it_starts_or_loses_frees_its_slot_once() -> None:

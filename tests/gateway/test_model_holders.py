@@ -15,6 +15,36 @@ from tests.gateway.resident_models import resident_models
 from tests.simulated_host import SimulatedModel
 
 
+async def test_models_and_base_costs_are_no_tasks() -> None:
+    async with resident_models(Heard(), SimulatedModel("any"), base_mb=Mib(500)) as there:
+        gateway = there.gateway
+        await there.host.load("any", (), Seconds(1.0))
+        adoption = Adoption(there.residencies)
+        for _ in range(2):
+            await adoption.check()
+            await there.index(any=ModelState.READY)
+        api = await gateway.client("reader", "tasks:read", "cluster:read", "metrics:read")
+        stats = (await api.get("/stats")).json()
+        assert set(stats["tasks"].values()) == {0}
+        counts = {"waiting": 0, "loading": 0, "resident": 1, "draining": 0, "servers": 1}
+        assert stats["models"] == counts
+        for query in ("", "?order=turn", "?state=running", "?tenant=default"):
+            assert (await api.get(f"/tasks{query}")).json()["items"] == [], query
+        assert len((await api.get("/tasks?kind=model")).json()["items"]) == 2
+        for tenant in (await api.get("/tenants")).json()["items"]:
+            assert (tenant["pending"], tenant["active"]) == (0, 0)
+        metrics = (await api.get("/metrics")).text
+        assert 'gpubroker_models{state="running"} 1' in metrics
+        assert 'gpubroker_models{state="server"} 1' in metrics
+        assert "gpubroker_tasks{" not in metrics
+        await there.unload()
+        await there.index()
+        assert there.of() is None
+        stats = (await api.get("/stats")).json()
+        assert set(stats["tasks"].values()) == {0}, "an unload is no cancelled task"
+        assert 'gpubroker_tasks_finished_total{state="cancelled"} 0' in (await api.get("/metrics")).text
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [

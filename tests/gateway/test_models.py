@@ -156,12 +156,6 @@ async def test_a_model_that_no_server_has_is_not_found() -> None:
             problem(answer, 404, "not-found")
 
 
-async def test_without_a_server_in_the_ledger_there_are_no_models() -> None:
-    async with Gateway() as gateway:
-        answer = await gateway.admin.get("/models")
-        assert "triton.servers" in problem(answer, 404, "not-found")["detail"]
-
-
 async def test_a_token_for_inferences_cannot_manage_models() -> None:
     async with a_gateway() as gateway:
         user = await gateway.client("user", "models:infer")
@@ -220,3 +214,12 @@ async def test_the_sdk_lists_and_loads_models() -> None:
             assert model.loaded_at is not None
             assert (await broker.unload_model("llm")).state == "draining"
             assert holder(gateway).state is TaskState.STOPPING
+
+
+async def test_without_a_model_server_there_are_no_models() -> None:
+    async with Gateway() as gateway:
+        gateway.admin = await gateway.client("boss")
+        answered = await gateway.admin.get("/models")
+        assert (answered.status_code, answered.json()["items"]) == (200, [])
+        answer = await gateway.admin.post("/models/llm/load", json={})
+        assert "triton.servers" in problem(answer, 404, "not-found")["detail"]

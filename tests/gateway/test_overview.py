@@ -5,6 +5,7 @@ import re
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.units import Instant, NodeName
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Client, Gateway, problem
@@ -107,6 +108,16 @@ async def test_a_gpu_that_cannot_be_used_is_shown_with_the_reason(gateway: Gatew
     assert node["agent"]["gpu_faults"]["GPU 3"] == "GPU is lost"
 
 
+async def test_a_gpu_of_a_node_that_shows_none_has_the_reason(gateway: Gateway, api: Client) -> None:
+    agent = {"release": "0.1.0", "protocol": 7, "outdated": False, "message": None, "gpu_faults": {}}
+    agent["gpu_absence"] = "the NVIDIA driver is not loaded"
+    gateway.executor = {**gateway.executor, "agents": {"n1": agent}}
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert gpu["fault"] == "the NVIDIA driver is not loaded"
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert node["agent"]["gpu_absence"] == "the NVIDIA driver is not loaded"
+
+
 async def test_a_node_shows_since_when_its_agent_is_silent(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/nodes")).json()["items"][0]["silent_since"] is None
     gateway.silent = {NodeName("n1"): Instant(0.0), NodeName("elsewhere"): Instant(1.0)}
@@ -126,14 +137,28 @@ async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -
         "admitted": 0,
         "running": 1,
         "stopping": 0,
+        "completed": 1,
         "succeeded": 1,
         "failed": 0,
         "cancelled": 1,
         "expired": 0,
     }
     assert (stats["gpu"]["total_mb"], stats["gpu"]["leased_mb"]) == (80 * GIB, 10 * GIB)
+    assert set(stats["models"].values()) == {0}
     assert stats["executor"] == {"state": "connected", "address": "here", "message": ""}
     assert stats["leader"] == {"term": 1, "holder": "here:1"}
+
+
+async def test_utilization_is_the_used_share_of_memory_and_compute_has_its_own(
+    gateway: Gateway, api: Client
+) -> None:
+    sample = a_sample("gpu0", gateway.clock.now(), used_mb=20 * GIB)
+    gateway.world.measure([replace(sample, utilization=0.9)])
+    gpu = (await api.get("/stats")).json()["gpu"]
+    assert (gpu["utilization"], gpu["compute_utilization"]) == (0.25, 0.9)
+    gateway.world.ledgers[sample.device].sample = None
+    gpu = (await api.get("/stats")).json()["gpu"]
+    assert (gpu["utilization"], gpu["compute_utilization"]) == (None, None)
 
 
 async def test_overviews_say_how_old_they_are(gateway: Gateway, api: Client) -> None:
@@ -174,7 +199,7 @@ async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Cl
         'gpubroker_tasks_finished_total{state="succeeded"} 1.0',
         f"gpubroker_gpu_memory_capacity_bytes{{{gpu}}} {80 * GIB * 2**20:.12g}",
         f"gpubroker_gpu_utilization_ratio{{{gpu}}} 0.25",
-        f'gpubroker_gpu_info{{{gpu},modelName="H100"}} 1.0',
+        f'gpubroker_gpu_info{{{gpu},kind="H100"}} 1.0',
         'gpubroker_node_ready{hostname="n1"} 1.0',
         f"gpubroker_event_log_position {float(gateway.world.position)}",
         "gpubroker_leader_known 1.0",

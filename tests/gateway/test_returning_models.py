@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.http.identity import Identity
@@ -154,7 +155,7 @@ class Slow(Heard):
 
 async def test_a_model_is_drained_when_its_earlier_requests_are_answered() -> None:
     async with resident_models(heard := Slow()) as there:
-        draining = Draining(there.gateway.world, there.lanes)
+        draining = Draining(there.gateway.world, there.lanes, Policy())
         await resident(there)
         assert draining.drained() == frozenset()
         heard.may_answer.clear()
@@ -173,7 +174,7 @@ async def test_a_model_is_drained_when_its_earlier_requests_are_answered() -> No
 
 async def test_requests_to_a_copy_elsewhere_keep_no_model_from_leaving() -> None:
     async with resident_models(Heard()) as there:
-        draining = Draining(there.gateway.world, there.lanes)
+        draining = Draining(there.gateway.world, there.lanes, Policy())
         await resident(there)
         await there.unload()
         task = await there.wanted()

@@ -324,6 +324,18 @@ async def test_a_server_is_checked_with_its_credentials_and_says_what_it_has() -
             await watch.check_all()
         assert server(stage, "main").http.breaker.fault == "GET /v2/health/live was answered 401"
         assert not server(stage, "main").is_up
+        assert server(stage, "main").http.refusal == "it answered GET /v2/health/live with 401"
+
+
+@pytest.mark.parametrize("value", ["maybe", "yes"])
+async def test_a_request_that_is_idempotent_or_not_says_so_with_true_or_false(value: str) -> None:
+    async with a_stage(heard := Heard()) as stage:
+        status, _, body = await stage.ask("POST", INFER, b"{}", x_idempotent=value)
+        told = json.loads(body)
+        assert (status, told["code"]) == (400, "header-invalid")
+        assert f'the header x-idempotent is "{value}"; write true or false' in told["error"]
+        assert heard.bodies == []
+        assert (await stage.ask("POST", INFER, b"{}", x_idempotent="FALSE"))[0] == 200
 
 
 async def test_a_server_whose_connections_are_all_in_use_is_not_down() -> None:

@@ -46,6 +46,9 @@ class Gpu:
     health: tuple[int, int, int, int, int] | None = None
     """Milliwatts, degrees Celsius, MHz of SM and memory, ECC errors. Without it there are no XIDs either."""
     xids: list[int] = field(default_factory=list)
+    remap_pending: bool | None = None
+    recovery: int | None = None
+    """The action that the driver asks for (NVML_GPU_RECOVERY_ACTION_*)."""
     errors: dict[str, int] = field(default_factory=dict)
     """What calls answer, by their names in the library or ANY_CALL."""
     hanging: str = ""
@@ -75,6 +78,10 @@ class Gpu:
                 yield "process", self.uuid, kind, process.pid, _or_dash(process.mb)
         if self.health is not None:
             yield "health", self.uuid, *self.health
+        if self.remap_pending is not None:
+            yield "remap", self.uuid, int(self.remap_pending)
+        if self.recovery is not None:
+            yield "recovery", self.uuid, self.recovery
         for xid in self.xids:
             yield "xid", self.uuid, xid
         for call, code in self.errors.items():

@@ -8,6 +8,8 @@
        instance  UUID NAME TOTAL USED RESERVED BUSY PARENT SLOT
        process   UUID compute|graphics PID USED            USED may be - (cannot tell)
        health    UUID MILLIWATTS CELSIUS SM MEMORY ECC     MHz; without it the device cannot tell
+       remap     UUID 0|1                                  rows that wait for a reset to be remapped
+       recovery  UUID ACTION                               what the driver asks for
        xid       UUID NUMBER                               one critical error, the oldest first
        fail      UUID CALL CODE                            CALL may be *
        hang      UUID CALL                                 the call waits until this line is gone; `driver`
@@ -29,6 +31,7 @@ enum {
 };
 
 enum { XID_ERRORS = 8, CLOCK_SM = 1, CLOCK_MEMORY = 2 };
+enum { RECOVERY_ACTION = 230 };
 enum { MOST = 64, FIELDS = 10, LINE = 1024 };
 #define MIB (1024ULL * 1024ULL)
 #define NOT_AVAILABLE 0xFFFFFFFFFFFFFFFFULL
@@ -38,6 +41,13 @@ typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } MemoryV2;
 typedef struct { unsigned int gpu, memory; } Utilization;
 typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu_instance, compute_instance; } Process;
+
+typedef struct {
+    unsigned int field, scope;
+    long long at, latency;
+    unsigned int type, code;
+    unsigned long long value;
+} FieldValue;
 
 typedef struct { const Device *device; int told; } EventSet;
 typedef struct { const Device *device; unsigned long long type, data; unsigned int gpu_instance, compute_instance; } Event;
@@ -285,6 +295,40 @@ int nvmlDeviceGetClockInfo(Device *device, int type, unsigned int *mhz) {
 /* Uncorrected (1), since the driver was loaded (0). */
 int nvmlDeviceGetTotalEccErrors(Device *device, int type, int counter, unsigned long long *errors) {
     return type != 1 || counter ? INVALID_ARGUMENT : health(device, __func__, 6, errors);
+}
+
+/* The number behind a UUID in the record of this kind. */
+static int number(const Device *device, const char *call, const char *kind, unsigned int *value) {
+    char line[LINE], *field[FIELDS];
+    int code = look(device, call, line, field), found = 0;
+    if (code) return code;
+    FILE *file = machine();
+    while (!found && next(file, kind, line, field)) found = !strcmp(field[1], device->uuid);
+    if (file) fclose(file);
+    if (found) *value = (unsigned int)atoi(field[2]);
+    return found ? SUCCESS : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetRemappedRows(Device *device, unsigned int *correctable, unsigned int *uncorrectable, unsigned int *pending, unsigned int *failed) {
+    *correctable = *uncorrectable = *failed = 0;
+    return number(device, __func__, "remap", pending);
+}
+
+int nvmlDeviceGetRetiredPagesPendingStatus(Device *device, unsigned int *pending) {
+    LOOK(device);
+    (void)pending;
+    return NOT_SUPPORTED;
+}
+
+/* One field at a time: the recovery action. */
+int nvmlDeviceGetFieldValues(Device *device, int many, FieldValue *values) {
+    LOOK(device);
+    for (int at = 0; at < many; at++) {
+        unsigned int action = 0;
+        values[at].code = values[at].field == RECOVERY_ACTION ? number(device, __func__, "recovery", &action) : NOT_SUPPORTED;
+        values[at].value = action;
+    }
+    return SUCCESS;
 }
 
 int nvmlEventSetCreate(EventSet **set) {

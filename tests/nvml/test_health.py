@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pynvml
 import pytest
-from gpubroker_server.adapters.nvml import meter
+from gpubroker_server.adapters.nvml import meter, probe
 from gpubroker_server.core.domain.device import GpuHealth
 from msgspec.structs import replace
 
@@ -29,7 +29,8 @@ async def test_power_temperature_clocks_and_errors_of_each_gpu_are_told(
     assert (await next_node_sample(leader)).gpus == {"GPU-a": HEALTH, "GPU-old": GpuHealth()}
     gpu.health, gpu.xids = (*WELL[:4], 2), [48, 79]
     machine.apply()
-    assert (await next_node_sample(leader)).gpus["GPU-a"] == replace(HEALTH, ecc_errors=2, xid=79)
+    told = replace(HEALTH, ecc_errors=2, xid=79, fatal_xid=79)
+    assert (await next_node_sample(leader)).gpus["GPU-a"] == told
     assert (await next_node_sample(leader)).gpus["GPU-a"].xid == 79, "the last one stays"
 
 
@@ -67,10 +68,51 @@ async def test_a_lost_gpu_has_no_health_until_it_comes_back(
     machine = new_machine(gpu)
     leader = open_leader()
     await leader.announce()
-    assert (await next_node_sample(leader)).gpus == {"GPU-a": replace(HEALTH, xid=79)}
+    assert (await next_node_sample(leader)).gpus == {"GPU-a": replace(HEALTH, xid=79, fatal_xid=79)}
     machine.lose(gpu, pynvml.NVML_ERROR_GPU_IS_LOST)
     while (await next_node_sample(leader)).gpus:
         pass
+    gpu.xids = []
     machine.mend(gpu)
-    while (seen := await next_node_sample(leader)).gpus != {"GPU-a": replace(HEALTH, xid=79)}:
+    while (seen := await next_node_sample(leader)).gpus != {"GPU-a": HEALTH}:
         assert not seen.gpus
+
+
+async def test_critical_errors_are_asked_for_again_after_a_refusal(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "ASK_AGAIN_SECONDS", 0.1)
+    refusal = {"nvmlDeviceRegisterEvents": pynvml.NVML_ERROR_UNKNOWN}
+    gpu = Gpu("GPU-a", health=WELL, xids=[13], errors=refusal)
+    machine = new_machine(gpu)
+    leader = open_leader()
+    await leader.announce()
+    assert (await next_node_sample(leader)).gpus == {"GPU-a": HEALTH}
+    machine.mend(gpu)
+    while (await next_node_sample(leader)).gpus != {"GPU-a": replace(HEALTH, xid=13)}:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("xids", "last", "fatal"), [([48, 13], 13, 48), ([13, 31, 43, 94], 94, None), ([119], 119, 119)]
+)
+async def test_a_fatal_xid_is_remembered_behind_those_of_applications(
+    new_machine: NewMachine, open_leader: OpenLeader, xids: list[int], last: int, fatal: int | None
+) -> None:
+    new_machine(Gpu("GPU-a", health=WELL, xids=xids))
+    leader = open_leader()
+    await leader.announce()
+    assert (await next_node_sample(leader)).gpus == {"GPU-a": replace(HEALTH, xid=last, fatal_xid=fatal)}
+
+
+@pytest.mark.parametrize(
+    ("action", "words"), [(0, ""), (1, "reset"), (2, "reboot"), (3, ""), (4, "drain and reset"), (99, None)]
+)
+async def test_pending_remaps_and_the_drivers_recovery_action_are_told(
+    new_machine: NewMachine, open_leader: OpenLeader, action: int, words: str | None
+) -> None:
+    new_machine(Gpu("GPU-a", health=WELL, remap_pending=True, recovery=action))
+    leader = open_leader()
+    await leader.announce()
+    told = replace(HEALTH, remap_pending=True, recovery=words)
+    assert (await next_node_sample(leader)).gpus == {"GPU-a": told}

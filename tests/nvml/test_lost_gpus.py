@@ -199,3 +199,105 @@ async def test_driver_that_hangs_at_its_start_costs_the_gpus_and_not_the_node(
     machine.apply()
     assert (await inventory(leader, lambda seen: uuids(seen) == UUIDS)).complete
     await sampled(leader, *UUIDS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+        pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+    ],
+)
+async def test_a_driver_that_starts_after_the_agent_brings_its_gpus(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(probe, "ASK_AGAIN_SECONDS", 0.2)
+    machine = new_machine(*map(Gpu, UUIDS), init=code)
+    leader = open_leader()
+    await leader.announce()
+    seen = await inventory(leader)
+    assert (seen.devices, seen.complete) == ((), False), "what the leader knows of may be in use"
+    machine.init = 0
+    machine.apply()
+    seen = await inventory(leader, lambda seen: uuids(seen) == UUIDS)
+    assert (seen.faults, seen.gpu_absence, seen.complete) == ((), "", True)
+    await sampled(leader, *UUIDS)
+
+
+async def test_gpus_that_a_driver_shows_later_are_offered(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "ASK_AGAIN_SECONDS", 0.2)
+    machine = new_machine()
+    leader = open_leader()
+    await leader.announce()
+    seen = await inventory(leader)
+    assert (seen.complete, seen.gpu_absence) == (True, "the NVIDIA driver shows no GPU")
+    machine.gpus = list(map(Gpu, UUIDS))
+    machine.apply()
+    assert (await inventory(leader, lambda seen: uuids(seen) == UUIDS)).gpu_absence == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "libnvidia-ml.so.1 is not found"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "the NVIDIA driver is not loaded"),
+    ],
+)
+async def test_a_machine_without_a_driver_says_so_and_has_no_fault(
+    new_machine: NewMachine, open_leader: OpenLeader, code: int, why: str
+) -> None:
+    new_machine(Gpu("GPU-a"), init=code)
+    leader = open_leader()
+    await leader.announce()
+    seen = await inventory(leader)
+    assert (seen.devices, seen.faults) == ((), ())
+    assert why in seen.gpu_absence
+
+
+async def test_a_refused_driver_is_asked_again_without_announcements_between(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "ASK_AGAIN_SECONDS", 0.0)
+    new_machine(init=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    leader = open_leader()
+    await leader.announce()
+    incarnation = leader.incarnation
+    for _ in range(5):
+        leader.received = [report for report in leader.received if report[0] != "sampled"]
+        await leader.receive("sampled")
+    assert leader.incarnation == incarnation
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN])
+async def test_a_driver_without_a_gpu_that_answers_is_started_anew(
+    new_machine: NewMachine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As when a GPU is back for new processes only."""
+    monkeypatch.setattr(meter, "RESTART_SECONDS", 0.2)
+    machine = new_machine(Gpu("GPU-a"))
+    leader = open_leader()
+    await leader.announce()
+    assert uuids(await inventory(leader)) == ["GPU-a"]
+    machine.lose(machine.gpus[0], code)
+    machine.gpus.append(Gpu("GPU-new"))
+    machine.apply()
+    seen = await inventory(leader, lambda seen: "GPU-new" in uuids(seen))
+    assert uuids(seen) == ["GPU-new"]
+    machine.mend(machine.gpus[0])
+    await inventory(leader, lambda seen: uuids(seen) == ["GPU-a", "GPU-new"])
+
+
+async def test_a_driver_with_one_gpu_that_answers_is_not_started_anew(
+    machine: Machine, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(node_agent, "restart_driver", lambda *_: pytest.fail("three GPUs answer"))
+    leader = open_leader()
+    await leader.announce()
+    machine.lose(machine.gpus[1])
+    await inventory(leader, lambda seen: uuids(seen) == OTHERS)
+    for _ in range(3):
+        await sampled(leader, *OTHERS)

@@ -35,6 +35,7 @@ def service(
         home,
         engine="simulated",
         triton={"servers": [server], "grpc_port": call_port, "slots": {"queued": 64}},
+        model_types={"nightly": {"priority": 30, "max_retries": 2, "timeout_seconds": 0.5}},
     ).start()
     yield running
     assert running.terminate() == 0

@@ -94,6 +94,15 @@ def test_an_array_is_uploaded_once_and_asked_about_as_often_as_one_likes(service
     assert [answered(broker, task)["OUTPUT0"] for task in tasks] == [[2, 4], [1, 8], [2, 4]]
 
 
+def test_large_arrays_are_passed_as_objects_and_not_copied(service: ServiceProcess) -> None:
+    broker = service.broker
+    given = np.arange(6 * 2**20, dtype=np.float32).reshape(1, -1)  # 24 MiB: more than a request may copy
+    task = broker.infer_later("identity_fp32", {"INPUT0": given})
+    outputs = broker.outputs(task, timeout_seconds=PATIENCE_SECONDS)
+    assert np.array_equal(outputs["OUTPUT0"], given)
+    assert given.nbytes in [one.size_bytes for one in broker.objects()]
+
+
 def test_input_that_the_model_refuses_is_its_error_in_tritons_words(service: ServiceProcess) -> None:
     tasks = [
         service.broker.infer_later("doubles", {"OTHER": np.zeros((1, 1), np.float32)}, max_retries=3),
@@ -105,6 +114,23 @@ def test_input_that_the_model_refuses_is_its_error_in_tritons_words(service: Ser
         with pytest.raises(TaskFailed, match=says) as failed:
             service.broker.result(task)
         assert failed.value.kind == "inference_refused"
+
+
+def test_the_model_type_of_an_inference_fills_what_it_leaves_out(service: ServiceProcess) -> None:
+    """Priority, retries and the time limit, which the server's answer of 1.5 seconds is too late for."""
+    broker, slow = service.broker, column(1500)
+    late, told, stated = (
+        broker.infer_later("doubles", slow, model_type="nightly"),
+        broker.infer_later("doubles", column(2), model_type="nightly", timeout_seconds=60),
+        broker.infer_later("doubles", slow, model_type="nightly", priority=35, timeout_seconds=60),
+    )
+    with pytest.raises(TaskFailed) as failed:
+        broker.result(late, timeout_seconds=PATIENCE_SECONDS)
+    assert failed.value.kind == "timeout"
+    assert (answered(broker, told)["OUTPUT0"], answered(broker, stated)["OUTPUT0"]) == ([4], [3000])
+    views = [broker.get(task) for task in (late, told, stated)]
+    assert {(view.model_type, view.max_retries) for view in views} == {("nightly", 2)}
+    assert [(view.priority, view.timeout_seconds) for view in views] == [(30, 0.5), (30, 60), (35, 60)]
 
 
 def test_missing_version_of_a_model_is_no_reason_to_wait_for_the_model(

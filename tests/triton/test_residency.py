@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 from tests.triton.raw import through
 from tests.triton.server import Triton, free_ports
 
@@ -199,6 +200,31 @@ def test_a_model_in_use_is_never_evicted_by_background_work(
         print(f"{asked} requests in {seconds:g} s beside background work that waits: evicted 0 times")
         service.broker.unload_model("identity_fp32")
         until(lambda: is_at(service.broker, task.id, TaskState.SUCCEEDED), "the task waited for that only")
+
+
+def test_an_idle_model_makes_room_for_a_request_of_lower_priority(own_triton: Triton, tmp_path: Path) -> None:
+    with ForkedService(tmp_path / "data", **settings(own_triton, "simulated")) as service:
+        assert infer(service, "identity_fp32") == [1, 2, 3]
+        low: dict[str, Any] = {"x-priority": "background"}
+        assert infer(service, "line_fp32", **low) == [1, 2, 3], "its client waits 55 s at most"
+        assert infer(service, "identity_fp32") == [1, 2, 3]
+        given = {"INPUT0": np.array([1, 2, 3], np.float32)}
+        later = service.broker.infer_later("line_fp32", given, priority="background")
+        outputs = service.broker.outputs(later, timeout_seconds=PATIENCE_SECONDS)
+        assert outputs["OUTPUT0"].tolist() == [1, 2, 3]
+        service.broker.unload_model("line_fp32")
+        until(lambda: ready(own_triton) == [], "nothing is left in the server")
+
+
+def test_an_idle_model_makes_room_for_a_task_of_lower_priority(own_triton: Triton, tmp_path: Path) -> None:
+    chosen = settings(own_triton, "simulated", yields_to_tasks_seconds=3.0)
+    with ForkedService(tmp_path / "data", **chosen) as service:
+        assert infer(service, "identity_fp32") == [1, 2, 3]
+        asked_at = time.time()
+        task = service.broker.submit("tests.e2e.work:add", gpu_mb=20 * GIB, priority=10)
+        until(lambda: is_at(service.broker, task.id, TaskState.SUCCEEDED), "the task has run")
+        assert time.time() - asked_at >= 3.0, "it was used so lately"
+        assert ready(own_triton) == []
 
 
 def test_an_unused_model_is_unloaded_so_that_a_task_can_run(own_triton: Triton, tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from gpubroker_server.core.serving.circuit_breaker import BreakerRules
+from tritonclient.utils import InferenceServerException
 
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 from tests.triton.analyzer import analyzer_libraries
 from tests.triton.raw import Door, directly, through
 from tests.triton.script import given
@@ -197,19 +200,47 @@ def test_a_model_of_a_dead_server_is_brought_at_another_one(tmp_path: Path) -> N
             assert stood == {"a": "resident", "b": "resident"}, "who may have it still counts"
 
 
-def test_a_restarted_server_traps_no_request_while_another_has_the_model(tmp_path: Path) -> None:
+def called(scene: Scene) -> str:
+    """How a call of Triton's client ends."""
+    with tritonclient.grpc.InferenceServerClient(scene.address) as client:
+        tensor = given(tritonclient.grpc, "INPUT0", "FP32", np.ones([1, 1], np.float32))
+        try:
+            client.infer("identity_fp32", [tensor], headers=scene.token)
+        except InferenceServerException as refused:
+            return str(refused)
+    return "answered"
+
+
+def streamed(scene: Scene) -> str:
+    """How the first message of a stream of Triton's client ends."""
+    heard: SimpleQueue[tuple[object, Exception | None]] = SimpleQueue()
+    with tritonclient.grpc.InferenceServerClient(scene.address) as client:
+        tensor = given(tritonclient.grpc, "INPUT0", "FP32", np.ones([1, 1], np.float32))
+        client.start_stream(lambda result, error: heard.put((result, error)), headers=scene.token)
+        client.async_stream_infer("identity_fp32", [tensor])
+        _, error = heard.get(timeout=PATIENCE_SECONDS)
+        client.stop_stream()
+    return "answered" if error is None else str(error)
+
+
+@pytest.mark.parametrize("how", [called, streamed, None], ids=["called", "streamed", "over HTTP"])
+def test_a_restarted_server_traps_no_request_while_another_has_the_model(
+    tmp_path: Path, how: Callable[[Scene], str] | None
+) -> None:
     """It comes back empty and without the model's files, so waiting for it would be in vain."""
     size = {"identity_fp32": {"gpu_mb": 20 * GIB}}
+    [port] = free_ports(1)
     with Triton(tmp_path / "a") as a, Triton(tmp_path / "b") as b:
         held: dict[str, Any] = {"node": "local", "models": size}
         servers = [
             settings_of("a", a, devices=["GPU-sim-local-0"], **held),
             settings_of("b", b, devices=["GPU-sim-local-1"], **held),
         ]
+        triton = {"servers": servers, "grpc_port": port}
         with ForkedService(
-            tmp_path / "data", engine="simulated", ray={"node_name": "local"}, triton={"servers": servers}
+            tmp_path / "data", engine="simulated", ray={"node_name": "local"}, triton=triton
         ) as service:
-            scene = Scene(a, b, service, 0)
+            scene = Scene(a, b, service, port)
             for name in ("a", "b"):
                 loaded = scene.door().ask(
                     "POST", f"/models/identity_fp32/load?server={name}", b'{"wait_seconds": 30}'
@@ -219,5 +250,9 @@ def test_a_restarted_server_traps_no_request_while_another_has_the_model(tmp_pat
             a.repository.joinpath("identity_fp32").rename(tmp_path / "away")
             a.start()
             with ThreadPoolExecutor(12) as pool:
-                asked = [pool.submit(scene.infer, scene.door(), x_idempotent="true") for _ in range(12)]
-                assert [one.result(timeout=20) for one in asked] == [200] * 12
+                if how is None:
+                    asked = [pool.submit(scene.infer, scene.door(), x_idempotent="true") for _ in range(12)]
+                    assert [one.result(timeout=20) for one in asked] == [200] * 12
+                else:
+                    told = [pool.submit(how, scene) for _ in range(12)]
+                    assert [one.result(timeout=20) for one in told] == ["answered"] * 12

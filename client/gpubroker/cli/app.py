@@ -31,7 +31,7 @@ _PANELS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "Inside a command that gpubroker runs": {"run_commands": "progress checkpoint complete"},
     "Cluster": {
-        "gpu_commands": "gpus",
+        "gpu_commands": "gpus close-gpu reopen-gpu",
         "cluster_commands": "tenants stats policy profiles demand",
         "fleet_commands": "targets doctor",
         "node_commands": "nodes cordon drain uncordon disk clean",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpubroker.wire.forecasts import Estimate, ForecastsKept
     from gpubroker.wire.policy import Policy, Profile, Tenant
     from gpubroker.wire.queues import Paused
-    from gpubroker.wire.stats import Fragmentation, ModelServer, Stats
+    from gpubroker.wire.stats import Fragmentation, ModelServer, Stats, TaskCounts
 
 
 def tenants(output: Output = Format.TABLE) -> None:
@@ -125,11 +125,13 @@ def _overdrawn(listed: Mapping[str, Any]) -> Iterator[Text]:
 def _stats(found: Stats) -> RenderableType:
     gpu, nodes, workers = found.gpu, found.nodes, found.worker_sets
     sizes = {"leased": gpu.leased_mb, "used": gpu.used_mb, "free": gpu.free_mb, "total": gpu.total_mb}
+    models = [(state, count) for state, count in asdict(found.models).items() if count]
     rows = [
         ("gpu memory", " · ".join(f"{name} {gib(mb)} GiB" for name, mb in sizes.items())),
         *_fragmentation(found.fragmentation),
         *(("forecasts", _forecasts(kept)) for kept in found.forecasts),
-        ("tasks", " · ".join(f"{state} {count}" for state, count in asdict(found.tasks).items())),
+        ("tasks", " · ".join(f"{state} {count}" for state, count in _counts(found.tasks))),
+        *(("models", " · ".join(f"{state} {count}" for state, count in models)) for _ in models[:1]),
         ("executor", executor_in_words(found.executor)),
         *(("model server", _model_server(server)) for server in found.model_servers),
     ]
@@ -147,6 +149,10 @@ def _stats(found: Stats) -> RenderableType:
         rows.append(("disk", f"! {found.disk_full}"))
     rows.append(("as of", f"{found.age_seconds:.1f} s ago, event {found.position}"))
     return details(rows)
+
+
+def _counts(found: TaskCounts) -> Iterator[tuple[str, int]]:
+    return ((state, count) for state, count in asdict(found).items() if state != "completed")
 
 
 def _pause(pause: Paused) -> str:

@@ -1,4 +1,4 @@
-"""`gpubroker gpus`: each GPU's memory as a bar, with its holders."""
+"""`gpubroker gpus`, each GPU's memory as a bar with its holders; `close-gpu` and `reopen-gpu`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from gpubroker.cli.lookup import connect, stats_if_allowed
-from gpubroker.cli.printing import Format, Output, Watch, emit_all, watch
+from gpubroker.cli.printing import Format, Output, Watch, emit, emit_all, watch
 from gpubroker.cli.tables import duration, executor_in_words, gib, short_id, size
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.wire.devices import Gpu, Holder
+
+Which = Annotated[
+    str, typer.Argument(metavar="GPU", help="Its UUID, or its node and number such as n1/gpu0.")
+]
+Because = Annotated[
+    str, typer.Option(metavar="REASON", help="Shown with the GPU, and recorded with your token's name.")
+]
 
 _LEGEND = (
     "█ leased and used  ▒ leased, not yet used  ▓ freed and kept for a waiting task  ░ free  ! not leased"
@@ -46,6 +53,25 @@ def gpus(
             watch(output, found, drawn)
         else:
             emit_all(output, found(), drawn)
+
+
+def close_gpu(gpu: Which, because: Because = "", output: Output = Format.TABLE) -> None:
+    """Start nothing new on a GPU. What runs there goes on."""
+    with connect() as broker:
+        emit(output, broker.close_gpu(gpu, because), _alone)
+
+
+def reopen_gpu(gpu: Which, because: Because = "", output: Output = Format.TABLE) -> None:
+    """Let tasks start on a GPU again, whoever has closed it.
+
+    A fault that is still there closes it no more; another one does.
+    """
+    with connect() as broker:
+        emit(output, broker.reopen_gpu(gpu, because), _alone)
+
+
+def _alone(gpu: Gpu) -> GpuTable:
+    return GpuTable([gpu])
 
 
 def _why_none(broker: Broker) -> str:
@@ -104,6 +130,7 @@ def _facts(gpu: Gpu) -> list[str]:
         _use(gpu),
         " · ".join(_errors(gpu)),
         "" if gpu.present else "not in its machine",
+        f"! closed: {gpu.closed.reason}" if gpu.closed else "",
         f"! {gpu.fault}" if gpu.fault else "no recent measurement" if gpu.stale else "",
     )
     return [fact for fact in facts if fact]

@@ -26,6 +26,7 @@ from gpubroker.tasks.naming import (
 )
 from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
 from gpubroker.transport.starting import starting_for_seconds
+from gpubroker.user_places import state_directory
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -77,7 +78,7 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
 def _say_if_it_starts(broker: "Broker") -> None:
     """A service takes connections from the beginning of its start, and answers them at its end."""
     path = client_file()
-    if broker.connection.source == f"from {path}":
+    if path is not None and broker.connection.source == f"from {path}":
         seconds = starting_for_seconds(path.parent)
         if seconds is not None:
             eprint(f"the service in {path.parent} is starting, for {seconds:.0f} s now; waiting for it")
@@ -179,6 +180,8 @@ def _last(broker: "Broker", to_change: bool) -> str:
 def remember_last(broker: "Broker", task: str) -> None:
     """Keep the newest submitted task per service. If the file cannot be written, `last` does not work."""
     path = _last_file()
+    if path is None:
+        return
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=path.parent)
@@ -188,18 +191,20 @@ def remember_last(broker: "Broker", task: str) -> None:
 
 
 def _submitted() -> dict[str, str]:
+    path = _last_file()
+    if path is None:
+        return {}
     try:
-        known = json.loads(_last_file().read_text())
+        known = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
 
 
-def _last_file() -> Path:
+def _last_file() -> Path | None:
     # The service's data directory may belong to another user or be on another machine.
-    state = os.environ.get("XDG_STATE_HOME")
-    base = Path(state) if state else Path.home() / ".local" / "state"
-    return base / "gpubroker-client" / "last.json"
+    state = state_directory()
+    return None if state is None else state / "gpubroker-client" / "last.json"
 
 
 def stats_if_allowed(broker: "Broker") -> "Stats | None":

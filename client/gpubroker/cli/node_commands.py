@@ -207,6 +207,8 @@ def _notes(node: Node) -> Iterator[str]:
         if agent.message:
             yield agent.message
         yield from (f"{gpu}: {why}" for gpu, why in (agent.gpu_faults or {}).items())
+        if agent.gpu_absence:
+            yield f"no GPU: {agent.gpu_absence}"
 
 
 def _state(node: Node) -> Text:

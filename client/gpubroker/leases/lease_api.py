@@ -1,6 +1,5 @@
 """Operations on leases: ask, renew, release; and the steps that hold one while a program runs."""
 
-import getpass
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ from gpubroker.leases.lease import AnyLease, LeaseEnded, LeaseOptions, LeaseStat
 from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, json_body, listing, operation, path_part
+from gpubroker.user_places import user_name
 from gpubroker.wire.leases import Lease, LeaseState
 
 _PAUSE_SECONDS = 1.0
@@ -24,7 +24,9 @@ class LeaseSteps(Operations):
     """Ask for a lease, hold it and release it, as steps for `LeaseApi` and for held leases."""
 
     def _new_lease(self, options: LeaseOptions) -> Steps[Lease]:
-        body: dict[str, Any] = {"holder": _this_program(), **options}
+        body: dict[str, Any] = {**options}
+        if "holder" not in body:
+            body["holder"] = _this_program()
         key = body.pop("idempotency_key", None)
         return decode(Lease, (yield from self._make("/leases", key, json_body(body))))
 
@@ -135,4 +137,4 @@ def _path(lease: AnyLease) -> str:
 
 def _this_program() -> str:
     program = Path(sys.argv[0]).name or "python"
-    return f"{program} of {getpass.getuser()} on {socket.gethostname()} ({os.getpid()})"
+    return f"{program} of {user_name()} on {socket.gethostname()} ({os.getpid()})"

@@ -157,15 +157,40 @@ def infer_call(model: str, inputs: "Mapping[str, ArrayLike]", options: InferOpti
     )
 
 
-def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> tuple[bytes, dict[str, str]]:
-    """The body of `POST /inferences`, and the headers that describe it. Raises WrongArgument."""
+INLINE_BYTES = 4 * 2**20
+"""Values of a queued inference that are sent with it; of more, the large ones are uploaded as objects."""
+
+_UPLOADED_BYTES = 128 * 1024
+
+
+def tensors_of(model: str, inputs: Inputs, options: InferLaterOptions) -> list[tuple[dict[str, Any], bytes]]:
+    """The inputs of a queued inference: their descriptions, and the bytes of those that name no object.
+    Raises WrongArgument."""
     _check_options("infer_later", options, InferLaterOptions)
     check_model(model, "infer_later()")
     check_names(inputs)
+    return [_input(name, value) for name, value in inputs.items()]
+
+
+def uploads_of(tensors: Sequence[tuple[dict[str, Any], bytes]]) -> list[int]:
+    """Which of these inputs go as objects, since all together are too large for one request."""
+    if sum(len(data) for _, data in tensors) <= INLINE_BYTES:
+        return []
+    return [at for at, (_, data) in enumerate(tensors) if len(data) > _UPLOADED_BYTES]
+
+
+def as_object(tensor: Mapping[str, Any], id: str) -> dict[str, Any]:
+    """The description of an input whose bytes are an object."""
+    return {**{key: value for key, value in tensor.items() if key != "parameters"}, "object": id}
+
+
+def inference_body(
+    model: str, tensors: Sequence[tuple[dict[str, Any], bytes]], options: InferLaterOptions
+) -> tuple[bytes, dict[str, str]]:
+    """The body of `POST /inferences`, and the headers that describe it. Raises WrongArgument."""
     given = {name: plain(name, value) for name, value in options.items() if name != "idempotency_key"}
     if "outputs" in given:
         given["outputs"] = [{"name": name} for name in given["outputs"]]
-    tensors = [_input(name, value) for name, value in inputs.items()]
     body = {"model": model, "inputs": [tensor for tensor, _ in tensors], **given}
     try:
         head = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

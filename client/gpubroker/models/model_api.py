@@ -9,11 +9,14 @@ from gpubroker.models.inference import (
     InferOptions,
     InferStreamOptions,
     Inputs,
+    as_object,
     check_model,
     event_in,
     infer_call,
     inference_body,
     stream_call,
+    tensors_of,
+    uploads_of,
 )
 from gpubroker.models.stored_object import StoredObject
 from gpubroker.models.tensors import decode_outputs, object_body
@@ -89,9 +92,15 @@ class ModelApi(Operations):
         It is answered when the model is in memory and idle, batched with similar requests. `inputs`: arrays
         by name, as for `infer`, a `StoredObject` from `upload`, or mappings with datatype, shape, and data or
         object. `result` is the JSON of Triton's protocol. The options are those of `InferLaterOptions`.
+        Arrays of more than 4 MiB together are uploaded as objects, of which the service keeps no copy.
         Raises Refused.
         """
-        body, headers = inference_body(model, inputs, options)
+        tensors = tensors_of(model, inputs, options)
+        for at in uploads_of(tensors):
+            tensor, data = tensors[at]
+            stored = (yield from self._send(upload_call(data))).json()
+            tensors[at] = as_object(tensor, stored["id"]), b""
+        body, headers = inference_body(model, tensors, options)
         made = yield from self._make("/inferences", options.get("idempotency_key"), body, headers)
         return decode(Task, made)
 
@@ -234,7 +243,7 @@ class ModelApi(Operations):
 
     @operation
     def delete_object(self, stored: AnyObject) -> Steps[None]:
-        """Delete an object; queued requests keep its values. Raises Refused (`not-found`)."""
+        """Delete an object. A queued request that still needs it fails. Raises Refused (`not-found`)."""
         yield from self._ask_once("DELETE", f"/objects/{path_part(object_id_of(stored))}")
 
     def _change_model(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpubroker.errors import Unreachable
 from gpubroker.transport.starting import starting_for_seconds
+from gpubroker.user_places import expanded, state_directory
 
 TASK_VARIABLE = "GPUBROKER_TASK"
 """Every run has it."""
@@ -34,7 +35,6 @@ def find_service(
     if no address is known, or if the file is needed and cannot be read.
     """
     environ = _environment() if environ is None else environ
-    path = client_file(environ)
     given = (
         (token, "the token that was given")
         if token is not None
@@ -44,7 +44,8 @@ def find_service(
     url, source = (url, "given") if url else (environ.get(URL_VARIABLE), f"from {URL_VARIABLE}")
     # A task has the rights that the operator gives to tasks, not those of the service's owner.
     is_known = (url and token) or TASK_VARIABLE in environ
-    written_url, written_token = (None, None) if is_known else _read(path)
+    path = None if is_known else client_file(environ)
+    written_url, written_token = (None, None) if path is None else _read(path)
     if not url:
         url, source = written_url, f"from {path}"
     if not url and TASK_VARIABLE in environ:
@@ -53,15 +54,16 @@ def find_service(
             "operator set submit_from_tasks: true, or give url and token",
             code="no-service",
         )
-    if not url and (seconds := starting_for_seconds(path.parent)) is not None:
+    if not url and path is not None and (seconds := starting_for_seconds(path.parent)) is not None:
         raise Unreachable(
             f"a service is starting in {path.parent}, for {seconds:.0f} s now; try again when it listens",
             code="starting",
         )
     if not url:
+        lacking = f"{path} does not exist" if path else "this user has no home directory with a client.json"
         raise Unreachable(
-            f"no gpubroker service is known: no url was given, {URL_VARIABLE} is not set, and {path} does "
-            f"not exist; start a service with `gpubroker serve`, or set {URL_VARIABLE} and {TOKEN_VARIABLE}",
+            f"no gpubroker service is known: no url was given, {URL_VARIABLE} is not set, and {lacking}; "
+            f"start a service with `gpubroker serve`, or set {URL_VARIABLE} and {TOKEN_VARIABLE}",
             code="no-service",
         )
     if not url.startswith(("http://", "https://")):
@@ -96,13 +98,16 @@ def _environment() -> Mapping[str, str]:
     return os.environ if runtime is None else runtime.environment()
 
 
-def client_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """`client.json` in the data directory of a service on this machine; it may not exist."""
+def client_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """`client.json` in the data directory of a service on this machine; it may not exist. None if the user
+    has no home directory to look in. Raises Unreachable for a data directory in an unknown home directory."""
     if given := environ.get("GPUBROKER_DATA_DIR"):
-        return Path(given).expanduser() / "client.json"
-    state = environ.get("XDG_STATE_HOME")
-    base = Path(state) if state else Path.home() / ".local" / "state"
-    return base / "gpubroker" / "client.json"
+        try:
+            return expanded(Path(given)) / "client.json"
+        except ValueError as fault:
+            raise Unreachable(f"GPUBROKER_DATA_DIR: {fault}", code="no-service") from None
+    state = state_directory(environ)
+    return None if state is None else state / "gpubroker" / "client.json"
 
 
 def _read(path: Path) -> tuple[str | None, str | None]:

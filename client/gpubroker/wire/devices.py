@@ -65,6 +65,34 @@ class GpuHealth(Struct, frozen=True):
     xid: Annotated[
         int | None, Meta(description="The last critical error that the driver told the agent.")
     ] = None
+    fatal_xid: Annotated[
+        int | None,
+        Meta(
+            description="The last of them that takes a reset; null again once the GPU was lost and is back."
+        ),
+    ] = None
+    remap_pending: Annotated[
+        bool | None, Meta(description="Rows or pages of its memory wait for a reset to be replaced.")
+    ] = None
+    recovery: Annotated[
+        str | None,
+        Meta(description="The action that the driver asks for, such as `reset`; empty: none."),
+    ] = None
+
+
+class ClosedGpu(Answered, frozen=True):
+    """Why nothing new starts on a GPU. What runs there goes on."""
+
+    cause: Annotated[
+        str,
+        Meta(
+            description="`xid`, `ecc`, `remap` or `recovery`: its driver says that it needs a reset; "
+            "`failures`: runs failed there at once, one after the other; `operator`."
+        ),
+    ]
+    reason: str
+    since: Time
+    by: Annotated[str, Meta(description="Name of the operator's token; empty for the service itself.")]
 
 
 class Gpu(Answered, frozen=True, kw_only=True):
@@ -100,6 +128,7 @@ class Gpu(Answered, frozen=True, kw_only=True):
     idle_seconds: Annotated[float | None, Meta(description="How long it has been idle; null: it is not.")]
     sampled_at: Time | None
     stale: Annotated[bool, Meta(description="Not measured recently: takes nothing new.")]
+    closed: Annotated[ClosedGpu | None, Meta(description="Nothing new starts on it, and why.")] = None
     fault: Annotated[str | None, Meta(description="Why its node's agent cannot measure it.")]
     holders: tuple[Holder, ...]
     pledges: tuple[Pledge, ...]

@@ -37,6 +37,12 @@ class NodeAgent(Answered, frozen=True, kw_only=True):
         Mapping[str, str] | UnsetType,
         Meta(description="GPUs that it cannot use, by UUID or else by number, and why."),
     ] = UNSET
+    gpu_absence: Annotated[
+        str | UnsetType | None,
+        Meta(
+            description="Why its machine shows no GPU at all; the driver is asked again about once a minute."
+        ),
+    ] = UNSET
     python: Annotated[str | UnsetType, Meta(description="Its version there; as `ray`.")] = UNSET
     ray: str | UnsetType = UNSET
     clock_ahead_seconds: Annotated[

@@ -170,6 +170,7 @@ class PreemptionRules(Answered, frozen=True):
     shield_seconds: float
     min_run_seconds: float
     min_residency_seconds: float
+    yields_to_tasks_seconds: float
 
 
 class Policy(Answered, frozen=True):

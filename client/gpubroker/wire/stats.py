@@ -44,20 +44,40 @@ class GpuTotals(Answered, frozen=True):
     leased_mb: int
     used_mb: int
     free_mb: int
-    utilization: Annotated[float | None, Meta(description="Mean over the measured devices, 0 to 1.")]
+    utilization: Annotated[
+        float | None, Meta(description="The used share of the memory, 0 to 1; null before a GPU is measured.")
+    ]
+    compute_utilization: Annotated[
+        float | None,
+        Meta(
+            description="The share of time in which the GPUs computed: mean over the measured ones, 0 to 1."
+        ),
+    ]
 
 
 class TaskCounts(Answered, frozen=True):
-    """The last four count all tasks that ever ended so, also those that are no longer kept."""
+    """The counts from `completed` on are of all tasks that ever ended so, also of those that are no longer
+    kept. Models are no tasks."""
 
     pending: int
     admitted: int
     running: int
     stopping: int
+    completed: Annotated[int, Meta(description="The same as `succeeded`.")]
     succeeded: int
     failed: int
     cancelled: int
     expired: int
+
+
+class ModelCounts(Answered, frozen=True):
+    """Models in the ledger by state, as `GET /models` names it."""
+
+    waiting: int
+    loading: int
+    resident: int
+    draining: int
+    servers: Annotated[int, Meta(description="Servers that hold memory for themselves (`base_mb`).")]
 
 
 class NodeCounts(Answered, frozen=True):
@@ -113,6 +133,7 @@ class Stats(AsOf, frozen=True):
     gpu: GpuTotals
     fragmentation: Fragmentation
     tasks: TaskCounts
+    models: ModelCounts
     nodes: NodeCounts
     worker_sets: WorkerSetCounts
     executor: ExecutorState

@@ -50,6 +50,7 @@ from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose
 from gpubroker_server.core.control.findings.finding import Finding
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.model_orders import ModelsInUse
 from gpubroker_server.core.domain.stored_objects import Quota
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -95,7 +96,7 @@ class BrokerRole:
         clock, heard = follower.clock, lambda: follower.world.position
         self._pruner = Pruner(store, clock, settings.retention, self.term, heard, clock.may_prune)
         self.let_go: Callable[[], frozenset[str]] | None = None
-        self.in_use: Callable[[], frozenset[str]] | None = None
+        self.in_use: Callable[[], ModelsInUse] | None = None
         """Claims on models that the gateway in this process has let go of, if there is one. Gateways of other
         processes say so in the database."""
         self.last_fleet: Callable[[], FleetSeen | None] = lambda: None
@@ -266,11 +267,13 @@ class BrokerRole:
             wait_seconds=self._wait_seconds,
             have_let_go=self._have_let_go,
             watches=(
-                partial(watch_model_use, world, self._in_use, clock),
+                partial(watch_model_use, world, self._in_use, clock, self._policy),
                 partial(watch_left_servers, world, is_gone),
             ),
         )
-        inferences = InferenceDispatcher(self._clients, clock, rules=self._settings.triton.batch)
+        inferences = InferenceDispatcher(
+            self._clients, clock, rules=self._settings.triton.batch, blobs=self._blobs
+        )
         return Dispatcher(
             self._store,
             self._blobs,
@@ -289,10 +292,10 @@ class BrokerRole:
             return await gateways_have_let_go(self._store, self._follower.clock, claim)
         return self.let_go is None or claim in self.let_go()
 
-    async def _in_use(self) -> frozenset[str] | None:
+    async def _in_use(self) -> ModelsInUse | None:
         if self._store.is_shared:
             return await models_in_use(self._store, self._follower.clock)
-        return frozenset() if self.in_use is None else self.in_use()
+        return ModelsInUse(frozenset()) if self.in_use is None else self.in_use()
 
     def _on_reread(self, fault: LogShortened | LineageChanged) -> None:
         lost = isinstance(fault, LineageChanged) and fault.has_lost_commits

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpubroker import units
 
-from gpubroker_server.adapters.nvml.probe import visible_gpus
+from gpubroker_server.adapters.nvml.probe import gpus_to_share
 from gpubroker_server.adapters.ray.cluster import local_cluster
 from gpubroker_server.adapters.ray.cluster.layout import ClusterGpu, ClusterLayout
 from gpubroker_server.adapters.ray.cluster.local_cluster import ClusterRefused
@@ -16,6 +16,7 @@ from gpubroker_server.adapters.ray.head.head import ON_LOOPBACK
 from gpubroker_server.adapters.ray.head.node_to_start import LOCALHOST
 from gpubroker_server.bootstrap.start_checks import listening_socket, prepare_data_dir
 from gpubroker_server.core.domain.units import MIB_BYTES
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 
 _SIMULATED = re.compile(r"(\d+)x(.+)")
 _LOOPBACK = " ".join(f"{name}={value}" for name, value in ON_LOOPBACK.items())
@@ -84,7 +85,7 @@ def _simulated(given: str, name: str) -> tuple[ClusterGpu, ...]:
 
 def _real() -> tuple[ClusterGpu, ...]:
     try:
-        return tuple(ClusterGpu(*gpu) for gpu in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+        return tuple(ClusterGpu(*gpu) for gpu in gpus_to_share(os.environ.get(VARIABLE)))
     except (RuntimeError, ValueError) as fault:
         raise ClusterRefused(str(fault)) from None
 

@@ -21,6 +21,9 @@ from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.run_access import url_of
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
+    batches_without_effect,
+    check_disk_roots,
+    check_gpus,
     check_installed,
     check_ray_access,
     check_reach,
@@ -85,6 +88,10 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
     if leads:
         check_task_surroundings(settings)
         check_ray_access(settings)
+        check_gpus(settings)
+        check_disk_roots(settings)
+        if fault := batches_without_effect(settings):
+            log.warning(fault)
     prepare_data_dir(settings.data_dir)
     if settings.objects.exists():
         keep_private(settings.objects)

@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import MIB_BYTES, Mib
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.models import ModelHost
@@ -45,6 +46,7 @@ def policy_of(settings: Settings) -> Policy:
         array_result_bytes=settings.limits.array_result_bytes,
         serving=settings.triton.inference_servers,
         min_residency_seconds=settings.triton.min_residency_seconds,
+        yields_to_tasks_seconds=settings.triton.yields_to_tasks_seconds,
     )
 
 
@@ -92,6 +94,7 @@ def ray_options_of(settings: Settings) -> RayOptions:
         log_level=settings.log_level,
         log_format=settings.log_format,
         watched_directories=_watched(settings.fleet),
+        own_visible_gpus=os.environ.get(VARIABLE),
     )
 
 

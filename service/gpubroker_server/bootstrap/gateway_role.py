@@ -259,10 +259,10 @@ class GatewayRole:
         fleet = Fleet(self._servers, self._residencies)
         telemetry.show_lanes(lanes.figures)
         if self._residencies is not None:
-            self._draining = Draining(parts.follower.world, lanes)
+            self._draining = Draining(parts.follower.world, lanes, parts.rules.policy)
             self._follower.listen(self._draining.on_events)
             if self._broker is not None:
-                self._broker.let_go, self._broker.in_use = self._draining.drained, lanes.in_use
+                self._broker.let_go, self._broker.in_use = self._draining.drained, self._draining.in_use
         telemetry.show_servers(fleet.rows)
         return Plane(
             callers=callers,

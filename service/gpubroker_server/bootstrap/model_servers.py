@@ -40,6 +40,7 @@ def lane_options_of(settings: Settings) -> LaneOptions:
         given.priority,
         {name.encode(): slots for name, slots in given.slots.items()},
         {name: chosen.priority for name, chosen in types.items() if chosen.priority is not None},
+        given.yields_to_tasks_seconds,
     )
 
 

@@ -23,8 +23,10 @@ from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.submission import withdrawn_entrypoints
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
+from gpubroker_server.core.world.task_counts import tasks_by_tenant
 from gpubroker_server.ports.store import Outgrown, StoreUnavailable
-from gpubroker_server.settings.loading import Settings, default_data_dir
+from gpubroker_server.settings.loading import Settings, usual_data_dir
 
 if TYPE_CHECKING:
     from gpubroker_server.bootstrap.gateway_role import GatewayRole
@@ -94,16 +96,11 @@ class Process:
         leading = self._begin_all(self._broker)
         try:
             serving = [] if self._listener is None else [await self._speak(self._listener)]
+            jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway)
+            await self._greet()
         except BaseException:
-            await _end(leading)
+            await self._undo_start(leading)
             raise
-        jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway)
-        self._on_start()
-        self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
-        if self._broker is not None:
-            self._say(*which_ray(self._settings))
-            with suppress(StoreUnavailable):
-                self._say(*waiting_in_vain(self._settings, await self._store.pending_entrypoints()))
         await self._stop.wait()
         await self._drain(serving, leading)
         await _end(jobs)
@@ -113,6 +110,22 @@ class Process:
             await self._broker.close(stop_cluster=self._stop_cluster)
         self._say(self._farewell())
         return 0 if self._fault is None else 1
+
+    async def _greet(self) -> None:
+        self._on_start()
+        self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
+        if self._broker is not None:
+            self._say(*which_ray(self._settings), *which_gpus(self._settings))
+            with suppress(StoreUnavailable):
+                self._say(*waiting_in_vain(self._settings, await self._store.pending_entrypoints()))
+
+    async def _undo_start(self, leading: Sequence[asyncio.Task[None]]) -> None:
+        """Leave nothing running of a start that failed. A local Ray goes on if it has runs, which the next
+        start finds again, or if other brokers may use it."""
+        await _end(leading)
+        if self._broker is not None:
+            is_ours = not (self._settings.ray.address or self._store.is_shared)
+            await self._broker.close(stop_cluster=is_ours and not self._follower.world.active)
 
     async def _speak(self, listener: socket.socket) -> asyncio.Task[None]:
         """Serve requests from now on. The gateway is loaded only here, beside the first decisions: it takes a
@@ -154,7 +167,10 @@ class Process:
     def _farewell(self) -> str:
         if self._broker is None:
             return "gpubroker stopped"
-        return farewell(self._settings, len(self._follower.world.active), self._stop_cluster)
+        return farewell(self._settings, self._runs_under_way(), self._stop_cluster)
+
+    def _runs_under_way(self) -> int:
+        return sum(tasks_by_tenant(self._follower.world)[1].values())
 
     def _begin_all(self, *parts: Part | None) -> list[asyncio.Task[None]]:
         return [self._begin(name, job) for part in parts if part is not None for name, job in part.jobs()]
@@ -196,8 +212,9 @@ class Process:
             for line in lines:
                 log.info(line.strip())
             return
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
-        sys.stderr.flush()
+        with suppress(OSError, ValueError, AttributeError):  # closed, or there is none: nobody reads it
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+            sys.stderr.flush()
 
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
@@ -230,7 +247,7 @@ def greeting(settings: Settings, url: str | None) -> list[str]:
     ]
     if settings.triton.grpc_port is not None:
         lines.insert(1, f"  clients of Triton over gRPC: port {settings.triton.grpc_port}")
-    if settings.data_dir != default_data_dir():
+    if settings.data_dir != usual_data_dir():
         lines.append(f"  clients find it with: export GPUBROKER_DATA_DIR={settings.data_dir}")
     if not settings.entrypoints:
         lines.append("  note: no entrypoint is allowed yet; set entrypoints, such as myteam.*:*")
@@ -258,6 +275,25 @@ def which_ray(settings: Settings) -> list[str]:
     if named not in ("", address):
         lines.append(f"  note: RAY_ADDRESS={named} is not used; name a cluster to join with --ray host:6379")
     return lines
+
+
+def which_gpus(settings: Settings) -> list[str]:
+    """The lines that a start prints about the GPUs that it uses, if not all of each machine."""
+    variable, named = os.environ.get(VARIABLE), settings.ray.gpus
+    if settings.engine != "ray" or settings.simulated_devices:
+        return []
+    if named is not None:
+        instead = "" if variable is None else f", and not {VARIABLE}={variable}"
+        return [f"  GPUs: ray.gpus decides which are used: {','.join(named) or 'none'}{instead}"]
+    if variable is None:
+        return []
+    if settings.ray.address:
+        line = (
+            f"  note: {VARIABLE}={variable} of this service is not used: each node of the cluster has one of "
+            "its own, and ray.gpus goes before it"
+        )
+        return [line]
+    return [f"  GPUs: {VARIABLE} decides which are used: {variable or 'none'}; ray.gpus goes before it"]
 
 
 def waiting_in_vain(settings: Settings, pending: Mapping[str, int]) -> list[str]:

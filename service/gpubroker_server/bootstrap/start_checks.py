@@ -18,6 +18,7 @@ import psutil
 import structlog
 from msgspec import structs
 
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.settings.loading import LOOPBACK, Settings
 from gpubroker_server.settings.ray import client_server_refused
@@ -112,6 +113,33 @@ def check_shared(settings: Settings) -> None:
         )
 
 
+def check_disk_roots(settings: Settings) -> None:
+    """Check that no root of the disk guard is a symbolic link on this machine: the guard follows none, so it
+    would never delete anything there. Raises StartRefused."""
+    for root in settings.fleet.disk.roots:
+        if os.path.islink(root.path):
+            raise StartRefused(
+                f"fleet.disk.roots: {root.path} is a symbolic link, which the disk guard does not follow; "
+                f"write its real path, {os.path.realpath(root.path)}"
+            )
+
+
+def batches_without_effect(settings: Settings) -> str:
+    """Return the sentence that says which part of `triton.batch` does nothing; empty if all of it counts."""
+    triton = settings.triton
+    named = ", ".join(sorted(triton.batch))
+    if not triton.batch:
+        return ""
+    if not triton.servers:
+        return f"triton.batch ({named}) has no effect: triton.servers names no server"
+    if not triton.managed:
+        return (
+            f"triton.batch ({named}) joins queued inferences only: no server has a node, so the service "
+            "loads no models, and direct requests are batched as the models' own dynamic_batching says"
+        )
+    return ""
+
+
 def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
     """Check that the token and the certificates for a joined Ray are there and fit. Raises StartRefused. They
     are named by settings or, as for Ray itself, in the environment. Without this check Ray would try for
@@ -162,6 +190,20 @@ def _check_readable(name: str, path: Path) -> None:
         ) from None
     if empty:
         raise StartRefused(f"{name}: {path} is empty")
+
+
+def check_gpus(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    """Check that no GPU to use is named twice: CUDA shows none then. Raises StartRefused."""
+    named, by = settings.ray.gpus, "ray.gpus"
+    if named is None and not settings.ray.address and VARIABLE in environment:
+        named, by = tuple(environment[VARIABLE].split(",")), VARIABLE
+    words = [word.strip() for word in named or ()]
+    twice = sorted({word for word in words if word and words.count(word) > 1})
+    if settings.engine == "ray" and not settings.simulated_devices and twice:
+        raise StartRefused(
+            f"{by} names {', '.join(twice)} twice, and CUDA shows no GPU to a process with such a list; name "
+            "each GPU once"
+        )
 
 
 def check_task_surroundings(settings: Settings) -> None:

@@ -232,10 +232,16 @@ async def gateways_have_let_go(store: PresenceStore, clock: Clock, claim: str) -
     return present is not None and all(claim in gateway.let_go for gateway in present)
 
 
-async def models_in_use(store: PresenceStore, clock: Clock) -> frozenset[str] | None:
-    """The models that have a request at any gateway; None while the database does not answer."""
+async def models_in_use(store: PresenceStore, clock: Clock) -> ModelsInUse | None:
+    """The models that have a request at any gateway, or had one lately; None while the database does not
+    answer."""
     present = await _present(store, clock)
-    return None if present is None else frozenset().union(*(gateway.in_use for gateway in present))
+    if present is None:
+        return None
+    return ModelsInUse(
+        frozenset().union(*(gateway.in_use for gateway in present)),
+        frozenset().union(*(gateway.recent for gateway in present)),
+    )
 
 
 async def _present(store: PresenceStore, clock: Clock) -> list[Presence] | None:
@@ -250,20 +256,21 @@ async def _present(store: PresenceStore, clock: Clock) -> list[Presence] | None:
 
 async def watch_model_use(
     world: World,
-    read: Callable[[], Awaitable[frozenset[str] | None]],
+    read: Callable[[], Awaitable[ModelsInUse | None]],
     clock: Clock,
+    policy: Policy,
     hear: Callable[[Sequence[Report]], None],
 ) -> None:
-    """Ask gateways until cancelled which models are in use, while an equal waits for the memory of one.
-    `hear` is called only if that changes whose turn it is. `read`: as `models_in_use`. Gateways have one
-    interval to say that: they do so when they learn that something waits."""
+    """Ask gateways until cancelled which models are in use, while something waits that could have the memory
+    of an idle one. `hear` is called only if that changes whose turn it is. `read`: as `models_in_use`.
+    Gateways have one interval to say that: they do so when they learn that something waits."""
     was_contended = False
     while True:
         await asyncio.sleep(USE_SECONDS)
         in_use = await read() if was_contended else None
-        if in_use is not None and turns(world, in_use, clock.now()):
-            hear([ModelsInUse(in_use)])
-        was_contended = is_contended(world)
+        if in_use is not None and turns(world, in_use, clock.now(), policy):
+            hear([in_use])
+        was_contended = is_contended(world, clock.now(), policy)
 
 
 async def watch_left_servers(

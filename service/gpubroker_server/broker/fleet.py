@@ -15,12 +15,13 @@ from gpubroker_server.core.control.findings.finding import Finding, remember
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
 from gpubroker_server.core.control.throughput import CALLS, ITEMS, Throughput
 from gpubroker_server.core.domain.decisions import Decision, Notice
-from gpubroker_server.core.domain.holders import Inference
+from gpubroker_server.core.domain.holders import Inference, Model
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.orders import Loaded, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Seconds, TaskId
+from gpubroker_server.core.lifecycle.gpu_closures import by_failures
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -88,6 +89,7 @@ class FleetKeeper:
         self._control = FleetControl(rules, self.policy, before)
         self._asked: asyncio.Future[HostUse] | None = None
         """Until it is answered."""
+        self._closes_failing_gpus = rules.failing_gpus.close
         self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []
         self._room: BackgroundRoom | None = None
@@ -154,7 +156,10 @@ class FleetKeeper:
         if self._room is not None:
             self.world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
             self._room = None
-        return [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
+        found = [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
+        if self._closes_failing_gpus and (failing := self._control.seen.failing):
+            found += by_failures(self.world, failing, self.clock.now())
+        return found
 
     def told(self, decisions: Sequence[Decision]) -> None:
         """These are committed, or refused for good."""
@@ -168,7 +173,9 @@ class FleetKeeper:
         self._throughput.done[ITEMS] += sum(page.count for one in decisions for page in one.items)
 
     def hear(self, reports: Sequence[Report]) -> None:
-        """Count what runs have answered. What a run answered before this leader began is not counted."""
+        """Count what runs have answered, and how they ended. What a run answered before this leader began is
+        not counted."""
+        self._control.failing_gpus.note(self.world, reports)
         for report in reports:
             row = self.world.tasks.get(report.task) if isinstance(report, Loaded) else None
             if isinstance(report, Loaded) and row is not None and not row.is_terminal:
@@ -182,6 +189,8 @@ class FleetKeeper:
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
+            if event.kind == "gpu.reopened":
+                self._control.failing_gpus.forget(DeviceKey(event.key))
             if event.kind in self._events:
                 self._events[event.kind] += 1
             what = _MOVES.get(event.kind)
@@ -189,6 +198,8 @@ class FleetKeeper:
                 continue
             task = event.task or self.world.tasks.get(TaskId(event.key))
             match task:
+                case Task(holder=Model()):
+                    pass  # it is no task, though its row moves like one
                 case Task(holder=Inference()):
                     self._throughput.moved(what, is_inference=True)
                 case _:
@@ -202,7 +213,7 @@ class FleetKeeper:
                 self._control.fill.note(task, is_new=True)
 
     def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:
-        pending = self.world.pending
+        pending = self.world.pending - self.world.pending_held
         return {
             "queue_length": float(pending.total()),
             "admission_seconds": longest_wait_seconds(self.world, now) if self._watches_admission else None,

@@ -5,9 +5,11 @@ A later leader may send them again: a response counts only under the fence of it
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -26,8 +28,8 @@ from gpubroker_server.core.serving.batching import (
     split,
 )
 from gpubroker_server.core.serving.tensors import BadTensor
-from gpubroker_server.ports.inferences import InferenceClient, InferenceFailed, InferenceFault
-from gpubroker_server.ports.store import Clock
+from gpubroker_server.ports.inferences import InferenceClient, InferenceFailed, InferenceFault, ReadObject
+from gpubroker_server.ports.store import BlobMissing, BlobStore, Clock
 
 log = structlog.get_logger("gpubroker.inference.queued")
 
@@ -39,6 +41,9 @@ BATCHING_SECONDS = 60.0
 
 MOST_QUEUES = 1024
 """More idle queues are removed: the names of models come from clients."""
+
+_PART_BYTES = 2 * 2**20
+"""The part of an object that is in memory at once."""
 
 _OF_ONE = frozenset(
     {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
@@ -66,12 +71,14 @@ class InferenceDispatcher:
         clock: Clock,
         usual: BatchRules | None = None,
         rules: Mapping[str, BatchRules] | None = None,
+        blobs: BlobStore | None = None,
     ) -> None:
-        """`rules`: of single models, instead of `usual`."""
+        """`rules`: of single models, instead of `usual`. `blobs`: has the objects that requests name."""
         self._clients = {client.name: client for client in clients}
         self._clock = clock
         self._usual = usual or BatchRules()
         self._rules = rules or {}
+        self._read: ReadObject | None = None if blobs is None else partial(object_parts, blobs)
         self._unheard: list[Report] = []
         self._hear: Hear = self._unheard.extend
         """Keeps reports until `run`."""
@@ -115,7 +122,7 @@ class InferenceDispatcher:
                 self._queues.pop(home).end()
         rules = self._rules.get(order.model, self._usual)
         queue = self._queues[order.server, order.model] = _ModelQueue(
-            client, order.model, rules, self._report
+            client, order.model, rules, self._report, self._read
         )
         self._fresh.append(queue)
         self._woken.set()
@@ -157,6 +164,7 @@ class _ModelQueue:
     model: str
     rules: BatchRules
     report: Callable[[Sequence[_QueuedInference], Sequence[InferenceResponse] | InferenceFailed], None]
+    read: ReadObject | None
 
     def __post_init__(self) -> None:
         self._waiting: list[_QueuedInference] = []
@@ -240,7 +248,7 @@ class _ModelQueue:
 
     async def _answers(self, requests: Sequence[InferenceRequest]) -> Sequence[InferenceResponse]:
         try:
-            answer = await self.client.infer(self.model, joined(requests))
+            answer = await self.client.infer(self.model, joined(requests), self.read)
         except InferenceFailed:
             raise
         except Exception as mistake:  # it would end each leader that sends it
@@ -255,6 +263,23 @@ class _ModelQueue:
             log.warning("a model does not answer by rows, and gets no batches any more", model=self.model,
                         fault=str(fault))  # fmt: skip
             raise InferenceFailed(InferenceFault.FAILED, str(fault)) from None
+
+
+async def object_parts(blobs: BlobStore, digest: str, size_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the bytes of an object, in parts; the last one only if all of them have that digest. Raises
+    InferenceFailed if they are gone or damaged."""
+    seen, at = hashlib.sha256(), 0
+    while at < size_bytes:
+        try:
+            part = await blobs.read(digest, at, min(_PART_BYTES, size_bytes - at))
+        except BlobMissing:
+            part = b""
+        at += len(part)
+        await asyncio.to_thread(seen.update, part)
+        if not part or (at == size_bytes and seen.hexdigest() != digest):
+            detail = f"the bytes of object {digest} are gone or damaged; upload them and submit it again"
+            raise InferenceFailed(InferenceFault.REFUSED, detail)
+        yield part
 
 
 def _ending(refused: InferenceFailed) -> tuple[Ending, Failure | None]:

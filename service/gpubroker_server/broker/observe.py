@@ -39,6 +39,7 @@ from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle import (
     deadlines,
+    gpu_closures,
     model_adoption,
     model_lifecycle,
     model_turns,
@@ -146,6 +147,8 @@ class Observer:
         about_runs: list[Report] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
+        measured: dict[NodeName, NodeSample] = {}
+        answered: set[NodeName] = set()
         lost = [report for report in reports if isinstance(report, NodeLost)]
         given_up = self._given_up(self.heartbeats.report_dead(lost, self.world, self.ticks(), now))
         for report in reports:
@@ -159,6 +162,7 @@ class Observer:
                     self.world.measure(report.samples)
                 case NodeSample():
                     self.world.measure((), [report])
+                    measured[report.node] = report
                 case Gone():
                     after_gone |= {sample.device: sample for sample in report.samples}
                     about_runs.append(report)
@@ -171,7 +175,7 @@ class Observer:
                 case ServerGone():
                     decisions += model_adoption.server_gone(self.world, report.process)
                 case ModelsInUse():
-                    decisions += model_turns.turns(self.world, report.names, now)
+                    decisions += model_turns.turns(self.world, report, now, self.policy)
                 case DiskReport():
                     decisions += await self._disks.answered(report, now)
                 case Stacked():
@@ -180,8 +184,12 @@ class Observer:
                     self._log_answer(report)
                     self._name_strangers(report)
                     decisions += reconcile(self.world, report, now, self.policy, self.inventory)
+                    answered.add(report.node.name)
                 case _:
                     about_runs.append(report)
+        for node, sample in measured.items():
+            if node not in answered:  # whose rows may change just now; the next sample comes soon
+                decisions += gpu_closures.by_health(self.world, sample, now)
         # Taken after the processes were gone, so their memory does not count as foreign. The last sample of a
         # device holds for all that have left it.
         self.world.measure(after_gone.values())

@@ -17,12 +17,14 @@ class Since(NamedTuple):
 
 
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
+_CLOSURE = Since("0.3.0", "closing a GPU")
 _DISK = Since("0.3.0", "looking at the disks of nodes")
 _WORKERS = Since("0.3.0", "a worker set")
 _STREAM = Since("0.3.0", "a changed work stream")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
+    "inference_object": Since("0.3.0", "an object that an inference does not copy"),
     "object": Since("0.3.0", "an object as an argument"),
     "retry_on": Since("0.3.0", "retry_on"),
     "upload": Since("0.3.0", "upload and outputs"),
@@ -33,6 +35,8 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "cordon": _CORDON,
     "drain": _CORDON,
     "uncordon": _CORDON,
+    "close_gpu": _CLOSURE,
+    "reopen_gpu": _CLOSURE,
     "disk": _DISK,
     "clean": _DISK,
     "form": _WORKERS,

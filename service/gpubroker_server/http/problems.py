@@ -270,6 +270,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     ),
     "model-not-loaded": ProblemKind(502, "The model was not loaded"),
     "model-server-failed": ProblemKind(502, "The model server failed"),
+    "model-server-unauthorized": ProblemKind(502, "The model server refused the service"),
     "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
     "stack-unavailable": ProblemKind(
         503,

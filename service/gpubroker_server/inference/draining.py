@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState, model_of
 from gpubroker_server.core.domain.units import Instant, Seconds, mark_of
 from gpubroker_server.core.lifecycle import model_turns
@@ -34,14 +36,15 @@ class Requests(Protocol):
         of the clock `now`."""
         ...
 
-    def in_use(self) -> frozenset[str]:
-        """Return the models that have a request here, under way or waiting."""
+    def in_use(self) -> ModelsInUse:
+        """Return the models that have a request here, under way or waiting, or had one lately."""
         ...
 
 
 class Draining:
-    def __init__(self, world: World, requests: Requests) -> None:
+    def __init__(self, world: World, requests: Requests, policy: Policy) -> None:
         self._world = world
+        self._policy = policy
         self._requests = requests
         self._leaving_since: dict[str, float] = {}
         """Claim of a model -> the time at which this gateway learned that the model is to leave. Later
@@ -51,15 +54,28 @@ class Draining:
     def drained(self) -> frozenset[str]:
         """Return the claims of models that are to leave and have no request of this gateway left."""
         leaving = {
-            mark_of(task.id, task.fence, 0): model_of(task).model
+            mark_of(task.id, task.fence, 0): (model_of(task).model, *model_of(task).steps)
             for task in self._world.models.live()
             if task.state is TaskState.STOPPING
         }
         since = {claim: self._leaving_since.get(claim, self._requests.now()) for claim in leaving}
         self._leaving_since = since
         return frozenset(
-            claim for claim, model in leaving.items() if not self._requests.has_older(model, since[claim])
+            claim
+            for claim, models in leaving.items()
+            if not any(self._requests.has_older(model, since[claim]) for model in models)
         )
+
+    def in_use(self) -> ModelsInUse:
+        """Return the models that have a request here, or had one lately, and the ensembles of which a step
+        does: these hold the memory of their steps."""
+        used = self._requests.in_use()
+        ensembles = [model for task in self._world.models.live() if (model := model_of(task)).steps]
+
+        def with_ensembles(names: frozenset[str]) -> frozenset[str]:
+            return names.union(model.model for model in ensembles if not names.isdisjoint(model.steps))
+
+        return ModelsInUse(with_ensembles(used.names), with_ensembles(used.recent))
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Report at once if the leader may wait for it. The World must have applied the events before."""
@@ -68,7 +84,8 @@ class Draining:
 
     async def report(self, store: PresenceStore, name: str, at: Instant) -> Presence:
         """Write what this gateway has drained and what it uses. Raises StoreUnavailable."""
-        presence = Presence(name, at, self.drained(), self._requests.in_use())
+        in_use = self.in_use()
+        presence = Presence(name, at, self.drained(), in_use.names, in_use.recent)
         await store.present(presence)
         return presence
 
@@ -77,14 +94,16 @@ class Draining:
         next look."""
         last = Presence(name, Instant(0.0))
         while True:
-            is_contended, at = model_turns.is_contended(self._world), clock.now()
+            # Cleared before the look: an event that comes during a report is reason for another look.
+            self._woken.clear()
+            at = clock.now()
+            is_contended = model_turns.is_contended(self._world, at, self._policy)
             is_news = self.drained() != last.let_go or (
-                is_contended and self._requests.in_use() != last.in_use
+                is_contended and self.in_use() != ModelsInUse(last.in_use, last.recent)
             )
             if is_news or at >= last.at + _REPORT_SECONDS:
                 with suppress(StoreUnavailable):
                     last = await self.report(store, name, at)
-            self._woken.clear()
             is_waiting = is_contended or len(self._leaving_since) > len(last.let_go)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_SECONDS if is_waiting else _REPORT_SECONDS):

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
-from gpubroker_server.core.domain.policy import BAND_NAMES, PRIORITIES_IN_WORDS, priority_of
-from gpubroker_server.core.domain.units import MonotonicSeconds
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.policy import DIRECT_PRIORITY, PRIORITIES_IN_WORDS, Policy, priority_of
+from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.lane import LaneFull, LaneRules, ModelLane, Place
 from gpubroker_server.http.identity import Identity
 from gpubroker_server.http.problems import Problem
@@ -30,12 +31,14 @@ names of models, so without a bound lanes would fill the memory."""
 
 class LaneOptions(NamedTuple):
     rules: LaneRules = LaneRules()
-    priority: int = BAND_NAMES["interactive"]
+    priority: int = DIRECT_PRIORITY
     """The priority of requests that state none."""
     slots: Mapping[bytes, int] = {}
     """Model -> slots. For other models the lane finds the number by trying."""
     type_priorities: Mapping[str, int] = {}
     """Model type -> priority of the requests that name the type and state no priority."""
+    recent_seconds: Seconds = Policy().yields_to_tasks_seconds
+    """A model counts as used for so long after its last request."""
 
 
 class QueueWish(NamedTuple):
@@ -232,10 +235,17 @@ class Lanes:
         lane = self._lanes.get(model.encode())
         return lane is not None and any(entry.since <= at for entry in self._started[lane])
 
-    def in_use(self) -> frozenset[str]:
-        """Return the models that have a request here, under way or waiting."""
-        lanes = (name.decode("utf-8", "replace") for name, lane in self._lanes.items() if not lane.is_idle)
-        return frozenset(lanes)
+    def in_use(self) -> ModelsInUse:
+        """Return the models that have a request here, under way or waiting, or had one lately."""
+        since = self.now() - self._options.recent_seconds
+        names = {
+            name.decode("utf-8", "replace"): lane
+            for name, lane in self._lanes.items()
+            if not lane.is_idle or lane.idle_since > since
+        }
+        return ModelsInUse(
+            frozenset(name for name, lane in names.items() if not lane.is_idle), frozenset(names)
+        )
 
     @property
     def tenant_share(self) -> float:

@@ -10,6 +10,7 @@ from gpubroker_server.http.proxies import TrustedProxies
 from gpubroker_server.inference.body_buffer import WaitingBytes
 from gpubroker_server.inference.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes
 from gpubroker_server.inference.operation import Target
+from gpubroker_server.inference.refusals import bad_header
 from gpubroker_server.inference.server_choice import Residencies
 from gpubroker_server.inference.servers import Fleet
 from gpubroker_server.ports.store import StoreUnavailable
@@ -21,6 +22,14 @@ to a second server when the first one breaks off."""
 
 QUEUE_HEADERS: Final = (PRIORITY, TIMEOUT, MODEL_TYPE)
 """Headers in which a request states the place that it wants in its model's lane."""
+
+
+def idempotent_in(text: str) -> bool:
+    """Return what the header IDEMPOTENT says. Raises Problem header-invalid for anything but true and
+    false."""
+    if (word := text.strip().lower()) not in ("true", "false"):
+        raise bad_header(IDEMPOTENT, text, "write true or false")
+    return word == "true"
 
 
 class Audit(Protocol):

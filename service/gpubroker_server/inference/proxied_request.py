@@ -27,7 +27,7 @@ from gpubroker_server.ports.backends import Trouble, UpstreamRequest
 MOST_RETURNS: Final = 3
 """Most times that a request waits for a model that has left. Then the client gets the server's answer."""
 
-_NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY})
+_NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY, Trouble.UNAUTHORIZED})
 """Troubles after which any request may go to another server."""
 _IF_IDEMPOTENT: Final = _NOTHING_SENT | {Trouble.BROKEN}
 """Troubles after which an idempotent request may go to another server. SILENT is not one of them: a silent
@@ -334,7 +334,10 @@ class ProxiedRequest(ABC):
             self._body.clear()
         server = self.server
         if server is not None:
-            server.endpoint(self.over_grpc).answered()
+            endpoint = server.endpoint(self.over_grpc)
+            endpoint.answered()
+            if endpoint.refusal and is_success and self.target.model:
+                endpoint.refusal = ""
             if is_success and self.target.operation.loads:
                 server.note_load(self.target.model)
 

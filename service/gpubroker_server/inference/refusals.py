@@ -13,6 +13,7 @@ _CODES = {
     Trouble.BROKEN: "model-server-failed",
     Trouble.SILENT: "model-server-silent",
     Trouble.TOO_LARGE: "headers-too-large",
+    Trouble.UNAUTHORIZED: "model-server-unauthorized",
 }
 
 _WORDS = {
@@ -21,6 +22,10 @@ _WORDS = {
     Trouble.BROKEN: "model server {server} broke off and may have done it: {detail}",
     Trouble.SILENT: "model server {server} gave no answer and may still do it: {detail}",
     Trouble.TOO_LARGE: "{detail}; send fewer or shorter headers",
+    Trouble.UNAUTHORIZED: (
+        "model server {server} does not accept the service's own credentials ({detail}); the operator sets "
+        "them with token_file or headers of triton.servers"
+    ),
 }
 
 

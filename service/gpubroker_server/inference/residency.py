@@ -23,11 +23,14 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState, model_of
-from gpubroker_server.core.domain.units import Instant, Mib, Seconds
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
-from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_ready_at
-from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.lifecycle.model_turns import pinned_in_the_way
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
+from gpubroker_server.core.planning.forecasts.forecasts import forecast_alone
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.server_places import gpus_of, place_fault
 from gpubroker_server.core.world.world import World
 from gpubroker_server.http.faults import problem_of
@@ -55,6 +58,9 @@ _DEAD_SECONDS: Final = Seconds(5.0)
 """Time that the leader has for checking a model that is reported dead before it is reported again."""
 
 _LOAD_TRIES: Final = 3
+
+_RETRY_SECONDS: Final = 5
+"""When a request may come again for a model that is not known to be ready at some time."""
 
 _HAS_STEPS: Final = frozenset({TaskState.ADMITTED, TaskState.RUNNING})
 """States of an ensemble in which its server has its steps in memory, or brings them there."""
@@ -179,8 +185,13 @@ class Residency:
         tasks, name = self._parts.world.models.live(), self.rules.name
         return [task for task in tasks if (model := model_of(task)).model and model.server == name]
 
+    def memory_of(self, model: str) -> Task | None:
+        """Return the task that holds the model's memory, or waits for it: its own, or that of a loaded
+        ensemble of which the model is a step."""
+        return self.of(model) or self.ensemble_of(model)
+
     def is_there(self, model: str) -> bool:
-        task = self.of(model)
+        task = self.memory_of(model)
         return task is not None and task.state is TaskState.RUNNING
 
     async def repository(self) -> Mapping[str, IndexedModel] | None:
@@ -209,7 +220,7 @@ class Residency:
         and otherwise with the next report."""
         now = self._parts.clock.now()
         self._uses.add(model, Uses(1, priority, now))
-        task = self.of(model)
+        task = self.memory_of(model)
         if task is None or task.state is not TaskState.RUNNING or model in self._reported_now:
             return
         if needs_want_request(task, priority, now):
@@ -226,7 +237,7 @@ class Residency:
         """Tell the leader when this model was used. Raises StoreUnavailable and keeps the uses for the next
         report."""
         # Taken before the call, so that uses during the call are counted for the next report.
-        uses, task = self._uses.take(model), self.of(model)
+        uses, task = self._uses.take(model), self.memory_of(model)
         if uses is None or task is None:
             return
         times, priority, last_at = uses
@@ -256,7 +267,7 @@ class Residency:
             self._do(self._report_dead(model))
 
     async def _report_dead(self, model: str) -> None:
-        task = self.of(model)
+        task = self.memory_of(model)
         if task is not None:
             with suppress(StoreUnavailable):  # A later request to the model reports it again.
                 priority = model_of(task).asked_priority
@@ -316,15 +327,15 @@ class Residency:
         Raises Problem."""
         now = self._parts.clock.now
         until = now() + self.rules.cold_seconds
-        denied = self.of(model)
-        while denied is not None and _is_unchanged(denied, self.of(model)):
+        denied = self.memory_of(model)
+        while denied is not None and _is_unchanged(denied, self.memory_of(model)):
             if unless():
                 return
             found = (await self.repository() or {}).get(model)
             if found is not None and found.stage is ModelState.READY:
                 return
             with self._parts.waiters.expect(moves_of(denied.id)) as moved:
-                if not _is_unchanged(denied, self.of(model)):
+                if not _is_unchanged(denied, self.memory_of(model)):
                     return
                 if now() >= until or self._parts.waiters.is_closed:
                     raise self._not_ready(denied, now())
@@ -344,15 +355,32 @@ class Residency:
                 raise Problem("model-not-ready", detail)
 
     def _not_ready(self, task: Task, now: Instant) -> Problem:
-        start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
-        seconds = 5 if start is None else max(1, ceil(start.p50_at - now))
-        unknown = place_fault(self._parts.world, self.rules) or "it is not known when it will be"
-        when = unknown if start is None else f"it is expected to be there in {seconds} s"
+        start = self._expected_ready_at(task, now)
+        seconds = _RETRY_SECONDS if start is None else max(1, ceil(start.p50_at - now))
+        if start is None:
+            when = place_fault(self._parts.world, self.rules) or _pinned(self._parts.world, task)
+            when = when or "it is not known when it will be"
+        elif model_of(task).load_seconds:
+            when = f"it is expected to be there in {seconds} s"
+        else:
+            when = f"room for it is expected in {seconds} s, and how long it loads is not known yet"
+            seconds = max(_RETRY_SECONDS, seconds)
         detail = (
             f"model {task.name} is not in memory ({task.state.value}): {when}; "
             f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"
         )
         return Problem("model-not-ready", detail, headers={"Retry-After": str(seconds)})
+
+    def _expected_ready_at(self, task: Task, now: Instant) -> ExpectedStart | None:
+        """Return what the forecasts of the first in the queue say; for others, when there would be room
+        without the rest of the queue, as `explain` does."""
+        world, forecasts = self._parts.world, self._parts.forecasts()
+        start = expected_ready_at(world, task, forecasts, now)
+        if start is None and task.id in world.queue:
+            alone = forecast_alone(Draft(world), task, self._parts.policy, now, [NodeName(self.rules.node)])
+            if alone is not None and alone.basis is not Basis.GUESS:
+                start = expected_ready_at(world, task, (alone,), now)
+        return start
 
     async def _failed(self, task: Task) -> Problem:
         record = await self._parts.store.record(task.id)
@@ -376,13 +404,13 @@ class Residency:
     # Making holders.
 
     async def want(self, model: str, priority: int, *, queued: bool = False, measured: bool = False) -> Task:
-        """Return the model's holder, and make one if there is none. `queued`: it is for queued inferences,
-        for which the leader keeps the model wanted. `measured`: the model is loaded to be measured. Raises
-        Problem, UnknownModel, StoreUnavailable."""
+        """Return the task that holds the model's memory, and make one if there is none. `queued`: it is for
+        queued inferences, for which the leader keeps the model wanted. `measured`: the model is loaded to be
+        measured. Raises Problem, UnknownModel, StoreUnavailable."""
         # Under the lock this gateway makes one holder per model. The store refuses a second one of another
         # gateway.
         async with self._locks.setdefault(model, asyncio.Lock()):
-            task = self.of(model)
+            task = self.memory_of(model)
             if task is None:
                 return await self._enter(model, priority, queued=queued, measured=measured)
             if not queued:
@@ -420,7 +448,9 @@ class Residency:
         for task in self.holders():
             if task.state is TaskState.PENDING and not task.held:
                 asked, _, _ = await self.demand_of(task.name)
-                is_given = self.rules_of(task.name).gpu_mb is not None
+                # An ensemble's size may be that of its steps.
+                sizes = (self.rules_of(name).gpu_mb for name in (task.name, *model_of(task).steps))
+                is_given = any(size_mb is not None for size_mb in sizes)
                 if not _asks_for(task, asked, same_size=is_given):
                     await self.ask_leader(task, "cancel", by="settings")
         base, rules = self.of(""), self.rules
@@ -548,6 +578,15 @@ class Residency:
 
     def _where(self, uuids: Sequence[str]) -> PlacementConstraints:
         return PlacementConstraints(nodes=(("node", (self.rules.node,)),), devices=tuple(sorted(uuids)))
+
+
+def _pinned(world: World, task: Task) -> str:
+    """Return the sentence about pinned models that keep the memory it could have; empty without any."""
+    models = [f'"{model_of(other).model[:100]}"' for other in pinned_in_the_way(world, task.demand)]
+    if not models:
+        return ""
+    which = f"model {models[0]} is" if len(models) == 1 else f"models {', '.join(models[:3])} are"
+    return f"{which} pinned where it could be loaded; unpin one (`gpubroker pin NAME --off`)"
 
 
 def _asks_for(task: Task, asked: Asked, *, same_size: bool = True) -> bool:

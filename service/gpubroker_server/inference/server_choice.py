@@ -176,7 +176,7 @@ class Residencies:
 
     def _free_mb(self, rules: ServerRules) -> int:
         """Return the free memory of the emptiest of the server's GPUs."""
-        return max((ledger.free_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)
+        return max((ledger.offered_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)
 
 
 class PlaceChecks:

@@ -10,7 +10,9 @@ import structlog
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState
 from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
+from gpubroker_server.http.problems import Problem
 from gpubroker_server.inference.operation import Target
+from gpubroker_server.inference.refusals import problem_of
 from gpubroker_server.inference.server_choice import Residencies
 from gpubroker_server.ports.backends import CallBackend, ModelBackend, NotFetched, Trouble
 from gpubroker_server.telemetry.table import ServerRow
@@ -42,7 +44,7 @@ def contents_of(models: Mapping[str, IndexedModel]) -> Contents:
 
 
 class ServerChecks(Protocol):
-    """Questions to a kind of model server about itself. Both methods raise NotFetched."""
+    """Questions to a kind of model server about itself. All methods raise NotFetched."""
 
     async def check(self, server: "Server", endpoint: "Endpoint", within_seconds: Seconds) -> None:
         """Check that the server answers at the endpoint as it should."""
@@ -50,11 +52,14 @@ class ServerChecks(Protocol):
     async def index(self, server: "Server", within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
         """Return the models of the server's repository, or None if the answer is no index."""
 
+    async def change(self, server: "Server", model: str, *, loads: bool, within_seconds: Seconds) -> str:
+        """Have it load or unload the model. Return why it did not; empty if it did."""
+
 
 class Endpoint:
     """One of the protocols over which a server is asked, each on a port of its own."""
 
-    __slots__ = ("_is_closed", "_now", "_server", "breaker", "check_wanted", "faults", "protocol")
+    __slots__ = ("_is_closed", "_now", "_server", "breaker", "check_wanted", "faults", "protocol", "refusal")
 
     def __init__(
         self, server: str, protocol: str, rules: BreakerRules | None, now: Callable[[], float]
@@ -65,6 +70,8 @@ class Endpoint:
         """Number of faults since the start."""
         self.check_wanted = asyncio.Event()
         """Set if there is reason to check at once whether the server answers, and which models it has."""
+        self.refusal = ""
+        """How the server last refused the service's credentials; empty after an answer about a model."""
         self._server = server
         self._now = now
         self._is_closed = False
@@ -72,6 +79,14 @@ class Endpoint:
     @property
     def open_seconds(self) -> Seconds:
         return self.breaker.open_seconds(MonotonicSeconds(self._now()))
+
+    def refused(self, why: str) -> None:
+        """The server does not accept the service's credentials: it answers, so it is not down."""
+        if not self.refusal and not self._is_closed:
+            log.warning(
+                "a model server refuses the service", server=self._server, way=self.protocol, fault=why
+            )
+        self.refusal = why
 
     def close(self) -> None:
         """Ignore failures from now on: they come from closing, not from the server."""
@@ -151,6 +166,18 @@ class Server:
     async def index(self, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
         """Ask the server for its models. Returns None if the answer is no index. Raises NotFetched."""
         return await self._checks.index(self, within_seconds)
+
+    async def change(self, model: str, *, loads: bool, within_seconds: Seconds) -> None:
+        """Have it load or unload a model that the ledger does not know. Raises Problem."""
+        try:
+            fault = await self._checks.change(self, model, loads=loads, within_seconds=within_seconds)
+        except NotFetched as failed:
+            raise problem_of(failed.trouble, self.name, str(failed)) from None
+        if fault:
+            what = "load" if loads else "unload"
+            detail = f"server {self.name} did not {what} model {model[:100]}: {fault}"
+            raise Problem("model-not-loaded", detail)
+        (self.note_load if loads else self.note_unload)(model.encode())
 
     def lists(self, model: str) -> bool:
         """Return True if the server's last index had the model."""

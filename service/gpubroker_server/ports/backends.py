@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 Header = tuple[bytes, bytes]
 
@@ -32,6 +32,12 @@ class Trouble(StrEnum):
     """Too many wait for a connection already; nothing was sent."""
     TOO_LARGE = "too_large"
     """The head is longer than the server takes; nothing was sent."""
+    UNAUTHORIZED = "unauthorized"
+    """The server does not accept the service's own credentials; it did nothing."""
+
+
+UNAUTHORIZED_STATUSES: Final = frozenset({401, 403, 407})
+"""HTTP statuses of a server to which the service, and not the client, is a stranger."""
 
 
 class ResponseHandler(Protocol):

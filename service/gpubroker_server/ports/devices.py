@@ -14,8 +14,17 @@ class DeviceLost(Exception):
     """The driver has lost the GPU: no process can use it any more. The text says it in the driver's words."""
 
 
+class NoDevices(Exception):
+    """The machine shows no GPU now. The text says why, in words for the operator."""
+
+    def __init__(self, why: str, *, is_proven: bool) -> None:
+        """`is_proven`: the driver itself says that there is none, so none is in use."""
+        super().__init__(why)
+        self.is_proven = is_proven
+
+
 class DevicesFound(Exception):
-    """The driver has started: these are to be asked from now on."""
+    """The driver was asked again: these are to be asked from now on."""
 
     def __init__(self, probes: "Sequence[DeviceProbe]") -> None:
         self.probes = probes
@@ -30,8 +39,8 @@ class DeviceProbe(Protocol):
     def read(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["DeviceReading"]:
         """One entry per device. `holders`: by the key of a run (`mark_of`). One call at a time; it may hang.
 
-        Raises DeviceLost, DevicesFound, and whatever the driver raises if it cannot say which devices there
-        are.
+        Raises DeviceLost, NoDevices, DevicesFound, and whatever the driver raises if it cannot say which
+        devices there are.
         """
 
 

@@ -1,5 +1,6 @@
 """The port of the leader to the models that answer queued inferences."""
 
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -38,13 +39,21 @@ class Batching(Struct, frozen=True):
     """Rows at once, as its configuration says; 1: it takes no batches, or keeps state between requests."""
 
 
+ReadObject = Callable[[str, int], AsyncIterator[bytes]]
+"""Yields the bytes of an object of that digest and size, in parts. Raises InferenceFailed if it is gone."""
+
+
 class InferenceClient(Protocol):
     """Of one model server. Each call raises InferenceFailed, and may be cancelled."""
 
     @property
     def name(self) -> str: ...
 
-    async def infer(self, model: str, request: InferenceRequest) -> InferenceResponse: ...
+    async def infer(
+        self, model: str, request: InferenceRequest, read: ReadObject | None = None
+    ) -> InferenceResponse:
+        """`read` gives the data of the tensors that name objects. Raises InferenceFailed, also what `read`
+        raises."""
 
     async def batching(self, model: str, version: str) -> Batching: ...
 

@@ -60,6 +60,8 @@ class Presence(Struct, frozen=True):
     answered."""
     in_use: frozenset[str] = frozenset()
     """Models that have a request here, under way or waiting."""
+    recent: frozenset[str] = frozenset()
+    """Models that had one here within `triton.yields_to_tasks_seconds`."""
 
 
 PRESENT_SECONDS = Seconds(5.0)

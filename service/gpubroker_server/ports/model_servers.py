@@ -30,6 +30,11 @@ class ServerEndpoint(Protocol):
     @property
     def open_seconds(self) -> Seconds:
         """For how long it has not answered; 0 if it does."""
+        ...
+
+    @property
+    def refusal(self) -> str:
+        """How the server last refused the service's credentials; empty if it accepts them."""
 
 
 class KnownServer(Protocol):
@@ -55,6 +60,9 @@ class KnownServer(Protocol):
 
     async def index(self, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
         """Ask for its models. Returns None if the answer is no index. Raises NotFetched."""
+
+    async def change(self, model: str, *, loads: bool, within_seconds: Seconds) -> None:
+        """Have it load or unload a model. Raises Problem."""
 
     def lists(self, model: str) -> bool:
         """Return whether its last index had the model."""

@@ -164,7 +164,7 @@ class TaskFilter(Struct, frozen=True):
     finished_from: Instant | None = None
     finished_before: Instant | None = None
     kind: str | None = None
-    """entrypoint, command, function or external; all if None."""
+    """entrypoint, command, function, inference, external or model; None: all but models."""
     quarantined: bool | None = None
     """True: only ended tasks with memory that counts as used. False: only the other ended tasks."""
     sort: TaskSort = TaskSort.SUBMITTED

@@ -46,6 +46,14 @@ class BackpressureSettings(Struct, frozen=True, kw_only=True):
     next_band_seconds: NonNegativeSeconds = Seconds(60.0)
     retry_after_seconds: Annotated[Seconds, Meta(ge=1, le=3600)] = Seconds(30.0)
 
+    def __post_init__(self) -> None:
+        """Check that a tenant is refused before all tenants are because of its tasks. Raises ValueError."""
+        if self.tenant_queue_length is not None and self.queue_length is not None:
+            check_order(
+                "tenant_queue_length.high", self.tenant_queue_length.high,
+                "queue_length.high", self.queue_length.high,
+            )  # fmt: skip
+
     @property
     def thresholds(self) -> dict[str, Threshold]:
         named = {
@@ -83,10 +91,9 @@ def _are_directories_of_their_own(roots: tuple[WatchedRoot, ...]) -> tuple[Watch
         path = os.path.normpath(root.path)
         if not root.path.startswith("/") or path in ("/", "//"):
             raise ValueError(f"{root.path!r} is no directory to clean; write its whole path, and not /")
-        if (root.file_class is FileClass.REDUNDANT) is not bool(root.sync_command):
+        if root.file_class is FileClass.REDUNDANT and not root.sync_command:
             raise ValueError(
-                f"{path}: class redundant needs a sync_command, a list of a program and its arguments, "
-                "and no other class has one"
+                f"{path}: class redundant needs a sync_command, a list of a program and its arguments"
             )
         found.append(replace(root, path=path))
     for one, other in pairwise(sorted(f"{root.path}/" for root in found)):

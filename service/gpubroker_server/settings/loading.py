@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
+from gpubroker.user_places import state_directory
 from gpubroker.wire.policy import GpuKind
 from msgspec import Meta, Struct, field
 from pydantic import BaseModel, ValidationError
@@ -56,11 +57,25 @@ class SettingsRefused(Exception):
 
 
 def default_data_dir() -> Path:
-    """Where the service keeps its files, and the CLI looks for the token."""
+    """Where the service keeps its files, and the CLI looks for the token. Raises SettingsRefused if the user
+    has no home directory and none is named."""
     if given := os.environ.get("GPUBROKER_DATA_DIR"):
         return Path(given)
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "gpubroker"
+    state = state_directory()
+    if state is None:
+        raise SettingsRefused(
+            f"data_dir is not set, and the user (id {os.geteuid()}) has no home directory to keep data in; "
+            "name a directory with --data-dir, data_dir or GPUBROKER_DATA_DIR"
+        )
+    return state / "gpubroker"
+
+
+def usual_data_dir() -> Path | None:
+    """Return the directory in which clients of this user look; None if they have none to look in."""
+    try:
+        return default_data_dir()
+    except SettingsRefused:
+        return None
 
 
 def _patterns_name_functions(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -351,7 +366,7 @@ def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
     """The variable wins over a file that was named for this command: the command would work on the data of
     another service. It is set in the shells of that service's clients."""
     here, there = files.get("data_dir"), os.environ.get(_DATA_DIR)
-    if here and there and Path(str(here)).expanduser() != Path(there).expanduser():
+    if here and there and os.path.expanduser(str(here)) != os.path.expanduser(there):  # Path's raises
         yield (
             f"data_dir: {config} says {here}, and {_DATA_DIR} says {there}; unset the variable, or say which "
             "one with --data-dir"

@@ -14,6 +14,7 @@ from gpubroker_server.core.domain.setting_marks import (
     PositiveMib,
     PositiveSeconds,
     check,
+    prepare,
 )
 from gpubroker_server.core.domain.units import Mib, Seconds
 
@@ -43,6 +44,15 @@ def client_server_refused(address: str) -> str:
         f"{address!r} is the address of a Ray Client server, through which runs cannot be followed; write "
         f"that of the head itself: {host}:6379, if it was started with the usual port"
     )
+
+
+def _gpu_words(given: object) -> object:
+    """Return GPUs as words, however they are written: one text, an index, or a list of both."""
+    if isinstance(given, str):
+        return [word.strip() for word in given.split(",") if word.strip()]
+    many = given if isinstance(given, list | tuple) else [given]
+    is_plain = all(isinstance(one, str | int) and not isinstance(one, bool) for one in many)
+    return [str(one) for one in many] if is_plain else given
 
 
 def _name_has_no_slash(name: str) -> str:
@@ -90,6 +100,10 @@ class RaySettings(Struct, frozen=True, kw_only=True):
     temporary directory."""
     upload_cache_mb: PositiveMib = Mib(10_240)
     """The most that a node keeps of uploaded directories for later runs."""
+    gpus: Annotated[tuple[str, ...] | None, prepare(_gpu_words)] = None
+    """The GPUs of a node to use, as in CUDA_VISIBLE_DEVICES; None: as that variable says."""
+    gpu_memory_mb: PositiveMib | None = None
+    """What a GPU without memory of its own offers; None: nine tenths of the machine's memory."""
     inherit_env: Annotated[tuple[str, ...], WORDS] = ()
     """Environment variables of a node that tasks inherit, besides locale and paths."""
 

@@ -9,11 +9,11 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
-from pathlib import Path
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from gpubroker import units
+from gpubroker.user_places import expanded
 from msgspec import Meta, Struct
 from msgspec.structs import fields, replace
 from pydantic import (
@@ -174,7 +174,7 @@ def _bounds(hint: Any, scale: int) -> Iterator[Any]:
 
 def _checks(marks: Mapping[str, Any]) -> Iterator[Any]:
     if "home" in marks:
-        yield AfterValidator(Path.expanduser)
+        yield AfterValidator(expanded)
     if "check" in marks:
         yield AfterValidator(marks["check"])
     if "by_name" not in marks and "alone" in marks:

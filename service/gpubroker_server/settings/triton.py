@@ -99,6 +99,7 @@ class TritonSettings(Struct, frozen=True, kw_only=True):
     cold_seconds: Annotated[Seconds, Meta(ge=0, le=3600)] = _RULES.cold_seconds
     wanted_seconds: PositiveSeconds = _RULES.wanted_seconds
     min_residency_seconds: Annotated[Seconds, Meta(ge=0, le=3600)] = Policy().min_residency_seconds
+    yields_to_tasks_seconds: Annotated[Seconds, Meta(ge=0, le=86_400)] = Policy().yields_to_tasks_seconds
     priority: Priority = _RULES.priority
     tenant: str = _RULES.tenant
     least_mb: PositiveMib = _RULES.least_mb
@@ -140,4 +141,6 @@ class TritonSettings(Struct, frozen=True, kw_only=True):
             ledger=tuple(server.name for server in self.managed),
             others=tuple(server.name for server in self.servers if not server.node),
             at_once=self.queued_at_once,
+            priority=self.priority,
+            body_bytes=self.body_bytes,
         )

@@ -6,10 +6,10 @@ from importlib.metadata import version
 from typing import Final
 
 from gpubroker_server.core.control.log_growth import LogGrowth
-from gpubroker_server.core.domain.task import TERMINAL
+from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import MIB_BYTES
 from gpubroker_server.core.world.ledger import DeviceLedger
-from gpubroker_server.core.world.task_counts import live_tasks, oldest_queued, pending_tasks
+from gpubroker_server.core.world.task_counts import live_tasks, models_by_state, oldest_queued, pending_tasks
 from gpubroker_server.core.world.tenant_accounts import guarantees
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
@@ -37,6 +37,14 @@ _METHODS = frozenset({"GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"
 
 def _tasks(scrape: Scrape) -> Samples:
     return [((state.value, band), count) for (state, band), count in live_tasks(scrape.world).items()]
+
+
+def _models(scrape: Scrape) -> Samples:
+    models, bases = models_by_state(scrape.world)
+    return [
+        (("server",), bases),
+        *(((state.value,), models[state]) for state in TaskState if state not in TERMINAL),
+    ]
 
 
 def _oldest_seconds(scrape: Scrape) -> Samples:
@@ -150,6 +158,12 @@ _TASKS: Final = (
         ("state",),
         _workers,
     ),
+    MetricRow(
+        "gpubroker_models",
+        "Models in the ledger that are wanted or loaded, which are no tasks; `server`: servers' base costs.",
+        ("state",),
+        _models,
+    ),
     a_counter(
         "gpubroker_tasks_finished",
         "Tasks that ever finished; survives pruning.",
@@ -168,7 +182,7 @@ _DEVICES: Final = (
     MetricRow(
         "gpubroker_gpu_info",
         "Always 1; what each device is.",
-        (*GPU, "modelName"),
+        (*GPU, "kind"),
         lambda scrape: [((*labels, ledger.device.kind), 1) for labels, ledger in scrape.ledgers],
     ),
     _per_gpu(
@@ -200,7 +214,7 @@ _DEVICES: Final = (
     _per_gpu(
         "gpubroker_gpu_memory_free_bytes",
         "Memory that a task without a pledge could take now.",
-        lambda ledger: max(0, ledger.free_mb()) * MIB_BYTES,
+        lambda ledger: ledger.offered_mb() * MIB_BYTES,
     ),
     MetricRow(
         "gpubroker_gpu_memory_stranded_bytes",

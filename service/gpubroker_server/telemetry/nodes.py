@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
+from gpubroker_server.core.control.findings.nodes import missing_gpus
 from gpubroker_server.core.domain.device import GpuHealth, NodeSample
 from gpubroker_server.core.domain.units import MIB_BYTES
 from gpubroker_server.core.lifecycle.silent_nodes import heard_nodes
@@ -26,7 +27,15 @@ def _gpu_faults(scrape: Scrape) -> Samples | None:
     if scrape.leader is None:
         return None
     agents = scrape.leader.executor.get("agents", {})
-    return [((node,), len(agent.get("gpu_faults", ()))) for node, agent in agents.items()]
+    return [
+        ((node,), len(agent.get("gpu_faults", ())) + len(missing_gpus(scrape.world, node, agent)))
+        for node, agent in agents.items()
+    ]
+
+
+def _closed_gpus(scrape: Scrape) -> Samples:
+    devices = (ledger.device for ledger in scrape.world.ledgers.values())
+    return [(gpu_labels(device), float(device.is_closed)) for device in devices if not device.simulated]
 
 
 def _of_node(
@@ -78,6 +87,12 @@ METRICS: Final = (
         _ready,
     ),
     MetricRow("gpubroker_node_gpu_faults", "GPUs that the node's agent cannot use.", _NODE, _gpu_faults),
+    MetricRow(
+        "gpubroker_gpu_closed",
+        "1 if nothing new starts on the device, because it needs a reset or an operator says so.",
+        GPU,
+        _closed_gpus,
+    ),
     _of_node(
         "gpubroker_node_cpu_utilization_ratio",
         "Share of the machine's CPUs that was busy.",

@@ -192,6 +192,11 @@ def test_processes_that_take_long_to_start_are_counted_by_node() -> None:
     [found] = findings(a_world(*slow, *fine, gang))
     assert (found.kind, found.subject) == ("slow-starts", "n1")
     assert found.evidence == {"runs": 2, "longest_seconds": 90.0}
+    assert "ray.spares" in found.remedy
+    busy = a_world(*slow)
+    node_shows(busy, cpu=0.99)
+    [found] = [one for one in findings(busy) if one.kind == "slow-starts"]
+    assert ("ray.spares" in found.remedy, "ray.max_runs" in found.remedy) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +313,11 @@ def test_clocks_and_versions_that_differ_between_nodes_are_found() -> None:
         ({"executor": {**WELL.executor, "head_fault": "no answer"}}, "ray-unreachable", "h:6379"),
         ({"executor": {"state": "failed", "message": "no Ray there"}}, "ray-unreachable", "ray"),
         ({"servers_down": [ServerWay("t", "http", "refused", True)]}, "model-server-unreachable", "t (http)"),
+        (
+            {"servers_refusing": [ServerWay("t", "http", "401", True)]},
+            "model-server-unauthorized",
+            "t (http)",
+        ),
     ],
 )
 def test_a_part_that_does_not_answer_is_critical(known: dict[str, Any], kind: str, subject: str) -> None:
@@ -327,3 +337,22 @@ def test_a_gpu_is_held_idle_for_as_long_as_its_first_holder_has_kept_it_so() -> 
     )
     assert held_idle_seconds(world, idle(key("gpu0")), LATER) == {key("gpu0"): LATER - NOW}
     assert held_idle_seconds(world, FleetSeen(), LATER) == {}
+
+
+def test_a_gpu_that_its_agent_cannot_use_is_named_with_the_drivers_words() -> None:
+    agents = {"n1": {"gpu_faults": {"GPU-b": "GPU is lost"}}}
+    [found] = findings(a_world(), executor={**WELL.executor, "agents": agents})
+    assert kinds([found]) == [("gpu-unusable", "n1 GPU-b")]
+    assert (found.severity, found.cause) == (Severity.CRITICAL, "GPU-b of n1 cannot be used: GPU is lost.")
+
+
+@pytest.mark.parametrize(("has_had", "severity"), [(True, Severity.CRITICAL), (False, Severity.NOTE)])
+def test_a_node_without_gpus_says_why_and_is_critical_if_it_had_some(
+    has_had: bool, severity: Severity
+) -> None:
+    had = [a_device("gpu0", simulated=False)] if has_had else []
+    world = a_world(a_node("n1"), *had, a_node("n2"), a_device("gpu0", "n2"))
+    agents = {"n1": {"gpu_absence": "the NVIDIA driver is not loaded"}, "n2": {"gpu_absence": None}}
+    [found] = findings(world, executor={**WELL.executor, "agents": agents})
+    assert (found.kind, found.subject, found.severity) == ("no-gpus", "n1", severity)
+    assert "the NVIDIA driver is not loaded" in found.cause

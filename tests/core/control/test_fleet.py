@@ -252,12 +252,28 @@ def test_a_disk_that_fills_up_is_in_the_log_once_for_each_rise() -> None:
     assert (low.node, low.path, low.level) == ("n1", "/data", DiskLevel.CLEAN)
 
 
-def test_full_disk_closes_its_node_only_if_something_may_be_deleted() -> None:
-    root = WatchedRoot("/scratch", FileClass.LOG)
-    for roots, full in (((), {}), ((root,), {"n1": "/data (70% used, 70% allowed)"})):
+def test_a_full_disk_closes_its_node_whether_anything_may_be_deleted_or_not() -> None:
+    for roots in ((), (WatchedRoot("/scratch", FileClass.LOG),)):
         world, control = a_fleet(), a_control(FleetRules(disk=DiskGuard(roots=roots)))
         control.step(world, {}, with_disks(world, NOW, n1=0.7, n2=0.69))
-        assert control.seen.full_disks == full
+        assert control.seen.full_disks == {"n1": "/data (70% used, 70% allowed)"}
+
+
+def test_one_disk_with_several_watched_paths_gives_one_event() -> None:
+    world, control = a_fleet(), a_control(FleetRules())
+
+    def measured(*disks: DiskSample) -> list[Notice]:
+        world.node_samples[NodeName("n1")] = NodeSample(
+            NodeName("n1"), NOW, 0.5, Mib(10), Mib(5), disks=disks
+        )
+        return [one for one in control.step(world, {}, NOW) if one.kind == "fleet.DISK_SPACE_LOW"]
+
+    one, same, other = (DiskSample(path, 1000, 390) for path in ("/a", "/a/logs", "/b"))
+    other = other._replace(free_bytes=380)
+    heard = measured(one, same, other)
+    assert [notice.fields["path"] for notice in heard] == ["/a, /a/logs", "/b"]
+    later = DiskSample("/a/more", 1000, 390)
+    assert measured(one, same, later, other) == [], "it was told of that disk"
 
 
 def test_a_disk_that_is_slow_to_answer_keeps_its_level_and_is_told_once() -> None:

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.device import Closure, NodeSample
 from gpubroker_server.core.domain.holders import WorkerSeat
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Dependency, Move, StopReason, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.explain import Explanation, explain
 from gpubroker_server.core.explain.survey import Verdict
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -329,7 +330,7 @@ def test_a_task_without_gpus_has_no_device_verdicts() -> None:
 @pytest.mark.parametrize(
     ("state", "fields", "message"),
     [
-        (TaskState.ADMITTED, {}, "admitted to n1; it is being started"),
+        (TaskState.ADMITTED, {"admitted_at": NOW}, "admitted to n1; it is being started"),
         (TaskState.RUNNING, {}, "running on n1 for 100 s"),
         (
             TaskState.STOPPING,
@@ -439,3 +440,27 @@ def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
     world.awaited.learn([TaskId("d")], {TaskId("d"): TaskEnd(TaskState.SUCCEEDED)})
     assert "c (pending)" in explain(world, TaskId("new"), POLICY, NOW).message
     assert "more" not in explain(world, TaskId("new"), POLICY, NOW).message
+
+
+def test_a_task_whose_gpus_are_closed_says_which_and_why() -> None:
+    closure = Closure("xid", "48", "XID 48: uncorrectable memory error", NOW)
+    world = a_world(
+        a_device("gpu0", closure=closure), a_device("gpu1", mb=10 * GIB), a_task("new", gpu_mb=18 * GIB)
+    )
+    told = explained(world)
+    assert told.reason is Reason.GPU_CLOSED
+    assert "n1/gpu0: XID 48: uncorrectable memory error" in told.message
+    verdicts = some_verdicts(world)
+    assert verdicts["n1/gpu0"] == (Verdict.GPU_CLOSED, "it is closed: XID 48: uncorrectable memory error")
+    assert verdicts["n1/gpu1"][0] is Verdict.TOO_SMALL
+
+
+def test_a_start_that_takes_long_says_so_and_whether_the_cpus_are_busy() -> None:
+    run = holding(a_task("new", gpu_mb=1), "gpu0", state=TaskState.ADMITTED, admitted_at=NOW)
+    world = a_world(run)
+    assert explained(world, now=NOW + 20.0).message == "admitted to n1; it is being started"
+    slow = explained(world, now=NOW + 70.0).message
+    assert slow == "admitted to n1; it is being started; starts are slow on n1: it has taken 70 s so far"
+    sample = NodeSample(NodeName("n1"), NOW, 0.99, Mib(100), Mib(50))
+    world.measure((), [sample])
+    assert "starts are slow on n1, whose CPUs are 99% busy" in explained(world, now=NOW + 70.0).message

@@ -179,18 +179,19 @@ def test_a_preempted_model_that_is_no_longer_wanted_has_ended() -> None:
     world = loaded(a_model(expires_at=at(105.0)))
     submit(world, a_task("run", priority=95, gpu_mb=60 * GIB))
     plan(world, 100.0)
-    index(world, {}, 106.0)
+    [ended] = index(world, {}, 106.0)
     assert LLM not in world.tasks
-    assert world.finished["default", TaskState.SUCCEEDED] == 1
+    assert ended.tasks[0].task.state is TaskState.SUCCEEDED
+    assert world.finished == {}, "a model is no task"
 
 
 def test_a_requested_unload_ends_the_model() -> None:
     world = loaded()
     decision = ask(world, "cancel", 2.0)
     assert decision.orders == (UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(10.0)),)
-    index(world, {}, 4.0)
+    [ended] = index(world, {}, 4.0)
     assert LLM not in world.tasks
-    assert world.finished["default", TaskState.CANCELLED] == 1
+    assert ended.tasks[0].task.state is TaskState.CANCELLED
 
 
 def test_a_shorter_time_to_unload_takes_the_place_of_a_longer_one() -> None:

@@ -15,7 +15,7 @@ from gpubroker_server.core.world.world import World
 from msgspec.structs import replace
 
 from tests.builders import GIB, a_sample, a_task, a_world, check_ledger, commit, holding, submit
-from tests.core.served import POLICY, a_model, ask, at, index, leases, loaded, plan, the
+from tests.core.served import LLM, POLICY, a_model, ask, at, index, leases, loaded, plan, the
 
 OTHER = {"other": "other:8001"}
 
@@ -47,8 +47,8 @@ def test_ordered_and_pending_loads_of_a_removed_server_are_given_up(begun: bool)
     world = a_world() if begun else a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=10), "gpu0"))
     submit(world, a_model(priority=95))
     plan(world, 1.0)
-    removed(world)
-    assert world.finished["default", TaskState.FAILED] == 1
+    ended = [write.task for decision in removed(world) for write in decision.tasks]
+    assert [task.state for task in ended if task.id == LLM] == [TaskState.FAILED]
     assert world.pledges == {}
     states = {state for kind, state in leases(world) if kind is HolderKind.MODEL}
     assert states == ({LeaseState.QUARANTINED} if begun else set())

@@ -16,7 +16,7 @@ from gpubroker_server.core.serving.batching import (
     response_in,
     split,
 )
-from gpubroker_server.core.serving.tensors import BadTensor, Tensor, tensor_of
+from gpubroker_server.core.serving.tensors import BadTensor, Tensor, checked, tensor_of
 from msgspec.structs import replace
 
 from tests.tensor_values import values_of
@@ -55,8 +55,21 @@ def test_a_request_has_triton_s_binary_form() -> None:
         "outputs": [{"name": "y", "parameters": {"binary_data": True}}],
         "parameters": {"k": "v", "binary_data_output": True},
     }
-    assert data == [b"\x05\0\0\0"]
+    assert [tensor.data for tensor in data] == [b"\x05\0\0\0"]
     assert json.loads(encoded_request(a_request(5))[0]).keys() == {"inputs", "parameters"}
+
+
+def test_a_request_keeps_the_names_of_objects_that_have_its_data() -> None:
+    stored = Tensor("x", "FP32", (2, 2), b"", "d1", 16)
+    request = InferenceRequest((stored, Tensor("y", "INT8", (2,), b"ab")))
+    assert request_in(packed(request)) == request
+    assert not request.may_be_joined
+    head, tensors = encoded_request(request)
+    sizes = [one["parameters"]["binary_data_size"] for one in json.loads(head)["inputs"]]
+    assert (sizes, tensors) == ([16, 2], request.inputs)
+    assert checked(stored) == stored
+    with pytest.raises(BadTensor, match="came with 15 bytes"):
+        checked(replace(stored, stored_bytes=15))
 
 
 def test_a_response_in_that_form_is_read() -> None:

@@ -2,7 +2,7 @@
 
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant
-from gpubroker_server.core.world.model_index import WAIT_BOUNDS, InferenceCounts
+from gpubroker_server.core.world.model_index import WAIT_BOUNDS, InferenceCounts, ModelIndex
 from msgspec.structs import replace
 
 from tests.builders import NOW, a_task
@@ -40,3 +40,15 @@ def test_ended_inferences_are_counted_by_state_and_other_tasks_are_not() -> None
     answered.note(a_task(), replace(a_task(), state=TaskState.CANCELLED))
     assert answered.ended == {TaskState.FAILED: 1, TaskState.CANCELLED: 1}
     assert answered.waits()[-1] == 0
+
+
+def test_when_a_model_was_last_asked_is_known_of_the_last_names() -> None:
+    models = ModelIndex()
+    for number in range(1030):
+        asked = a_task(f"ask{number}", answered_by=f"m{number}")
+        models.note(sent(asked, number))
+        models.note(
+            replace(sent(asked, number), state=TaskState.SUCCEEDED, finished_at=Instant(NOW + number + 1))
+        )
+    assert models.answered_at("m0") == 0.0
+    assert models.answered_at("m1029") == NOW + 1030

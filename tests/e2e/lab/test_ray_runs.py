@@ -18,8 +18,9 @@ from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.task_objects import ObjectPart, PartAnswer
 
 from tests.client.stand_in_torch import stand_in_for_torch
-from tests.e2e.ray_lab import Lab, guest_environment, is_there
+from tests.e2e.ray_lab import PROCESS_MB, Lab, eventually, guest_environment, is_there
 from tests.e2e.service_process import ROOT
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -205,6 +206,28 @@ async def test_a_run_that_takes_more_host_memory_than_it_asked_for_is_ended(lab:
     assert ended.failure is not None
     assert ended.failure.kind == "host_memory_exceeded"
     assert "asked for 512 MiB; ask for more as memory_mb, or take less" in ended.failure.message
+
+
+async def test_without_memory_mb_each_process_of_a_run_has_its_limit(lab: Lab, tmp_path: Path) -> None:
+    """The run whose processes take more than that together goes on, and so does the one that asked for it."""
+    one, most, taken = PROCESS_MB + 100, PROCESS_MB - 100, tmp_path / "taken"
+    several = await lab.start("take_in_children", [most, most], str(taken))
+    asked = await lab.start("take", one, memory_mb=one + 300)
+    await eventually(taken.exists)
+    over = [
+        await lab.start("take", one),
+        await lab.start("take", one, shareable=True),
+        await lab.start("take_in_children", [one], str(tmp_path / "child")),
+    ]
+    for run in over:
+        failure = (await run.first(Ended)).failure
+        assert failure is not None
+        assert failure.kind == "host_memory_exceeded"
+        assert f"MiB of host memory, and each may take {PROCESS_MB} MiB here" in failure.message
+    for run in (several, asked):
+        assert run.order_of_kinds() == ["Started"]
+        await run.stop(PATIENCE_SECONDS)
+        assert (await run.first(Ended)).ending is Ending.STOPPED
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def _service(tmp_path_factory: pytest.TempPathFactory, guarded: GuardedDisk) -> 
     home = tmp_path_factory.mktemp("service") / "data"
     settings: dict[str, Any] = {"ray": {"spares": 4}, "policy": POLICY, "limits": {"result_bytes": 2**20}}
     settings["fleet"] = {**guarded.settings, "overload": OVERLOAD}
-    settings["entrypoints"] = ["tests.e2e.work:*", "bench.tasks:*"]
+    settings["entrypoints"] = ["tests.e2e.work:*", "bench.tasks:*", "examples.elastic:*"]
     with ServiceProcess(home, submit_from_tasks=True, **settings) as running:
         yield running
 

@@ -1,7 +1,9 @@
 """Tasks of several processes on real Ray, as their users see them: all together or none."""
 
 import os
+import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 from gpubroker import Broker, Task, TaskFailed
 
+from examples import elastic
+from tests.e2e.hands import Hands
 from tests.e2e.service_process import until
 from tests.e2e.work import lines_of, note
 from tests.patience import PATIENCE_SECONDS
@@ -105,6 +109,26 @@ def test_elastic_gang_gives_ranks_up_and_regains_them_when_there_is_room(
     assert broker.result(gang, timeout_seconds=PATIENCE_SECONDS) == [0, 1, 4, 5]
     assert (broker.get(gang).preemptions, broker.get(gang).attempt) == (0, 1)
     until(lambda: is_free(broker), "all ranks gave their memory back")
+
+
+def test_the_elastic_example_takes_a_rank_in_as_soon_as_a_gpu_is_free(
+    broker: Broker, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hands = Hands(broker, tmp_path)
+    other, told = hands.at_work("other", gpus=1), list[str]()
+
+    def has_told(pattern: str) -> bool:
+        told.append(capfd.readouterr().out)
+        return re.search(pattern, "".join(told)) is not None
+
+    with ThreadPoolExecutor(1) as thread:
+        fitted = thread.submit(elastic.run, broker, enough=2)
+        until(lambda: has_told(r"step \d+ by rank 0: y = "), "it goes on with one rank")
+        hands.end(other)
+        steps = fitted.result(PATIENCE_SECONDS)
+    assert has_told(rf"rank 1 has joined\nstep {steps} by rank 0, 1: y = ")
+    [task] = [one for one in broker.list() if one.ranks]
+    assert (task.state, task.attempt) == ("succeeded", 1)
 
 
 def test_a_gang_gives_way_as_a_whole_and_resumes_as_a_whole(

@@ -142,6 +142,25 @@ def test_a_set_and_its_state_outlive_the_service(service: ServiceProcess) -> Non
     ended(service.broker, made)
 
 
+def test_calls_by_round_robin_go_to_each_worker_in_turn(broker: Broker) -> None:
+    made = broker.create_worker_set(COUNTER, count=3, cpu=0.1)
+    handle, pids = broker.workers(made, routing="round_robin", **PLAIN), list[int]()
+
+    def answered_by_three() -> bool:
+        pids.append(handle.pid())
+        return len(set(pids[-3:])) == 3
+
+    until(answered_by_three, "three workers are ready")
+    turn = pids[-3:]
+    assert [handle.pid() for _ in range(6)] == [*turn, *turn]
+    broker.scale_worker_set(made, 2)
+    until(lambda: broker.worker_set(made).states == {"running": 2, "held": 1}, "one has left")
+    one, other = (handle.pid() for _ in range(2))
+    assert {one, other} < set(turn)
+    assert [handle.pid() for _ in range(4)] == [one, other, one, other]
+    ended(broker, made)
+
+
 @pytest.mark.provokes("calls-wait")
 def test_calls_that_wait_for_a_worker_that_takes_one_at_a_time_are_found(
     broker: Broker, tmp_path: Path

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from gpubroker_server.ports.devices import (
     DeviceReading,
     DevicesFound,
     MeasuredDevice,
+    NoDevices,
     ProcessGroup,
 )
 
@@ -23,6 +24,9 @@ MEASURE_SECONDS = 30.0
 STRAGGLER_SECONDS = 2.0
 """Samples of other devices wait no longer for one that does not answer. Three of the usual periods make a
 sample too old to plan by."""
+RESTART_SECONDS = 60.0
+"""If no device has answered for so long, the driver's library is started anew: some GPUs are back for new
+processes only, and their number is that of the first start."""
 SILENT_SECONDS = 30.0
 """A device that could not be measured for so long is reported, and no run that has ended waits for it."""
 
@@ -40,6 +44,8 @@ class Inventory(Struct, frozen=True):
     """(UUID, or what people call it while that is unknown; why it cannot be used)"""
     complete: bool
     """Every GPU has been read or is lost, so what is not in the list is not in use."""
+    absence: str = ""
+    """Why the machine shows no GPU at all; empty if it shows one, or if that is a fault."""
 
 
 class GpuThread:
@@ -49,6 +55,8 @@ class GpuThread:
         self.devices: tuple[ReportedDevice, ...] | None = None
         """None before the first answer; empty while lost."""
         self.is_lost = False
+        self.absence = ""
+        """Why there is no device, if the machine shows none."""
         self.health: dict[str, GpuHealth] = {}
         """UUID -> health as last read, of the GPUs that answer now."""
         self.found: Sequence[DeviceProbe] | None = None
@@ -68,6 +76,13 @@ class GpuThread:
         return self.devices is None and self._began is None and not self._silent
 
     @property
+    def is_out(self) -> bool:
+        """It has answered before, none of its devices can be measured now, and no question is under way."""
+        if self.devices is None or self.absence or self._began is not None:
+            return False
+        return bool(self._silent) and {device.uuid for device in self.devices} <= self._silent.keys()
+
+    @property
     def hangs(self) -> bool:
         """A question would wait behind one that is not answered."""
         began = self._began  # its thread may set it back at any moment
@@ -80,6 +95,10 @@ class GpuThread:
         except DeviceLost as lost:
             self.devices, self.is_lost = (), True
             self._note(self._names, str(lost))
+            return []
+        except NoDevices as none:
+            self.devices, self.absence = () if none.is_proven else None, str(none)
+            self._note(self._names, self.absence)
             return []
         except DevicesFound as answer:
             self.found = answer.probes
@@ -102,6 +121,8 @@ class GpuThread:
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """A device that was measured before may fail once without being reported."""
+        if self.absence:
+            return
         at_once = self.devices is None or self.is_lost
         for name, (why, _) in self._silent.items():
             if at_once or not self._is_awaited(name):
@@ -134,9 +155,16 @@ class GpuThread:
 class DeviceMeter:
     """All devices of a machine. It has one thread per GPU, and one more, however many calls hang."""
 
-    def __init__(self, probes: Sequence[DeviceProbe]) -> None:
+    def __init__(
+        self, probes: Sequence[DeviceProbe], restart: Callable[[], Sequence[DeviceProbe]] | None = None
+    ) -> None:
+        """`restart` starts the driver's library anew and returns what there is then. It may hang."""
         self._gpus = list(map(GpuThread, probes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meter")
+        self._restart = restart
+        self._restarting: Future[Sequence[DeviceProbe]] | None = None
+        self._out_since: float | None = None
+        """Since when no device answers."""
 
     def inventory(self) -> Inventory:
         """Return the devices as last measured. MIG instances are numbered after all GPUs."""
@@ -146,7 +174,8 @@ class DeviceMeter:
         numbered = [replace(part, index=len(self._gpus) + n) for n, part in enumerate(parts)]
         faults = sorted(fault for gpu in self._gpus for fault in gpu.faults())
         complete = all(gpu.devices is not None for gpu in self._gpus)
-        return Inventory((*whole, *numbered), tuple(faults), complete)
+        absence = next((gpu.absence for gpu in self._gpus if gpu.absence), "")
+        return Inventory((*whole, *numbered), tuple(faults), complete, absence)
 
     def health(self) -> dict[str, GpuHealth]:
         """Return the health of the GPUs that were measured the last time, by UUID."""
@@ -166,6 +195,7 @@ class DeviceMeter:
         """
         if any(gpu.found is not None for gpu in self._gpus):
             self._gpus = [new for gpu in self._gpus for new in _instead(gpu)]
+        await self._start_anew()
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_seconds
         async with asyncio.timeout(timeout_seconds):
@@ -185,6 +215,23 @@ class DeviceMeter:
                 gpu.note_silence()
         self._require(set(needed) - {device.uuid for device in measured})
         return measured
+
+    async def _start_anew(self) -> None:
+        """Start the library anew if no device has answered for long: nothing is lost by it then."""
+        if self._restart is None or not self._gpus or not all(gpu.is_out for gpu in self._gpus):
+            self._out_since = None
+            return
+        now = time.monotonic()
+        self._out_since = now if self._out_since is None else self._out_since
+        if self._restarting is None and now - self._out_since >= RESTART_SECONDS:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="driver")
+            self._restarting = thread.submit(self._restart)
+            thread.shutdown(wait=False)
+        if self._restarting is not None:
+            await asyncio.wait([asyncio.wrap_future(self._restarting)], timeout=STRAGGLER_SECONDS)
+            if self._restarting.done():
+                self._gpus = list(map(GpuThread, self._restarting.result()))
+                self._restarting, self._out_since = None, None
 
     def _require(self, missing: set[str]) -> None:
         awaited = {name for gpu in self._gpus for name in gpu.awaited()}

@@ -16,6 +16,7 @@ from msgspec.structs import fields, replace
 from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.settings.ray import RaySettings
 
 _LIMITS = ServiceLimits()
@@ -48,9 +49,22 @@ class RayOptions(RaySettings, frozen=True):
     watched_directories: tuple[str, ...] = ()
     """Directories on each node whose file systems are sampled, besides that of Ray's session."""
 
+    own_visible_gpus: str | None = None
+    """CUDA_VISIBLE_DEVICES of the service; None if it is not set."""
+
     @property
     def is_local(self) -> bool:
         return not self.address
+
+    @property
+    def visible_gpus(self) -> tuple[str, str] | None:
+        """The GPUs to use, and what says so: the setting goes before the variable. The service's variable
+        says nothing about the nodes of a joined cluster, which have their own."""
+        if self.gpus is not None:
+            return ",".join(self.gpus), "ray.gpus"
+        if self.is_local and self.own_visible_gpus is not None:
+            return self.own_visible_gpus, f"{VARIABLE} of the service"
+        return None
 
     @property
     def home(self) -> str:
@@ -83,6 +97,7 @@ class RayOptions(RaySettings, frozen=True):
             "task_path": tuple(self.task_path) or (os.getcwd(),),
             "run_dir": str(self.data_dir / "runs" if self.is_local else shared_dir),
             "keepalive": keepalive,
+            "visible_gpus": self.visible_gpus,
             "task_env": tuple(sorted({"LAUNCH_MODE": self.launch_mode, **self.task_env}.items())),
         }
         same = {f.name: getattr(self, f.name) for f in fields(AgentConfig) if f.name not in own}
@@ -128,6 +143,10 @@ class AgentConfig(Struct, frozen=True):
     upload_files: int = _LIMITS.upload_files
     output_bytes: int = _LIMITS.output_bytes
     output_files: int = _LIMITS.output_files
+    visible_gpus: tuple[str, str] | None = None
+    """The GPUs to use, as in CUDA_VISIBLE_DEVICES, and what says so; None: as the node was started."""
+    gpu_memory_mb: int | None = None
+    """The size of GPUs that have no memory of their own."""
 
     @property
     def namespace(self) -> str:

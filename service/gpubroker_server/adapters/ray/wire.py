@@ -41,9 +41,9 @@ from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputAnswer, PartAnswer
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Number of the form in which driver and agent speak; first value of every message between them."""
-SPOKEN = (8, 9, 10, PROTOCOL)
+SPOKEN = (8, 9, 10, 11, PROTOCOL)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
 release also speaks the forms since the last release. Both sides take the newest that they share."""
 
@@ -55,10 +55,12 @@ TRIES_PEERS = 9
 """From this form on, agents try the ports of other nodes."""
 TELLS_UNPROVEN_ENDS = 10
 """From this form on, agents say of each end whether it is unproven (`Ended.is_unproven`)."""
+TELLS_GPU_STATE = 11
+"""From this form on, agents say why a machine shows no GPU, and whether a GPU needs a reset."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
 """From this form on. An earlier agent would run a worker's function or command once, without an item, give a
 function the name of an object in its place, and end the worker of a set with the object that it has made."""
-UNPACKS_UPLOADS = 11
+UNPACKS_UPLOADS = 12
 """From this form on, agents unpack the directory that a run works in, and collect its outputs. An earlier
 agent would start the run elsewhere."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
@@ -227,7 +229,17 @@ def write_reports(
         reports = [report for report in reports if report[0] != "output"]
     if protocol < TELLS_UNPROVEN_ENDS:
         reports = [report[:10] if report[0] == "ended" else report for report in reports]
+    if protocol < TELLS_GPU_STATE:
+        reports = [
+            _without_gpu_state(report) if report[0] == "node_sampled" else report for report in reports
+        ]
     return pack((protocol, node, sent_at, held_seconds, reports))
+
+
+def _without_gpu_state(report: WireReport) -> WireReport:
+    """Forms before TELLS_GPU_STATE have six values of the health of a GPU."""
+    *before, gpus, network, unreached = report
+    return *before, {uuid: health[:6] for uuid, health in gpus.items()}, network, unreached
 
 
 def _without_order_time(report: WireReport) -> WireReport:

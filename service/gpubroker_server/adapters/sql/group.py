@@ -207,7 +207,8 @@ class Change(Unit):
         self.memory = device_delta_mb(decision)
         self.taken = tenant_delta_mb(decision)
         self.lessons = decision.lessons
-        self.finished = [(w.task.tenant, w.task.state) for w in decision.tasks if w.task.is_terminal]
+        ended = (w.task for w in decision.tasks if w.task.is_terminal)
+        self.finished = [(task.tenant, task.state) for task in ended if not isinstance(task.holder, Model)]
 
     def on_written(self) -> None:
         self.answer = CommitVerdict.COMMITTED
@@ -233,7 +234,7 @@ def write_group(
     """Write all units in one transaction, or none, and return their events in order. `heard`: the position up
     to which this process has read the log.
 
-    Raises what the session raises. A CommitUnknown carries the events.
+    Raises what the session raises. A CommitUnknown carries the events and the notes of the audit log.
     """
     for unit in units:
         unit.prepare()
@@ -265,6 +266,7 @@ def write_group(
         session.commit()
     except CommitUnknown as unknown:
         unknown.events = _events(units, first, at)
+        unknown.notes = list(rows.get(sql.INSERT_AUDIT, ()))
         raise
     return _events(units, first, at)
 

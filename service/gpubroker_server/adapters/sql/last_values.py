@@ -66,7 +66,12 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
         return await self._readers.run(_published, after)
 
     async def present(self, presence: Presence) -> None:
-        value = {"at": presence.at, "let_go": sorted(presence.let_go), "in_use": sorted(presence.in_use)}
+        value = {
+            "at": presence.at,
+            "let_go": sorted(presence.let_go),
+            "in_use": sorted(presence.in_use),
+            "recent": sorted(presence.recent),
+        }
         await self._put("gateway", presence.gateway, presence.at, value)
 
     async def absent(self, gateway: str) -> None:
@@ -179,6 +184,12 @@ def _claims(connection: Connection) -> Sequence[Claim]:
 def _presences(connection: Connection) -> Sequence[Presence]:
     found = [(gateway, from_json(value)) for gateway, value in connection.execute(_PRESENCES)]
     return [
-        Presence(gateway, value["at"], frozenset(value["let_go"]), frozenset(value.get("in_use", ())))
+        Presence(
+            gateway,
+            value["at"],
+            frozenset(value["let_go"]),
+            frozenset(value.get("in_use", ())),
+            frozenset(value.get("recent", ())),
+        )
         for gateway, value in found
     ]

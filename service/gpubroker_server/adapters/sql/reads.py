@@ -27,7 +27,7 @@ from sqlalchemy import (
 from gpubroker_server.adapters.sql import rows, system_tables, tables
 from gpubroker_server.adapters.sql.columns import value_of_row
 from gpubroker_server.adapters.sql.session import SqlPart, read_rows
-from gpubroker_server.adapters.sql.statements import EVENT
+from gpubroker_server.adapters.sql.statements import EVENT, begins_from
 from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
 from gpubroker_server.core.domain.decisions import ItemPage, QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, Node
@@ -278,7 +278,9 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
     if wanted.kind == EXTERNAL:
         query = query.where(_task.c.external.isnot(None))  # This is the condition of the partial index.
-    elif wanted.kind is not None:
+    elif wanted.kind is None:
+        query = query.where(_task.c.home.is_(None))  # holders of models are listed only if they are asked for
+    else:
         query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
         used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()
@@ -345,7 +347,8 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
     # A finished task and a device that is gone count until all their leases are released.
     leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
     leases = read_rows(connection, select(*_LEASE).where(~_lease.c.released), {})
-    devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
+    is_kept = device.c.present | (device.c.leased_mb > 0) | device.c.closure.is_not(None)
+    devices = read_rows(connection, select(*_DEVICE).where(is_kept), {})
     requests = read_rows(connection, select(tables.request), {})
     worker_sets = connection.execute(select(worker_set.c.fields)).scalars()
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
@@ -360,7 +363,7 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
         ],
         leases=[value_of_row(Lease, row) for row in leases],
         pledges=[value_of_row(Pledge, row) for row in read_rows(connection, select(*_PLEDGE), {})],
-        devices=[Device(*row) for row in devices],
+        devices=[value_of_row(Device, row) for row in devices],
         nodes=[value_of_row(Node, row) for row in read_rows(connection, select(tables.node), {})],
         requests=[value_of_row(Request, row) for row in requests],
         worker_sets=[json.decode(text, type=WorkerSet) for text in worker_sets],
@@ -424,11 +427,19 @@ def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
     return [(first, behind) for first, behind in found]
 
 
-def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
-    order = _page.page if wanted.by_commit else _page.first
-    chosen = select(tables.item_page).where(_page.array == wanted.array).order_by(order).limit(wanted.limit)
-    # Only `array` bounds the search in the index: pages up to `after` are read there and passed over.
-    chosen = chosen.where(_page.page > wanted.after if wanted.by_commit else _behind > wanted.after + 1)
+def pages_of(wanted: PageFilter) -> Select[Any]:
+    """Return the query of the pages, in order. An index leads to the first of them."""
+    whose = _page.array == wanted.array
+    query = select(tables.item_page).where(whose).limit(wanted.limit)
+    if wanted.by_commit:
+        query = query.where(_page.page > wanted.after).order_by(_page.page)
+    else:
+        begins = begins_from(_page.first, wanted.after + 1, whose)
+        query = query.where(begins, _behind > wanted.after + 1).order_by(_page.first)
     if wanted.failed is not None:
-        chosen = chosen.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)
-    return [ItemPage(**row) for row in connection.execute(chosen).mappings()]
+        query = query.where(_page.failed > 0 if wanted.failed else _page.failed < _page.count)
+    return query
+
+
+def _item_pages(connection: Connection, wanted: PageFilter) -> Sequence[ItemPage]:
+    return [ItemPage(**row) for row in connection.execute(pages_of(wanted)).mappings()]

@@ -8,7 +8,7 @@ from sqlalchemy import Column, Connection, FromClause, bindparam, delete, func, 
 
 from gpubroker_server.adapters.sql.last_values import OF_GATEWAYS, write_last_values
 from gpubroker_server.adapters.sql.session import Session, SqlPart, json_text, over
-from gpubroker_server.adapters.sql.statements import OnConflict, delete_rows, insert_into
+from gpubroker_server.adapters.sql.statements import OnConflict, begins_from, delete_rows, insert_into
 from gpubroker_server.adapters.sql.system_tables import Count, last_value
 from gpubroker_server.adapters.sql.tables import run_log
 from gpubroker_server.core.domain.orders import LogName
@@ -25,7 +25,11 @@ _OF_LOG = (
 )
 PARTS = (
     select(*run_log.c)
-    .where(*_OF_LOG, _c.first_byte + _c.size_bytes > bindparam("after"))
+    .where(
+        *_OF_LOG,
+        begins_from(_c.first_byte, bindparam("after"), *_OF_LOG),
+        _c.first_byte + _c.size_bytes > bindparam("after"),
+    )
     .order_by(_c.first_byte)
     .limit(bindparam("most"))
 )

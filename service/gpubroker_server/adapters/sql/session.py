@@ -32,6 +32,7 @@ SETTING: Final = "database_url (or --database-url)"
 """Name of the setting in error messages."""
 READERS = 4
 """Number of threads and of connections that read. A query takes one of each."""
+CLOSED: Final = "the store is closed"
 T = TypeVar("T")
 
 Row = tuple[Any, ...]
@@ -174,6 +175,8 @@ class CommitUnknown(Exception):
 
     events: Sequence[Event] = ()
     """The events that are in the log if the commit succeeded."""
+    notes: Sequence[Row] = ()
+    """The rows that are in the audit log if the commit succeeded."""
 
 
 class Session(Protocol):
@@ -234,6 +237,15 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
+def run_on(threads: ThreadPoolExecutor, act: Callable[[], T]) -> asyncio.Future[T]:
+    """Have one of the threads run `act`. Raises StoreUnavailable if the threads are shut down, which the
+    store's `close` does in a thread of its own at any time."""
+    try:
+        return asyncio.get_running_loop().run_in_executor(threads, act)
+    except RuntimeError as shut_down:
+        raise StoreUnavailable(CLOSED) from shut_down
+
+
 class Readers:
     """The threads and connections that read."""
 
@@ -243,8 +255,7 @@ class Readers:
 
     async def run(self, query: Callable[..., T], *values: Any) -> T:
         """Run the query on a thread. Raises StoreUnavailable, Unstorable."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(self.query, query, *values))
+        return await run_on(self._threads, partial(self.query, query, *values))
 
     def query(self, query: Callable[..., T], *values: Any) -> T:
         """Run the query, and once more if the connection turns out to be broken: one that lay in the pool may

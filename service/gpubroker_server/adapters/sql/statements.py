@@ -6,10 +6,12 @@ from typing import Any
 
 from sqlalchemy import (
     Column,
+    ColumnElement,
     FromClause,
     Integer,
     Table,
     Text,
+    and_,
     case,
     delete,
     func,
@@ -116,6 +118,18 @@ def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> S
     return SetStatement(f"delete {table.name}", columns, build, exact)
 
 
+def begins_from(first: ColumnElement[int], at: Any, *whose: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return the condition that a range is the last one that begins at `at` or before, or a later one.
+    `first`: the column with the beginning of a range. `whose`: the conditions that choose the ranges of one
+    owner. No two of them overlap, so no earlier range reaches `at`.
+
+    A condition on the ends of the ranges chooses the same rows, but no index leads to it: each page would
+    read all ranges before it.
+    """
+    last = select(func.max(first)).where(*whose, first <= at).correlate(None).scalar_subquery()
+    return first >= func.coalesce(last, literal_column("0"))
+
+
 EVENT = columns_of(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields", "reader"))
 _LATER = frozenset({
     "state", "version", "fence", "failed_by", "failures", "preemptions", "node", "admitted_at", "ordered_at",
@@ -175,6 +189,14 @@ INSERT_EVENTS = insert_into(tables.event, EVENT_IN, known=OnConflict.FAIL)
 INSERT_AUDIT = insert_into(
     system_tables.audit, ("at", "tenant", "actor", "action", "subject", "reason"), known=OnConflict.FAIL
 )
+
+
+@over(*INSERT_AUDIT.columns)
+def noted(_insert: Any, r: FromClause) -> Any:
+    """Find the notes of the audit log that are the same as a given one."""
+    audit = system_tables.audit
+    same = (column == r.c[column.name] for column in INSERT_AUDIT.columns)
+    return select(audit.c.id).select_from(r.join(audit, and_(*same)))
 
 
 @over(tables.device.c.key, Column("mb", Integer), exact=True)

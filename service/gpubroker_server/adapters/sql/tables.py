@@ -263,6 +263,7 @@ device = Table(
     Column("present", Boolean, nullable=False),
     Column("version", Integer, nullable=False),
     Column("leased_mb", Integer, nullable=False, server_default=text("0")),
+    Column("closure", Text),
     CheckConstraint("leased_mb >= 0 AND leased_mb <= physical_mb", name="leased_mb"),
     **HOT,
 )

@@ -1,8 +1,8 @@
 """The leader's row. A term is taken, renewed and resigned in a small transaction of its own."""
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Column, Double, FromClause, literal_column, select, update
@@ -13,6 +13,7 @@ from gpubroker_server.adapters.sql.session import (
     ConnectionLost,
     Session,
     over,
+    run_on,
 )
 from gpubroker_server.adapters.sql.statements import INSERT_AUDIT, ONE, columns_of
 from gpubroker_server.adapters.sql.system_tables import is_another_server, leadership, now
@@ -148,20 +149,17 @@ class TermConnection:
     def __init__(self, connect: Callable[[], Session]) -> None:
         self._connect = connect
         self._session: Session | None = None
-        self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpubroker-term")
 
     async def run(self, act: Act[T]) -> T:
         """Run `act` in a transaction. Raises StoreUnavailable, and what `act` raises; then nothing was
         written."""
-        if self._is_closed:
-            raise StoreUnavailable("the store is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, act)
+        return await run_on(self._thread, partial(self._transact, act))
 
     def close(self) -> None:
-        self._is_closed = True
-        self._thread.submit(self._drop)
+        # An act that got in before would connect again if the connection were dropped first.
         self._thread.shutdown()
+        self._drop()
 
     def _transact(self, act: Act[T]) -> T:
         fault: Exception | None = None

@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.group import Unit, answer_known, write_group
 from gpubroker_server.adapters.sql.rows import event_of_row
-from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Found, Session
+from gpubroker_server.adapters.sql.session import (
+    CLOSED,
+    Collided,
+    CommitUnknown,
+    ConnectionLost,
+    Found,
+    Row,
+    Session,
+)
 from gpubroker_server.adapters.sql.system_tables import check_schema
 from gpubroker_server.core.domain.units import Lineage, Position, Seconds
 from gpubroker_server.core.world.events import Event
@@ -108,6 +116,7 @@ class Writer:
         self._deliver = deliver
         self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
         self._closing = threading.Event()
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpubroker-writer", daemon=True)
 
     def start(self) -> None:
@@ -116,8 +125,11 @@ class Writer:
     def put(self, works: Sequence[Work]) -> None:
         """Give works to the writer. Raises StoreUnavailable after `close`."""
         if self._closing.is_set():
-            raise StoreUnavailable("the store is closed")
+            raise StoreUnavailable(CLOSED)
         self._inbox.put(works)
+        if self._has_ended.is_set():
+            # `close` came between the check and the queue, and the thread takes nothing any more.
+            self._refuse_waiting(CLOSED)
 
     def close(self) -> None:
         """Write what is waiting, then end. Blocks until done."""
@@ -128,6 +140,9 @@ class Writer:
     def _run(self) -> None:
         while (first := self._next()) is not None:
             self.carry_out(self._with_waiting(first))
+        # In this order: works that `put` queues after the last look find that the thread has ended.
+        self._has_ended.set()
+        self._refuse_waiting(CLOSED)
         self._session.close()
 
     def carry_out(self, works: Sequence[Work]) -> None:
@@ -320,17 +335,32 @@ class Writer:
         return write_group(self._session, units, self._usage_half_life_seconds, self._heard)
 
     def _read_back(self, unknown: CommitUnknown) -> list[Event] | None:
-        # A commit writes all its events or none, so its first event stands for all.
-        if not unknown.events or self._was_committed(unknown.events[0]):
-            return list(unknown.events)
-        return None
+        # A commit writes all or nothing, so its first event stands for all, or its first note if it has none.
+        if unknown.events:
+            is_done = self._was_committed(partial(self._session.has_event, unknown.events[0]))
+        elif unknown.notes:
+            is_done = self._was_committed(partial(self._has_note, unknown.notes[0]))
+        else:
+            # Nothing shows what became of it, and a repetition writes nothing twice: rows have keys.
+            self._session.reconnect()
+            is_done = False
+        return list(unknown.events) if is_done else None
 
-    def _was_committed(self, first: Event) -> bool:
-        """Return True if the log has the first event of an unknown commit. Asks until the database answers,
-        because a caller gets no answer before the outcome is known. Raises StoreUnavailable when closed."""
+    def _has_note(self, note: Row) -> bool:
+        """Return True if the audit log has this note. Waits for a commit that is under way."""
+        self._session.begin()
+        self._session.take_positions(0)
+        found = self._session.fetch(sql.noted, [note])
+        self._session.rollback()
+        return bool(found)
+
+    def _was_committed(self, has_first: Callable[[], bool]) -> bool:
+        """Return True if the database has what an unknown commit wrote first. Asks until the database
+        answers, because a caller gets no answer before the outcome is known. Raises StoreUnavailable when
+        closed."""
         with suppress(StoreUnavailable):
             self._session.reconnect()
-        known = self._insist(lambda: self._session.has_event(first))
+        known = self._insist(has_first)
         if known is None:
             raise StoreUnavailable("the store was closed before an unknown commit could be read back")
         return known

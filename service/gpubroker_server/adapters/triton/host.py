@@ -224,6 +224,9 @@ class TritonHost(ModelHost):
             config = with_dynamic_batching(await model_config(web, model, _left(until)), rules)
             known = self._grouping[model] = _Grouping(revision, config)
             if not config:
+                why = "it takes no batches, or its configuration says how its requests are scheduled"
+                log.warning("triton.batch does not group the direct requests of a model",
+                            server=self.name, model=model, fault=why)  # fmt: skip
                 return
             await self.unload(model, _left(until))
             await self._until_gone(model, until)

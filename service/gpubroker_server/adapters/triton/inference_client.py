@@ -13,9 +13,15 @@ from gpubroker_server.core.serving.batching import (
     decoded_response,
     encoded_request,
 )
-from gpubroker_server.core.serving.tensors import BadTensor
+from gpubroker_server.core.serving.tensors import BadTensor, Tensor
 from gpubroker_server.ports.backends import Header, RequestHead, ResponseHandler, Trouble
-from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
+from gpubroker_server.ports.inferences import (
+    Batching,
+    InferenceClient,
+    InferenceFailed,
+    InferenceFault,
+    ReadObject,
+)
 
 _HEAD_LENGTH: Final = b"Inference-Header-Content-Length"
 _SHOWN_BYTES: Final = 2000
@@ -34,12 +40,14 @@ class TritonInferenceClient(InferenceClient):
     def name(self) -> str:
         return self._backend.name
 
-    async def infer(self, model: str, request: InferenceRequest) -> InferenceResponse:
-        head, data = encoded_request(request)
+    async def infer(
+        self, model: str, request: InferenceRequest, read: ReadObject | None = None
+    ) -> InferenceResponse:
+        head, tensors = encoded_request(request)
         headers = [(_HEAD_LENGTH, b"%d" % len(head)), (b"Content-Type", b"application/octet-stream")]
         path = _path(model, request.version, "infer")
         try:
-            response = await self._ask(b"POST", path, headers, [head, *data])
+            response = await self._ask(b"POST", path, headers, head, tensors, read)
         except InferenceFailed as failed:
             if failed.fault is InferenceFault.NOT_THERE and request.version:
                 await self._check_version(model, request.version, str(failed))
@@ -52,7 +60,7 @@ class TritonInferenceClient(InferenceClient):
             raise InferenceFailed(InferenceFault.FAILED, detail) from None
 
     async def batching(self, model: str, version: str) -> Batching:
-        response = await self._ask(b"GET", _path(model, version, "config"), [], [])
+        response = await self._ask(b"GET", _path(model, version, "config"))
         try:
             config: dict[str, Any] = json.loads(response.body)
             is_decoupled = config.get("model_transaction_policy", {}).get("decoupled")
@@ -65,7 +73,7 @@ class TritonInferenceClient(InferenceClient):
     async def _check_version(self, model: str, version: str, refusal: str) -> None:
         """Check that waiting may help. Raises InferenceFailed FAILED if the model is there and has only other
         versions."""
-        response = await self._ask(b"GET", f"/v2/models/{quote(model, safe='')}".encode(), [], [])
+        response = await self._ask(b"GET", f"/v2/models/{quote(model, safe='')}".encode())
         try:
             versions = [str(one) for one in json.loads(response.body)["versions"]]
         except (ValueError, TypeError, KeyError):
@@ -78,15 +86,31 @@ class TritonInferenceClient(InferenceClient):
         await self._backend.close()
 
     async def _ask(
-        self, method: bytes, path: bytes, headers: Sequence[Header], body: Sequence[bytes]
+        self,
+        method: bytes,
+        path: bytes,
+        headers: Sequence[Header] = (),
+        begin: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        read: ReadObject | None = None,
     ) -> "_Response":
         response = _Response(asyncio.get_running_loop(), self._most_bytes)
-        head = RequestHead(method, path, headers, sum(map(len, body)))
-        request = self._backend.ask(head, response)
-        for part in body:
-            request.write(part)
-        request.end()
+        body_bytes = len(begin) + sum(tensor.size_bytes for tensor in tensors)
+        request = self._backend.ask(RequestHead(method, path, headers, body_bytes), response)
         try:
+            request.write(begin)
+            for tensor in tensors:
+                if not tensor.stored:
+                    request.write(tensor.data)
+                    continue
+                assert read is not None, "only requests of the queue name objects"
+                async for part in read(tensor.stored, tensor.stored_bytes):
+                    request.write(part)
+                    request.flush()
+                    await response.until_writable()
+                    if response.end.done():
+                        break
+            request.end()
             await response.end
         finally:
             request.cancel()
@@ -126,9 +150,22 @@ class _Response(ResponseHandler):
         self.end: asyncio.Future[None] = loop.create_future()
         self._left_bytes = most_bytes
         self._most_bytes = most_bytes
+        self._writable = asyncio.Event()
+        self._writable.set()
         self.status = 0
         self.head_bytes = 0
         self._parts: list[bytes] = []
+
+    async def until_writable(self) -> None:
+        """Wait until the server takes more of the request, or has answered without it."""
+        await self._writable.wait()
+
+    def pause_body(self) -> None:
+        if not self.end.done():
+            self._writable.clear()
+
+    def resume_body(self) -> None:
+        self._writable.set()
 
     @property
     def body(self) -> bytes:
@@ -155,6 +192,7 @@ class _Response(ResponseHandler):
     def on_end(self) -> None:
         if not self.end.done():
             self.end.set_result(None)
+        self._writable.set()
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         if trouble is Trouble.TOO_LARGE:
@@ -166,3 +204,4 @@ class _Response(ResponseHandler):
     def _fail(self, fault: InferenceFault, detail: str) -> None:
         if not self.end.done():
             self.end.set_exception(InferenceFailed(fault, detail))
+        self._writable.set()

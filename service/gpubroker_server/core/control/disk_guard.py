@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct, field
 
 from gpubroker_server.core.control.alarm import check_order
-from gpubroker_server.core.domain.device import FileClass, Node, NodeSample, WatchedRoot
+from gpubroker_server.core.domain.device import DiskSample, FileClass, Node, NodeSample, WatchedRoot
 from gpubroker_server.core.domain.setting_marks import ELSEWHERE, Share
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
@@ -55,7 +55,7 @@ CLASSES = tuple(FileClass)
 
 
 class DiskGuard(DiskRules, frozen=True, kw_only=True):
-    """The operator's choices. Without `roots` it only reports: it deletes nothing and closes no node."""
+    """The operator's choices. Without `roots` it deletes nothing."""
 
     overrides: Mapping[str, DiskRules] = field(default_factory=dict)
     """Rules of single nodes (`node:NAME`), and of nodes with a label (`label:KEY=VALUE`). A node's own go
@@ -90,6 +90,15 @@ class DiskStanding(NamedTuple):
     """The threshold of that level; 0 if it has none."""
     at: Instant = Instant(0.0)
     """The time at which the share was measured."""
+
+
+def paths_by_disk(disks: Iterable[DiskSample]) -> list[list[str]]:
+    """Return the watched paths of each disk. Paths on one disk are measured by one call, so they have the
+    same numbers, to the byte."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for disk in disks:
+        found.setdefault((disk.total_bytes, disk.free_bytes), []).append(disk.path)
+    return list(found.values())
 
 
 def follow_disks(
@@ -135,6 +144,8 @@ class FileSeen(NamedTuple):
     """SQLite's `-wal` or `-journal` lies beside it."""
     is_empty: bool = False
     """True for a database without rows."""
+    needs_copy: bool = False
+    """It may go only if there is a copy: its root has a sync command."""
     is_synced: bool = False
     """The listing of the copy has it, with this size."""
     inode: int = 0
@@ -275,6 +286,6 @@ def _why_kept(
             return KeptBecause.HAS_ROWS
         case FileClass.CHECKPOINT if _is_in(one, newest):
             return KeptBecause.NEWEST_CHECKPOINT
-        case FileClass.REDUNDANT if not one.is_synced:
-            return KeptBecause.NOT_SYNCED
+    if (one.needs_copy or one.file_class is FileClass.REDUNDANT) and not one.is_synced:
+        return KeptBecause.NOT_SYNCED
     return None

@@ -12,7 +12,14 @@ from gpubroker_server.core.control.alarm import Alarm, Threshold
 from gpubroker_server.core.control.backpressure import Pressure, closed_below, tenant_of, threshold_name
 from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
-from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
+from gpubroker_server.core.control.disk_guard import (
+    DiskGuard,
+    DiskLevel,
+    DiskStanding,
+    follow_disks,
+    paths_by_disk,
+)
+from gpubroker_server.core.control.failing_gpus import FailingGpuRules, FailingGpus
 from gpubroker_server.core.control.finding_dates import FindingDate
 from gpubroker_server.core.control.idle import Idle, IdleRules, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
@@ -27,6 +34,7 @@ from gpubroker_server.core.control.waiting_calls import WaitingCalls, waiting_ca
 from gpubroker_server.core.domain.decisions import Notice
 from gpubroker_server.core.domain.demand import may_use_device, may_use_node
 from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.gpu_faults import FailingGpu
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.policy import Policy
@@ -60,6 +68,7 @@ class FleetRules(Struct, frozen=True):
     overload_thresholds: Annotated[Mapping[str, Threshold], ELSEWHERE] = field(default_factory=dict)
     """Measure -> threshold of a node."""
     throughput: ThroughputRules = field(default_factory=ThroughputRules)
+    failing_gpus: FailingGpuRules = FailingGpuRules()
 
 
 class TargetSeen(NamedTuple):
@@ -111,6 +120,8 @@ class FleetSeen(Struct, frozen=True):
     """Since when the leader, or one before it, has known what is wrong ..."""
     at: Instant | None = None
     """... and when it last looked at the fleet."""
+    failing: tuple[FailingGpu, ...] = ()
+    """Devices on which runs fail at once, one after the other."""
 
 
 def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[NodeName, str], DiskLevel]:
@@ -149,6 +160,7 @@ class FleetControl:
         self._disks = {(one.node, one.path): one for one in before.low_disks}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
+        self.failing_gpus = FailingGpus(rules.failing_gpus)
         self.loads: dict[TaskId, Loaded] = {}
         """The loads that workers of sets last reported."""
         self.nodes = NodeWatch(
@@ -184,6 +196,7 @@ class FleetControl:
             self.nodes.overloaded,
             idle_grace_seconds=rules.idle.grace_seconds,
             at=now,
+            failing=self.failing_gpus.failing(now),
         )
         return notices
 
@@ -250,7 +263,8 @@ class FleetControl:
         """Yield the utilization of all devices that take work, and of the CPUs of all nodes."""
         period = self._policy.sample_period_seconds
         for key, ledger in world.ledgers.items():
-            if ledger.device.offers and ledger.device.node not in gone:
+            device = ledger.device
+            if device.offers and not device.is_closed and device.node not in gone:
                 stale = ledger.is_stale(now, period)
                 use = None if stale or ledger.sample is None else ledger.sample.utilization
                 yield self._reading(key, use, now, is_filled=_is_filled(ledger))
@@ -294,17 +308,19 @@ class FleetControl:
             for (node, path), one in before.items()
             if node in known_nodes and (node not in heard or now - one.at <= GONE_SECONDS)
         }
-        for one in follow_disks(before, self._rules.disk, fresh):
-            self._disks[one.node, one.path] = one
-            was = before.get((one.node, one.path))
-            if one.level > (DiskLevel.ROOMY if was is None else was.level):
-                about = {"value": one.used_share, "threshold": one.threshold}
-                place = {"path": one.path, "level": one.level.name.lower()}
-                yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
+        now_known = {(one.node, one.path): one for one in follow_disks(before, self._rules.disk, fresh)}
+        self._disks |= now_known
+        for node, sample in fresh:
+            for paths in paths_by_disk(sample.disks):
+                known_before = [before[it] for path in paths if (it := (node.name, path)) in before]
+                was = max((one.level for one in known_before), default=DiskLevel.ROOMY)
+                one = now_known[node.name, paths[0]]
+                if one.level > was:
+                    about = {"value": one.used_share, "threshold": one.threshold}
+                    place = {"path": ", ".join(paths), "level": one.level.name.lower()}
+                    yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
 
     def _full_disks(self) -> dict[NodeName, str]:
-        if not self._rules.disk.roots:
-            return {}
         full = [one for one in self._disks.values() if one.level is DiskLevel.BLOCK]
         return {
             one.node: f"{one.path} ({one.used_share:.0%} used, {one.threshold:.0%} allowed)"

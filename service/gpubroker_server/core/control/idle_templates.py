@@ -232,7 +232,7 @@ class IdleFill:
                 if ledger is None:
                     is_open = not world.runs.get(name)
                 else:
-                    is_open = not (is_closed or ledger.is_stale(now, self._period_seconds))
+                    is_open = not (is_closed or ledger.takes_nothing(now, self._period_seconds))
                     is_open = is_open and all(
                         gives_way(one.lease.priority) for one in ledger.holdings.values()
                     )

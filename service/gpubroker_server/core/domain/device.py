@@ -40,6 +40,23 @@ def kind_of(reported: str, kinds: Iterable[GpuKind]) -> GpuKind | None:
     return min(found, key=lambda kind: (-len(kind.name), kind.name), default=None)
 
 
+class Closure(Struct, frozen=True):
+    """Why nothing new starts on a device. What runs there goes on."""
+
+    cause: str
+    """`xid`, `ecc`, `remap`, `recovery` (signs of its driver), `failures` (runs failed there at once) or
+    `operator`."""
+    detail: str
+    """Tells this fault from another one of its cause: the number of an XID, the action that is asked for."""
+    reason: str
+    """For people."""
+    since: Instant
+    by: str = ""
+    """The operator's token, if the cause is `operator` or the closure was waived."""
+    is_waived: bool = False
+    """An operator has reopened the device although the cause is still there: it no longer closes it."""
+
+
 class Device(Struct, frozen=True, dict=True):
     """One GPU. `physical_mb` is the whole; `reserve_mb` is never leased."""
 
@@ -64,6 +81,7 @@ class Device(Struct, frozen=True, dict=True):
     """True if the node's agent finds the device. A removed device takes nothing new; its leases stay until
     their holders are confirmed gone."""
     version: int = 1
+    closure: Closure | None = None
 
     @cached_property
     def allocatable_mb(self) -> Mib:
@@ -82,6 +100,11 @@ class Device(Struct, frozen=True, dict=True):
     @property
     def offers(self) -> bool:
         return self.present and not self.split
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing new starts on it."""
+        return self.closure is not None and not self.closure.is_waived
 
     @property
     def label(self) -> str:
@@ -224,7 +247,8 @@ class WatchedRoot(Struct, frozen=True):
     path: str
     file_class: Annotated[FileClass, written("class", FILE_CLASSES)]
     sync_command: tuple[str, ...] = ()
-    """The program, with its arguments, that copies redundant files."""
+    """The program, with its arguments, that copies the files: none goes of which it does not say that there
+    is a copy. Redundant files have one."""
     sync_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
     """The command gets no longer."""
 
@@ -258,7 +282,7 @@ class DiskQuestion(Struct, frozen=True):
     deletes: tuple[FoundFile, ...] | None = None
     """The files to delete; None to look for them."""
     runs_sync: bool = False
-    """Run the sync commands; without that, nothing redundant is found."""
+    """Run the sync commands; without that, nothing is found in a root that has one."""
     live: tuple[str, ...] = ()
     """Checkpoints from which tasks would go on, as whole paths. Dispatch adds them."""
     above: float = 0.0

@@ -6,6 +6,7 @@
 from enum import StrEnum
 from typing import assert_never
 
+from gpubroker.wire.bounds import MOST_PRIORITY
 from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import Demand
@@ -129,8 +130,11 @@ class Model(Struct, frozen=True):
     """True if queued inferences want the model at that priority: the leader knows when they no longer do."""
     pinned: bool = False
     yields: bool = False
-    """True if an equal that waits may have the model's memory: no request is under way or queued, or the
-    model's turn is over."""
+    """True if others that wait may have the model's memory: no request is under way or queued, or the model's
+    turn is over."""
+    yields_to: int = MOST_PRIORITY
+    """The lowest priority of those that may have the model's memory while it yields. It is below the model's
+    own priority only while the model is idle."""
     left_at: Instant | None = None
     """The instant at which the model last left for another holder: its place in the queue is behind those
     that waited then."""

@@ -35,7 +35,7 @@ class ServiceLimits(Struct, frozen=True):
     tenant_object_bytes: Count = 4 * 1024**3
     tenant_objects: Count = 10_000
     """Most objects of one tenant. This and the limit above count all objects of a tenant."""
-    tenant_pending_tasks: Count = 500_000
+    tenant_pending_tasks: Count = 250_000
     """The most tasks of a tenant that wait."""
     tenant_pending_bytes: Count = 4 * 1024**3
     """The most bytes that the waiting tasks of a tenant keep for their runs."""

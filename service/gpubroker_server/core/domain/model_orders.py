@@ -88,9 +88,12 @@ def is_in_the_way(under_way: ModelOrder, order: ModelOrder) -> bool:
 
 
 class ModelsInUse(Struct, frozen=True):
-    """Models that have a request, under way or waiting, at any gateway."""
+    """What gateways say of the models that requests need."""
 
     names: frozenset[str]
+    """Models that have a request, under way or waiting, at any gateway."""
+    recent: frozenset[str] = frozenset()
+    """Models that had one within `triton.yields_to_tasks_seconds`."""
 
 
 class ServerGone(Struct, frozen=True):

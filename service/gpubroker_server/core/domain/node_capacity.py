@@ -7,7 +7,12 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.holders import Gang
 from gpubroker_server.core.domain.ranks import counted_by
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.units import Seconds, TaskId
+
+SLOW_START_SECONDS = Seconds(30.0)
+"""From the order to start a run to its first line of user code. What takes longer is slow."""
+BUSY_CPU = 0.95
+"""The share of a node's CPUs above which what runs there waits for them."""
 
 
 class NodeUsage:

@@ -299,6 +299,8 @@ class NodeReport(Struct, frozen=True):
     all its GPUs."""
     versions: tuple[tuple[str, str], ...] = ()
     """The versions of `python` and `ray` there; empty if unknown."""
+    gpu_absence: str = ""
+    """Why the machine shows no GPU; empty if it shows one, or if `faults` say why."""
 
 
 class ReportedDevice(Struct, frozen=True):

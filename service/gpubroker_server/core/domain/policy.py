@@ -21,25 +21,6 @@ from gpubroker_server.core.domain.setting_marks import (
 )
 from gpubroker_server.core.domain.units import Instant, Position, Seconds
 
-
-class InferenceServers(Struct, frozen=True):
-    """The model servers that answer queued inferences, by name, in the order of the settings."""
-
-    ledger: tuple[str, ...] = ()
-    """The leader loads and unloads the models of these: an inference waits until its model is loaded."""
-    others: tuple[str, ...] = ()
-    """Servers that choose their models themselves."""
-    at_once: int = 64
-    """The most inferences of one model that are sent and unanswered at a time."""
-
-    @property
-    def is_anywhere(self) -> bool:
-        return bool(self.ledger or self.others)
-
-
-NO_SERVERS = InferenceServers()
-
-
 HALF_LIFE_SECONDS = Seconds(86_400.0)
 
 BANDS: tuple[tuple[str, int, int], ...] = (
@@ -53,6 +34,32 @@ BANDS: tuple[tuple[str, int, int], ...] = (
 
 BAND_NAMES: dict[str, int] = {name: (low + high) // 2 for name, low, high in BANDS}
 """A band's name stands for its middle value wherever a priority is accepted."""
+
+DIRECT_PRIORITY = BAND_NAMES["interactive"]
+"""The priority of requests to models that state none, unless the operator says another."""
+
+
+class InferenceServers(Struct, frozen=True):
+    """The model servers that answer queued inferences, by name, in the order of the settings."""
+
+    ledger: tuple[str, ...] = ()
+    """The leader loads and unloads the models of these: an inference waits until its model is loaded."""
+    others: tuple[str, ...] = ()
+    """Servers that choose their models themselves."""
+    at_once: int = 64
+    """The most inferences of one model that are sent and unanswered at a time."""
+    priority: int = DIRECT_PRIORITY
+    """The priority of an inference that states none, as of a request that is sent directly."""
+    body_bytes: int = 2**31 - 1
+    """The most bytes of a request, as of one that is sent directly."""
+
+    @property
+    def is_anywhere(self) -> bool:
+        return bool(self.ledger or self.others)
+
+
+NO_SERVERS = InferenceServers()
+
 
 PRIORITIES_IN_WORDS = f"0 to {MOST_PRIORITY} or one of {', '.join(BAND_NAMES)}"
 
@@ -206,6 +213,8 @@ class Policy(Struct, frozen=True, dict=True):
     min_residency_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(5.0)
     """The time after its load for which a model is not preempted, except by critical tasks; longer for a
     model that loads slowly. 0: no protection at all."""
+    yields_to_tasks_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(30.0)
+    """The time after its last request after which a model makes room for a task of lower priority."""
     maximum: TaskMaximum = TaskMaximum()  # frozen
     array_result_bytes: Annotated[int, ELSEWHERE] = ServiceLimits().array_result_bytes
     """The most bytes of the results of one array."""

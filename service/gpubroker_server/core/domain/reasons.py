@@ -19,6 +19,8 @@ class Reason(StrEnum):
     """The devices that are large enough are not ready, or have another kind."""
     NODE_CORDONED = "NodeCordoned"
     """An operator has closed what is large enough."""
+    GPU_CLOSED = "GpuClosed"
+    """GPUs that are large enough need a reset or a repair, or an operator has closed them."""
     DISK_FULL = "DiskFull"
     """A disk of each node that is large enough is too full."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
@@ -57,6 +59,7 @@ _TIERS = {
     Reason.EXCEEDS_CAPACITY: 4,
     Reason.NO_MATCHING_DEVICE: 5,
     Reason.NODE_CORDONED: 5,
+    Reason.GPU_CLOSED: 5,
     Reason.DISK_FULL: 5,
     Reason.BACKEND_UNAVAILABLE: 6,
     Reason.NOT_BEFORE: 7,

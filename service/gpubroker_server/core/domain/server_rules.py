@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 from gpubroker_server.core.domain.models import ModelRules
-from gpubroker_server.core.domain.policy import BAND_NAMES
+from gpubroker_server.core.domain.policy import DIRECT_PRIORITY
 from gpubroker_server.core.domain.units import Mib, Seconds
 
 
@@ -19,7 +19,7 @@ class ServerRules(Struct, frozen=True):
     tells_gpus: bool = False
     """True if the server's metrics tell which GPUs it sees."""
     tenant: str = "default"
-    priority: int = BAND_NAMES["interactive"]
+    priority: int = DIRECT_PRIORITY
     grace_seconds: Seconds = Seconds(30.0)
     base_mb: Mib = Mib(0)
     """The MiB that the server itself takes of each of its GPUs."""

@@ -133,6 +133,8 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
         )
         return Blocker(Reason.BACKGROUND_LIMITED, message)
     if not any(_is_open(node, survey.task.demand.gpus) for node in nodes):
+        if closed := _closed_gpus(nodes):
+            return Blocker(Reason.GPU_CLOSED, f"GPUs that could take it are closed ({_some(closed)})")
         return Blocker(
             Reason.BACKEND_UNAVAILABLE, f"the memory use of the GPUs has not been reported lately ({names})"
         )
@@ -147,6 +149,15 @@ def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
         return Blocker(Reason.DISK_FULL, message)
     which = "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
     return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {which} ({names})")
+
+
+def _closed_gpus(nodes: Iterable[NodeFinding]) -> list[str]:
+    return [
+        f"{one.ledger.device.label}: {closure.reason}"
+        for node in nodes
+        for one in node.devices
+        if one.verdict is Verdict.GPU_CLOSED and (closure := one.ledger.device.closure)
+    ]
 
 
 def _no_headroom(survey: Survey, nodes: list[NodeFinding]) -> Blocker:

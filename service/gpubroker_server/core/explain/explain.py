@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.holders import (
     Run,
     WorkerSeat,
 )
+from gpubroker_server.core.domain.node_capacity import BUSY_CPU, SLOW_START_SECONDS
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import (
     MOST_FAILED_JOINS,
@@ -223,7 +224,7 @@ def _statement(world: World, task: Task, policy: Policy, now: Instant) -> str:
     match task.state:
         case TaskState.ADMITTED:
             is_gang = isinstance(task.holder, Gang)
-            return f"admitted to {_whereabouts(task)}" + ("" if is_gang else _being_started(world, task))
+            return f"admitted to {_whereabouts(task)}" + ("" if is_gang else _being_started(world, task, now))
         case TaskState.RUNNING:
             more = _overuse(world, task) + _missing_ranks(world, task, policy, now)
             return f"running on {_whereabouts(task)} for {in_time(now - (task.started_at or now))}{more}"
@@ -238,11 +239,22 @@ def _statement(world: World, task: Task, policy: Policy, now: Instant) -> str:
             return str(task.state)
 
 
-def _being_started(world: World, task: Task) -> str:
+def _being_started(world: World, task: Task, now: Instant) -> str:
     others = 0 if task.node is None else world.use[task.node].starting - 1
-    if others <= 0:
-        return "; it is being started"
-    return f"; it is being started, and so {'is 1 other' if others == 1 else f'are {others} others'} there"
+    beside = (
+        "" if others <= 0 else f", and so {'is 1 other' if others == 1 else f'are {others} others'} there"
+    )
+    return f"; it is being started{beside}{_slowly(world, task, now)}"
+
+
+def _slowly(world: World, task: Task, now: Instant) -> str:
+    """Return what is said of a start that takes long."""
+    since = task.ordered_at or task.admitted_at
+    if since is None or task.node is None or now - since < SLOW_START_SECONDS:
+        return ""
+    seen = world.node_samples.get(task.node)
+    busy = f", whose CPUs are {seen.cpu:.0%} busy" if seen is not None and seen.cpu >= BUSY_CPU else ""
+    return f"; starts are slow on {task.node}{busy}: it has taken {in_time(now - since)} so far"
 
 
 def _whereabouts(task: Task) -> str:
@@ -331,6 +343,9 @@ def _why(finding: DeviceFinding, task: Task) -> str:
             return "its node is cordoned"
         case Verdict.DISK_FULL:
             return "a disk of its node is too full"
+        case Verdict.GPU_CLOSED:
+            closure = finding.ledger.device.closure
+            return f"it is closed: {closure.reason if closure else ''}"
         case Verdict.HELD_BACK:
             return "background work may take no more of its node now"
         case Verdict.STALE:

@@ -273,7 +273,7 @@ def free_capacity(draft: Draft) -> FreeCapacity:
         cpu += max(0.0, room.cpu)
         memory_mb += max(0, room.memory_mb)
         for ledger in draft.ledgers_on(node):
-            if ledger.device.offers and (free := ledger.free_mb()) > 0:
+            if ledger.device.offers and (free := ledger.offered_mb()) > 0:
                 devices.append((ledger.device.key, Mib(free)))
     return FreeCapacity(tuple(devices), round(cpu, 6), memory_mb)
 

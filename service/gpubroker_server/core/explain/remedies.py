@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from gpubroker_server.core.admission.feasibility import check_priority
+from gpubroker_server.core.domain.task import model_of
 from gpubroker_server.core.domain.units import Seconds, in_time
 from gpubroker_server.core.explain.blockers import task_label
 from gpubroker_server.core.explain.demand_changes import (
@@ -24,8 +25,10 @@ from gpubroker_server.core.explain.helpful_ends import first_end
 from gpubroker_server.core.explain.remedy_planner import Remedy, RemedyPlanner, first_step
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.explain.what_if import WhatIf, places_text, seconds_until
+from gpubroker_server.core.lifecycle.model_turns import pinned_in_the_way
 from gpubroker_server.core.planning.find_way import Start, Wait, Way
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
+from gpubroker_server.core.planning.nodes.draft import Draft
 
 MIN_SECONDS = 1.0
 """A shorter run time is no remedy."""
@@ -52,6 +55,7 @@ def _others(
 ) -> Iterator[Remedy | None]:
     yield _shorter_run_time(planner)
     yield _after_an_end(planner, expected_ends)
+    yield _after_unpinning(planner)
     if planner.task.demand.bundles:
         yield looser_strategy(planner)
         yield fewer_ranks(planner)
@@ -107,6 +111,22 @@ def _after_an_end(planner: RemedyPlanner, expected_ends: ExpectedEnds) -> Remedy
     run = task_label(found.run.id, found.run.tenant, task)
     message = f"when {run} ends ({when}), it starts on {places_text(planner.draft, found.places)}"
     return Remedy({}, task, message, Start(found.places), found.run, end)
+
+
+def _after_unpinning(planner: RemedyPlanner) -> Remedy | None:
+    """The first pinned model without which the task has room."""
+    survey, task = planner.survey, planner.task
+    for model in pinned_in_the_way(survey.draft.world, task.demand):
+        without = Draft(survey.draft.world)
+        without.remove_run(model)
+        what_if = WhatIf(without, survey.policy, survey.now, survey.forecasts)
+        places = what_if.places(task)
+        if places is not None:
+            name, where = model_of(model).model, places_text(planner.draft, places)
+            command = f"`gpubroker pin {name} --off`"
+            message = f"when the pinned model {name} is unpinned ({command}), it starts on {where}"
+            return Remedy({}, task, message, Start(places), model)
+    return None
 
 
 def _more_priority(planner: RemedyPlanner, highest: int) -> Remedy | None:

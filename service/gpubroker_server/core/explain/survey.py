@@ -32,6 +32,8 @@ class Verdict(StrEnum):
     CORDONED = "cordoned"
     DISK_FULL = "disk_full"
     """A disk of the device's node is too full for anything to start."""
+    GPU_CLOSED = "gpu_closed"
+    """It needs a reset or a repair, or an operator has closed it."""
     STALE = "stale"
     """The device's last sample is too old."""
     HELD_BACK = "held_back"
@@ -160,6 +162,8 @@ def _judge_device(
         verdict = Verdict.TOO_SMALL
     elif closed is not None:
         verdict = closed
+    elif device.is_closed:
+        verdict = Verdict.GPU_CLOSED
     elif is_stale:
         verdict = Verdict.STALE
     elif need <= free:

@@ -25,7 +25,13 @@ from gpubroker_server.core.domain.ranks import node_of, rank_count
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, node_key
-from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine, worker_sets
+from gpubroker_server.core.lifecycle import (
+    external_leases,
+    gpu_closures,
+    model_lifecycle,
+    quarantine,
+    worker_sets,
+)
 from gpubroker_server.core.lifecycle.runs import dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import (
     AnyStopOrder,
@@ -85,6 +91,8 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
     if request.what in CORDONINGS:
         return _cordon(world, request, now, done)
+    if request.what in gpu_closures.REQUESTS:
+        return gpu_closures.carry_out(world, request, now, done)
     if request.what in worker_sets.REQUESTS:
         return worker_sets.carry_out(world, world.worker_sets.get(request.task), request)
     # Before the check below: a holder may release memory that is in quarantine since its task ended.

@@ -1,8 +1,8 @@
 """Models as holders of memory: what changes with their server's index, requests and time.
 
 A model is a task that waits, is loaded, stays and leaves. While it is wanted its priority is that of its
-requests, or one less if equals may have its memory, since preemption needs a strictly lower priority;
-afterwards -1, so that any task may take it.
+requests, or one less than that of those which may have its memory, since preemption needs a strictly lower
+priority; afterwards -1, so that any task may take it.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, S
 from gpubroker_server.core.lifecycle.model_adoption import adopt, base_released
 from gpubroker_server.core.lifecycle.stopping import requeued_fields
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
+from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.world import World
 
 TOP_PRIORITY = 100
@@ -48,16 +49,17 @@ def is_wanted(task: Task, now: Instant) -> bool:
     return task.expires_at is None or now < task.expires_at
 
 
-def is_unasked(task: Task) -> bool:
-    """True if it made room for an equal, and no request has needed it since."""
-    return task.state is TaskState.PENDING and model_of(task).yields
+def is_asked_since_it_left(task: Task) -> bool:
+    """True unless it left for another holder and no request has come since."""
+    terms = model_of(task)
+    return terms.left_at is None or terms.usage.at >= terms.left_at
 
 
 def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
     """Return True if a request at this priority changes anything. `queued`: it is the highest of all queued
     inferences."""
     terms = model_of(task)
-    if is_unasked(task):
+    if is_unasked(task) or (task.state is TaskState.PENDING and not is_asked_since_it_left(task)):
         return True
     if task.expires_at is None or priority > terms.asked_priority:
         return priority > terms.asked_priority
@@ -87,7 +89,7 @@ def standing(task: Task, now: Instant) -> int:
         return TOP_PRIORITY
     if not is_wanted(task, now):
         return UNWANTED_PRIORITY
-    return terms.asked_priority - 1 if terms.yields else terms.asked_priority
+    return min(terms.asked_priority, terms.yields_to) - 1 if terms.yields else terms.asked_priority
 
 
 def due(world: World, now: Instant) -> list[Decision]:
@@ -222,7 +224,8 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
             terms, int(fields["priority"]), used_at, wanted=is_wanted(task, now), queued="queued" in fields
         )
     changes: dict[str, Any] = {"holder": terms}
-    if is_unasked(task):
+    # A use before it left, reported late, is no reason to bring it back.
+    if is_unasked(task) and (terms.left_at is None or used_at >= terms.left_at):
         changes |= {"holder": replace(terms, yields=False, left_at=now), "not_before": None}
     if task.expires_at is not None:
         changes["expires_at"] = Instant(max(task.expires_at, used_at + terms.wanted_seconds))

@@ -1,69 +1,181 @@
-"""Turns of models: a model that no request needs makes room at once for an equal that waits, and one that is
-asked all the time does so when its turn is over.
+"""Turns of models: a model that no request needs makes room for others that wait, and one that is asked all
+the time makes room for its equals when its turn is over.
 
-Gateways know which models are in use. They are asked only while something waits that could have the memory.
+An idle model makes room at once for an equal and for any model that a request asks for, and for a task of
+lower priority some time after its last request. Gateways know which models are in use. They are asked only
+while something waits that could have the memory.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence
+from math import inf
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.demand import may_use_node
-from gpubroker_server.core.domain.models import turn_seconds
+from gpubroker_server.core.domain.demand import Demand, may_use_device, may_use_node
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.model_orders import ModelsInUse
+from gpubroker_server.core.domain.models import min_residency_seconds, turn_seconds
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.lifecycle.model_lifecycle import standing
+from gpubroker_server.core.lifecycle.model_lifecycle import is_asked_since_it_left, standing
 from gpubroker_server.core.world.queue import EquivalenceClass
 from gpubroker_server.core.world.world import World
 
 
-def is_contended(world: World) -> bool:
-    """Return True if an equal waits for a model's memory, or none waits any more for that of one that
-    yields."""
-    return any(has_rival or yields for _, has_rival, yields in _turns(world))
+class _Rivals(Struct, frozen=True):
+    """Who waits and could have the memory of one model."""
+
+    equal: bool = False
+    """A task or a model of the same priority."""
+    lower_model: int | None = None
+    """The lowest priority of the models below its own that a request asks for."""
+    lower_task: int | None = None
+    """The lowest priority of all that wait below its own."""
 
 
-def turns(world: World, in_use: Set[str], now: Instant) -> list[Decision]:
-    """The models that yield to their equals from now on, or no longer do."""
+def is_contended(world: World, now: Instant, policy: Policy) -> bool:
+    """Return True if something waits for which a model would make room if it were idle, or nothing waits any
+    more for which one does."""
+    return any(
+        model_of(task).yields
+        or rivals.equal
+        or rivals.lower_model is not None
+        or (rivals.lower_task is not None and now >= yields_to_tasks_at(world, task, policy))
+        for task, rivals in _contests(world)
+    )
+
+
+def turns(world: World, in_use: ModelsInUse, now: Instant, policy: Policy) -> list[Decision]:
+    """The models that make room for others from now on, or no longer do."""
     wanted_later = {equivalence.demand.answered_by for equivalence in world.queue.classes.values()}
     decisions: list[Decision] = []
-    for task, has_rival, yielded in _turns(world):
+    for task, rivals in _contests(world):
         assert task.started_at is not None
         terms = model_of(task)
         name = terms.model
-        is_idle = not (name in in_use or name in wanted_later or world.models.asking(name))
-        is_over = now - task.started_at >= turn_seconds(terms.load_seconds)
-        yields = has_rival and (is_idle or is_over)
-        if yields != yielded:
-            after = replace(task, holder=replace(terms, yields=yields))
+        room_for: list[int] = []
+        if name in in_use.names or name in wanted_later or world.models.asking(name):
+            if rivals.equal and now >= turn_ends_at(task, terms.asked_priority, policy, is_model=True):
+                room_for.append(terms.asked_priority)
+        else:
+            if rivals.equal:
+                room_for.append(terms.asked_priority)
+            if rivals.lower_model is not None and now >= _yields_to_models_at(task, policy):
+                room_for.append(rivals.lower_model)
+            is_idle = name not in in_use.recent and now >= yields_to_tasks_at(world, task, policy)
+            if rivals.lower_task is not None and is_idle:
+                room_for.append(rivals.lower_task)
+        after = _making_room(task, min(room_for, default=None))
+        if after is not task:
             write = write_move(task, Move.CHANGED, holder=after.holder, priority=standing(after, now))
             decisions.append(Decision(task.id, "turn", tasks=(write,)))
     return decisions
 
 
-def _turns(world: World) -> Iterator[tuple[Task, bool, bool]]:
-    """(model in memory, whether an equal waits that could have its memory, whether it yields now)"""
+def _making_room(task: Task, least_priority: int | None) -> Task:
+    """Return the model as one that makes room from this priority on, or for nothing; the same object if it
+    does so already."""
+    terms = model_of(task)
+    if least_priority is None:
+        return replace(task, holder=replace(terms, yields=False)) if terms.yields else task
+    if terms.yields and terms.yields_to == least_priority:
+        return task
+    return replace(task, holder=replace(terms, yields=True, yields_to=least_priority))
+
+
+def yields_to_tasks_at(world: World, task: Task, policy: Policy) -> Instant:
+    """Return when a loaded model makes room for tasks of lower priority, if no request comes and gateways
+    know of none that came since the last report."""
+    used_at = max(model_of(task).usage.at, world.models.answered_at(model_of(task).model))
+    return Instant(max(used_at, task.started_at or used_at) + policy.yields_to_tasks_seconds)
+
+
+def _yields_to_models_at(task: Task, policy: Policy) -> Instant:
+    """Return when an idle model may make room for one of lower priority: after its minimum residency. One
+    that has left before and was asked again keeps its memory for a turn, so that requests for the lower one
+    that come in its short pauses do not have the two loaded over and over."""
+    assert task.started_at is not None
+    terms = model_of(task)
+    seconds = min_residency_seconds(terms.load_seconds, policy.min_residency_seconds)
+    if terms.left_at is not None:
+        seconds = max(seconds, turn_seconds(terms.load_seconds))
+    return Instant(task.started_at + seconds)
+
+
+def _contests(world: World) -> Iterator[tuple[Task, _Rivals]]:
+    """Yield each model in memory that may make room, with those that wait for it."""
     held = [task for task in world.models.live() if _takes_turns(task)]
-    waiting = (
-        [equivalence for equivalence in world.queue.classes.values() if needs_gpus(equivalence.demand)]
-        if held
-        else []
-    )
+    if not held:
+        return
+    waiting = [equivalence for equivalence in world.queue.classes.values() if needs_gpus(equivalence.demand)]
+    models = [task for task in world.models.live() if _is_asked_for(task, world)] if waiting else []
     for task in held:
-        has_rival = any(_is_rival(equivalence, task, world) for equivalence in waiting)
-        yield task, has_rival, model_of(task).yields
+        yield task, _rivals_of(task, waiting, models, world)
+
+
+def _rivals_of(task: Task, waiting: list[EquivalenceClass], models: list[Task], world: World) -> _Rivals:
+    if (place := _place_of(task, world)) is None:
+        return _Rivals()
+    asked_priority = model_of(task).asked_priority
+    near = [one for one in waiting if _could_have(one.demand, *place)]
+    priorities = {priority for one in near for groups in one.bands.values() for priority in groups}
+    lower_models = (model.priority for model in models if _could_have(model.demand, *place))
+    return _Rivals(
+        equal=asked_priority in priorities,
+        lower_model=min((at for at in lower_models if at < asked_priority), default=None),
+        lower_task=min((at for at in priorities if at < asked_priority), default=None),
+    )
+
+
+def never_leaves(task: Task) -> bool:
+    """True of a pinned model and of a server's base cost."""
+    terms = model_of(task)
+    return terms.pinned or not terms.model
+
+
+def turn_ends_at(task: Task, priority: int, policy: Policy, *, is_model: bool) -> float:
+    """Return when a loaded model makes room at the latest for one of its own priority, and at the earliest
+    for a model of a lower one. Infinite for others that wait."""
+    terms = model_of(task)
+    if task.started_at is None or never_leaves(task) or priority > terms.asked_priority:
+        return inf
+    if priority == terms.asked_priority:
+        return task.started_at + turn_seconds(terms.load_seconds)
+    return _yields_to_models_at(task, policy) if is_model else inf
+
+
+def pinned_in_the_way(world: World, demand: Demand) -> list[Task]:
+    """Return the pinned models whose memory such a task could have if they left."""
+    loaded = (task for task in world.models.live() if task.state is TaskState.RUNNING)
+    pinned = (task for task in loaded if model_of(task).pinned)
+    return [task for task in pinned if (place := _place_of(task, world)) and _could_have(demand, *place)]
 
 
 def _takes_turns(task: Task) -> bool:
-    """True of a loaded model, unless it never leaves: pinned models and a server's base cost do not."""
-    terms = model_of(task)
-    return task.state is TaskState.RUNNING and bool(terms.model) and not terms.pinned
+    return task.state is TaskState.RUNNING and not never_leaves(task)
 
 
-def _is_rival(equivalence: EquivalenceClass, task: Task, world: World) -> bool:
-    asked_priority = model_of(task).asked_priority
-    has_equal = any(asked_priority in groups for groups in equivalence.bands.values())
+def _place_of(task: Task, world: World) -> tuple[Node, list[Device]] | None:
     node = None if task.node is None else world.nodes.get(task.node)
-    return has_equal and node is not None and may_use_node(equivalence.demand, node)
+    if node is None:
+        return None
+    return node, [world.ledgers[lease.device].device for lease in world.leases_of(task)]
+
+
+def _is_asked_for(task: Task, world: World) -> bool:
+    """True of a model that waits for memory, for which no room is being made yet, and for which a request has
+    come since it was last in memory."""
+    is_waiting = task.id in world.queue and task.id not in world.pledges
+    return is_waiting and is_asked_since_it_left(task)
+
+
+def _could_have(demand: Demand, node: Node, devices: Sequence[Device]) -> bool:
+    """True if such a task may be placed on one of these devices of the node."""
+    return any(
+        may_use_node(part, node) and any(may_use_device(part, device) for device in devices)
+        for part in demand.bundles or (demand,)
+    )

@@ -26,10 +26,11 @@ from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.setting_marks import NonNegativeMib, PositiveAmount, PositiveMib, alone
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
-from gpubroker_server.core.lifecycle import external_leases
+from gpubroker_server.core.lifecycle import external_leases, gpu_closures
 from gpubroker_server.core.lifecycle.gang_runs import beginning_orders, stop_order
 from gpubroker_server.core.lifecycle.runs import apply_reports, dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import stop_orders
+from gpubroker_server.core.world.events import closure_notice
 from gpubroker_server.core.world.world import World
 
 
@@ -83,10 +84,14 @@ def reconcile(
     killed."""
     decisions = []
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
+    opened = gpu_closures.back_in_service(world, seen, devices)
+    devices = tuple(({device.key: device for device in devices} | opened).values())
     if nodes or devices:
         gone = [device.key for device in devices if not device.present]
         pledges = dissolved_pledges(world, gone)
-        decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
+        news = tuple(closure_notice(device) for device in opened.values())
+        seen_now = Decision(seen.node.name, "node_seen", nodes=nodes, devices=devices, notices=news)
+        decisions.append(replace(seen_now, pledges=pledges))
     absent = apply_reports(world, _absences(world, seen), now, policy)
     absent = [replace(decision, orders=tuple(_still_of_use(decision.orders, seen))) for decision in absent]
     decisions += [decision for decision in absent if not decision.is_empty()]
@@ -143,7 +148,7 @@ def _device_rows(world: World, seen: NodeReport, rules: InventoryRules) -> tuple
         row = _device(seen, device, rules)
         ledger = world.ledgers.get(row.key)
         if ledger is not None:
-            row = replace(row, version=ledger.device.version)
+            row = replace(row, version=ledger.device.version, closure=ledger.device.closure)
             if row == ledger.device:
                 continue
             row = replace(row, version=row.version + 1)

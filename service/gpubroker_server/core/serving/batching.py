@@ -47,7 +47,8 @@ class InferenceRequest(Struct, frozen=True):
     @property
     def may_be_joined(self) -> bool:
         """Return True if the request can be joined with others along the first dimension."""
-        return self.rows > 0 and not _OWN_STATE & self.parameters.keys()
+        is_here = not any(tensor.stored for tensor in self.inputs)
+        return self.rows > 0 and is_here and not _OWN_STATE & self.parameters.keys()
 
     def batch_key(self) -> tuple[Any, ...]:
         """Return a key that is equal for requests which may share a batch: they differ only in their rows."""
@@ -113,7 +114,7 @@ def packed(message: InferenceRequest | InferenceResponse) -> bytes:
         "id": message.id,
         "version": message.version,
         "parameters": dict(message.parameters),
-        "tensors": [[one.name, one.datatype, list(one.shape), len(one.data)] for one in tensors],
+        "tensors": [_row_of(one) for one in tensors],
     }
     if isinstance(message, InferenceRequest):
         head["outputs"] = list(message.outputs)
@@ -121,6 +122,12 @@ def packed(message: InferenceRequest | InferenceResponse) -> bytes:
         head["model"] = message.model
     text = json.dumps(head, separators=(",", ":")).encode()
     return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, *(one.data for one in tensors)))
+
+
+def _row_of(tensor: Tensor) -> list[Any]:
+    """Return the row of the head: the object that has the data instead comes last, if there is one."""
+    stored = [tensor.stored, tensor.stored_bytes] if tensor.stored else []
+    return [tensor.name, tensor.datatype, list(tensor.shape), len(tensor.data), *stored]
 
 
 def request_in(data: bytes) -> InferenceRequest:
@@ -139,21 +146,21 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         head = json.loads(data[_LENGTH_BYTES:begin])
-        rows = [(name, datatype, tuple(shape), size) for name, datatype, shape, size in head["tensors"]]
+        rows = [(name, datatype, tuple(shape), *rest) for name, datatype, shape, *rest in head["tensors"]]
     except (ValueError, KeyError, TypeError) as fault:
         raise BadTensor(f"the stored bytes cannot be read: {fault}") from None
     return head, _sliced(rows, data, begin)
 
 
-def encoded_request(request: InferenceRequest) -> tuple[bytes, list[bytes]]:
-    """A request in Triton's binary form: the JSON, and the data that follows it."""
+def encoded_request(request: InferenceRequest) -> tuple[bytes, Sequence[Tensor]]:
+    """A request in Triton's binary form: the JSON, and the tensors whose data follows it."""
     head: dict[str, Any] = {
         "inputs": [
             {
                 "name": one.name,
                 "datatype": one.datatype,
                 "shape": one.shape,
-                "parameters": {"binary_data_size": len(one.data)},
+                "parameters": {"binary_data_size": one.size_bytes},
             }
             for one in request.inputs
         ],
@@ -164,7 +171,7 @@ def encoded_request(request: InferenceRequest) -> tuple[bytes, list[bytes]]:
     if request.outputs:
         binary = {"binary_data": True}
         head["outputs"] = [{"name": name, "parameters": binary} for name in request.outputs]
-    return json.dumps(head, separators=(",", ":")).encode(), [one.data for one in request.inputs]
+    return json.dumps(head, separators=(",", ":")).encode(), request.inputs
 
 
 def decoded_response(body: bytes, head_bytes: int) -> InferenceResponse:
@@ -187,14 +194,12 @@ def decoded_response(body: bytes, head_bytes: int) -> InferenceResponse:
     return InferenceResponse(model, version, _sliced(outputs, body, head_bytes), parameters, id)
 
 
-def _sliced(
-    rows: Iterable[tuple[str, str, tuple[int, ...], int]], data: bytes, begin: int
-) -> tuple[Tensor, ...]:
-    """Return the tensors of these rows, whose data begins at `begin`. Raises BadTensor if they do not fill
-    the data."""
+def _sliced(rows: Iterable[tuple[Any, ...]], data: bytes, begin: int) -> tuple[Tensor, ...]:
+    """Return the tensors of these rows (name, datatype, shape, bytes, and the object with its bytes, if there
+    is one), whose data begins at `begin`. Raises BadTensor if they do not fill the data."""
     tensors, at = [], begin
-    for name, datatype, shape, size in rows:
-        tensors.append(Tensor(name, datatype, shape, data[at : at + size]))
+    for name, datatype, shape, size, *stored in rows:
+        tensors.append(Tensor(name, datatype, shape, data[at : at + size], *stored))
         at += size
     if at != len(data):
         raise BadTensor(f"the tensors take {at - begin} bytes, and {len(data) - begin} came")

@@ -7,7 +7,7 @@ queueing by number of requests (Demers, Keshav, Shenker 1989), as Triton does no
 
 from bisect import bisect_left
 from collections import Counter
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.policy import AGEING_SECONDS_PER_POINT, aged_priority
@@ -67,12 +67,14 @@ class ModelLane:
     """Compares by identity."""
 
     __slots__ = ("_arrivals", "_climb", "_held", "_mean_seconds", "_queues", "_rules", "_slots", "_turn",
-                 "_turns", "_waits", "in_flight", "waiting")  # fmt: skip
+                 "_turns", "_waits", "idle_since", "in_flight", "waiting")  # fmt: skip
 
     def __init__(self, rules: LaneRules, slots: int | None = None) -> None:
         """`slots`: how many requests at once; None: as many as prove useful."""
         self.in_flight = 0
         self.waiting = 0
+        self.idle_since = -inf
+        """When the last request to have a slot was over; before the first one, long ago."""
         self._rules = rules
         self._slots = slots
         self._climb = HillClimb()
@@ -199,6 +201,7 @@ class ModelLane:
     def finish(self, tenant: str, held_seconds: float, now: MonotonicSeconds) -> None:
         """Free the slot of one of the tenant's requests, which is over."""
         self.in_flight -= 1
+        self.idle_since = now
         self._held[tenant] -= 1
         self._forget_if_gone(tenant)
         mean = self._mean_seconds

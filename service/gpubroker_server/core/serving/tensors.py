@@ -27,6 +27,13 @@ class Tensor(Struct, frozen=True):
     datatype: str
     shape: tuple[int, ...]
     data: bytes
+    stored: str = ""
+    """The digest of the object that has the data instead, which is read when it is sent."""
+    stored_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stored_bytes if self.stored else len(self.data)
 
     @property
     def rows(self) -> int:
@@ -63,6 +70,12 @@ def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
 
 def checked(tensor: Tensor) -> Tensor:
     """Return the tensor. Raises BadTensor if its data is not what type and shape say."""
+    if tensor.stored:
+        if tensor.size_bytes != prod(tensor.shape) * size_of(tensor.datatype):
+            raise BadTensor(
+                f"{tensor.name} of shape {list(tensor.shape)} came with {tensor.size_bytes} bytes"
+            )
+        return tensor
     _ends(tensor, [prod(tensor.shape)])
     return tensor
 

@@ -6,8 +6,8 @@ from typing import Any, assert_never
 
 from msgspec import Struct
 
-from gpubroker_server.core.domain.decisions import Decision, Fields, Request, TaskWrite
-from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.decisions import Decision, Fields, Notice, Request, TaskWrite
+from gpubroker_server.core.domain.device import Closure, Device, Node
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.estimates import SketchKey
 from gpubroker_server.core.domain.holders import External, Gang, Inference, Model, Run, WorkerSeat
@@ -20,6 +20,8 @@ SUBMITTED = "task.submitted"
 _CORDON = ("cordon_reason", "cordoned_by", "cordoned_at", "draining_since", "drain_deadline_at")
 """Fields of a node with an event of their own: release 0.2.0 passes over that event, and fails on an unknown
 field of a node."""
+_CLOSURE = ("closure",)
+"""Likewise of a device."""
 _FORM_OF_STANDING = 4
 """Events of pauses and worker sets have it: a leader that does not know them would start what is paused, and
 scale nothing."""
@@ -137,7 +139,7 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", without(node, _CORDON))
     for device in decision.devices:
-        yield NewEvent("device.seen", device.key, device.version, "", device)
+        yield NewEvent("device.seen", device.key, device.version, "", without(device, _CLOSURE))
     for write in decision.tasks:
         task = write.task
         form = _FORM_OF_LATE_RANKS if any(member.is_late for member in members_of(task)) else 1
@@ -174,6 +176,19 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
 def cordon_of(node: Node) -> Mapping[str, Any]:
     """Return the payload of a changed cordon."""
     return {name: getattr(node, name) for name in _CORDON}
+
+
+class ClosureChange(Struct, frozen=True):
+    """What an event says of a GPU that was closed or reopened, as far as the World reads it."""
+
+    closure: Closure | None = None
+
+
+def closure_notice(device: Device) -> Notice:
+    """Return the news that a GPU was closed or reopened: what the device's row has of it, and its place."""
+    what = "closed" if device.is_closed else "reopened"
+    about = {"closure": device.closure, "node": device.node, "uuid": device.uuid, "index": device.index}
+    return Notice(f"gpu.{what}", device.key, about)
 
 
 def _task_changes(write: TaskWrite) -> dict[str, Any]:

@@ -249,6 +249,10 @@ class DeviceLedger:
                 free -= self.pledge_claim_mb(pledge)
         return free
 
+    def offered_mb(self) -> int:
+        """MiB that a task without a pledge could take now: nothing of a closed device."""
+        return 0 if self.device.is_closed else max(0, self.free_mb())
+
     def leaving(self) -> Iterator[Holding]:
         return iter(self._leaving.values())
 
@@ -264,6 +268,14 @@ class DeviceLedger:
         """Return True if the last sample is missing or older than three periods: the device takes nothing
         new."""
         return self.sample is None or now - self.sample.at > 3 * period_seconds
+
+    def takes_nothing(self, now: Instant, period_seconds: float) -> bool:
+        """Return True if nothing new may be placed here, whatever is free: it is closed, or not measured."""
+        # As `is_closed` and `is_stale` say; each plan asks for each device.
+        closure, sample = self.device.closure, self.sample
+        if closure is not None and not closure.is_waived:
+            return True
+        return sample is None or now - sample.at > 3 * period_seconds
 
     def _enter(self, key: str, after: Holding | None) -> None:
         """Replace or remove the holding of this key. The sums are kept up to date: a device may have

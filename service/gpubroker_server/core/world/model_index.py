@@ -9,10 +9,19 @@ from typing import Final
 from gpubroker_server.core.domain.holders import Inference, Model
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import Task, TaskState, model_of
-from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.units import Instant, TaskId
 
 WAIT_BOUNDS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
 """Bounds of the histogram of waits, in seconds."""
+
+
+_MOST_NAMES: Final = 1024
+"""The names of models come from clients."""
+
+
+def is_unasked(task: Task) -> bool:
+    """True of a model that made room for others, and that no request has needed since."""
+    return task.state is TaskState.PENDING and model_of(task).yields
 
 
 class InferenceCounts:
@@ -50,6 +59,9 @@ class ModelIndex:
         self._known: dict[TaskId, Task] = {}
         """Models by task, ended ones too, as long as they may hold memory."""
         self._asking: dict[str, dict[TaskId, Task]] = {}
+        self._answered_at: dict[str, Instant] = {}
+        """Model -> when an inference was last sent to it or answered, as far as this process has seen; of the
+        `_MOST_NAMES` that were asked last."""
         self.answered = InferenceCounts()
 
     def note(self, task: Task) -> None:
@@ -77,12 +89,21 @@ class ModelIndex:
         """The inferences of a model that were sent and have not ended."""
         return self._asking.get(model, {})
 
+    def answered_at(self, model: str) -> Instant:
+        """Return when a queued inference was last sent to the model or answered; 0 if none is known."""
+        return self._answered_at.get(model, Instant(0.0))
+
     def asked(self) -> list[str]:
         """The models that have such inferences, sorted."""
         return sorted(self._asking)
 
     def _note_inference(self, task: Task) -> None:
         model = task.demand.answered_by
+        if task.started_at is not None:
+            self._answered_at.pop(model, None)
+            self._answered_at[model] = task.finished_at or task.started_at
+            if len(self._answered_at) > _MOST_NAMES:
+                del self._answered_at[next(iter(self._answered_at))]
         if task.is_active:
             self._asking.setdefault(model, {})[task.id] = task
         elif model in self._asking:

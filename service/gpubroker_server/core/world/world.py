@@ -4,6 +4,8 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from gpubroker_server.core.domain.decisions import QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
@@ -34,7 +36,7 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
-from gpubroker_server.core.world.events import Event, consecutive
+from gpubroker_server.core.world.events import ClosureChange, Event, consecutive
 from gpubroker_server.core.world.ledger import DeviceLedger, UnconfirmedHolders
 from gpubroker_server.core.world.model_index import ModelIndex
 from gpubroker_server.core.world.past_runs import RunHistory
@@ -102,6 +104,8 @@ class World:
         """`task` or `model` -> number of times that one made room since this World was first read."""
         self.pending: Counter[str] = Counter()
         """Tenant -> number of its pending tasks, whatever they wait for."""
+        self.pending_held: Counter[str] = Counter()
+        """Tenant -> number of its pending tasks that are held: they wait for a person."""
         self.pending_bytes: Counter[str] = Counter()
         """Tenant -> bytes that its pending tasks keep for their runs."""
         self.models = ModelIndex()
@@ -245,7 +249,14 @@ class World:
             case "pledge":
                 self._apply_pledge(event, what)
             case "device":
-                self.add_device(read(event.payload, Device))
+                device = self.ledgers.get(DeviceKey(event.key))
+                # Its closure, which has events of its own, stays as it is.
+                seen = changed(device.device, event.payload) if device else read(event.payload, Device)
+                self.add_device(seen)
+            case "gpu":
+                if (device := self.ledgers.get(DeviceKey(event.key))) is not None:
+                    closure = read(event.payload, ClosureChange).closure
+                    self.add_device(replace(device.device, closure=closure))
             case "node":
                 known = self.nodes.get(NodeName(event.key))
                 # Its cordon, which has events of its own, stays as it is.
@@ -302,7 +313,8 @@ class World:
             for lease in self.leases_of(after):
                 self._enter(lease)
         if after.is_terminal:
-            self.finished[after.tenant, after.state] += 1
+            if not isinstance(after.holder, Model):
+                self.finished[after.tenant, after.state] += 1
             self._drop_if_done(after.id)
 
     def _apply_lease(self, event: Event) -> None:
@@ -374,6 +386,8 @@ class World:
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] += 1
             self.pending_bytes[task.tenant] += task.queued_bytes
+            if task.held:
+                self.pending_held[task.tenant] += 1
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
@@ -387,6 +401,8 @@ class World:
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] -= 1
             self.pending_bytes[task.tenant] -= task.queued_bytes
+            if task.held:
+                self.pending_held[task.tenant] -= 1
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more
@@ -403,9 +419,10 @@ class World:
         count_custom(self.custom_use, task, sign)
 
     def _drop_if_gone(self, ledger: DeviceLedger) -> None:
-        """A removed device is forgotten once nothing on it is held or pledged."""
+        """A removed device is forgotten once nothing on it is held or pledged, unless it is closed: an
+        operator's closure outlasts its absence."""
         device = ledger.device
-        if not (device.present or ledger.holdings or ledger.pledges):
+        if not (device.present or device.closure or ledger.holdings or ledger.pledges):
             self.inventory_version += 1
             del self.ledgers[device.key]
             self.by_node[device.node].remove(device.key)

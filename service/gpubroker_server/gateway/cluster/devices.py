@@ -1,12 +1,12 @@
 """GPUs: what is leased, used and free, and by which holders."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import Query, Response
 from gpubroker.wire.answered import OverviewPage, Time, part_of
-from gpubroker.wire.devices import Gpu, GpuHealth, Holder, Pledge
+from gpubroker.wire.devices import ClosedGpu, Gpu, GpuHealth, Holder, Pledge
 from gpubroker.wire.quarantine import Awaited
 from msgspec.structs import astuple
 from pydantic import Field
@@ -21,11 +21,14 @@ from gpubroker_server.gateway.cluster.history import HistoryPageQuery, HistoryQu
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.quarantine import awaited_by_lease
 from gpubroker_server.gateway.status.task_view import priority_now
+from gpubroker_server.http.bodies import Because, Body, JsonBody
 from gpubroker_server.http.identity import Identity, Scope
-from gpubroker_server.http.routing import Caller, Resource, answer
+from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.routing import STORED, Caller, Endpoint, Resource, answer
 
 resource = Resource("cluster")
 
+MOST_NAMED = 20
 ITEMS_AT_ONCE = 100
 """The history of this many items takes 10 ms; then other requests have their turn."""
 
@@ -53,6 +56,68 @@ async def list_gpus(caller: Caller, parts: Parts, query: Annotated[GpuQuery, Que
         if len(items) % ITEMS_AT_ONCE == 0:
             await asyncio.sleep(0)
     return answer(OverviewPage(**moment, **part_of(items, next_cursor)))
+
+
+class CloseGpu(Body):
+    """`reason` is recorded with the name of your token, and shown with the GPU."""
+
+    reason: Because = ""
+
+
+def _change(verb: str) -> Callable[[Endpoint], Endpoint]:
+    """Declare the route of a request to the leader about a GPU."""
+    return resource.route(
+        f"POST /gpus/{{gpu:path}}/{verb}",
+        f"gpus_{verb}",
+        Scope.CLUSTER_WRITE,
+        Gpu,
+        "malformed-json not-found follower-stale leader-outdated",
+        accepted=STORED,
+        response_description="The GPU as it is now.",
+    )
+
+
+@_change("close")
+async def close_gpu(
+    caller: Caller,
+    parts: Parts,
+    gpu: str,
+    body: JsonBody[CloseGpu] = CloseGpu(),  # noqa: B008  # frozen
+) -> Response:
+    """Start nothing new on a GPU, named by its UUID or as `node/gpu0`, until it is reopened. What runs there
+    goes on."""
+    return await _ask(caller, parts, gpu, "close_gpu", body.reason)
+
+
+@_change("reopen")
+async def reopen_gpu(
+    caller: Caller,
+    parts: Parts,
+    gpu: str,
+    body: JsonBody[CloseGpu] = CloseGpu(),  # noqa: B008  # frozen
+) -> Response:
+    """Let tasks start on a GPU again, whoever has closed it. A fault that is still there closes it no more;
+    another one does."""
+    return await _ask(caller, parts, gpu, "reopen_gpu", body.reason)
+
+
+async def _ask(caller: Caller, parts: Parts, gpu: str, what: str, reason: str) -> Response:
+    await parts.freshness.catch_up()
+    parts.freshness.moment()
+    key = _known(parts.world, gpu)
+    settled = await parts.requests.ask(key, caller.tenant, what, {"reason": reason, "by": caller.name})
+    [shown] = shown_gpus(caller, parts, [key], HistoryQuery())
+    return answer(shown, 200 if settled else 202)
+
+
+def _known(world: World, gpu: str) -> DeviceKey:
+    """Return the key of a device. Raises Problem if there is no such device."""
+    devices = [world.ledgers[key].device for key in sorted(world.ledgers)]
+    found = [device.key for device in devices if gpu in (device.uuid, device.key, device.label)]
+    if not found:
+        known = ", ".join(device.label for device in devices[:MOST_NAMED])
+        raise Problem("not-found", f'there is no GPU "{gpu[:100]}"; GPUs: {known or "none yet"}')
+    return found[0]
 
 
 def idle_seconds(parts: Parts) -> dict[str, float]:
@@ -91,14 +156,15 @@ def shown_gpus(
             foreign_mb=ledger.foreign_mb,
             unaccounted_mb=ledger.unexplained_mb,
             pledged_mb=sum(pledge.mb for pledge in ledger.pledges.values()),
-            free_mb=max(0, ledger.free_mb()),
+            free_mb=ledger.offered_mb(),
             stranded_mb=sums.get(key, FreeMemory()).stranded_mb,
             utilization=None if sample is None else sample.utilization,
             health=None if health is None else GpuHealth(*astuple(health)),
             idle_seconds=idle.get(key),
             sampled_at=Time.at_or_none(ledger.sampled_at),
             stale=ledger.is_stale(now, parts.policy.sample_period_seconds),
-            fault=agents.get(device.node, {}).get("gpu_faults", {}).get(device.uuid),
+            closed=_closed(device),
+            fault=_fault(device, agents.get(device.node, {})),
             holders=tuple(
                 _holder(world, ledger.holdings[holding], viewer, awaited)
                 for holding in sorted(ledger.holdings)
@@ -106,6 +172,19 @@ def shown_gpus(
             pledges=_pledges(ledger, viewer),
             history=history(key),
         )
+
+
+def _closed(device: Device) -> ClosedGpu | None:
+    closure = device.closure
+    if closure is None or closure.is_waived:
+        return None
+    return ClosedGpu(closure.cause, closure.reason, Time.at(closure.since), closure.by)
+
+
+def _fault(device: Device, agent: Mapping[str, Any]) -> str | None:
+    """Return why the agent of the device's node cannot measure it; None if it can."""
+    fault: str | None = agent.get("gpu_faults", {}).get(device.uuid) or agent.get("gpu_absence")
+    return fault
 
 
 def _holder(world: World, holding: Holding, viewer: Identity, awaited: Mapping[str, Awaited]) -> Holder:

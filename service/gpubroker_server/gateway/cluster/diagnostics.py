@@ -68,6 +68,7 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         leader is not None,
         FleetSeen() if leader is None or leader.fleet is None else leader.fleet,
         [*_servers_down(parts, now)],
+        [*_servers_refusing(parts)],
         stuck,
         parts.freshness.last_moment()["age_seconds"],
         parts.freshness.is_stale,
@@ -114,6 +115,13 @@ def quota_locks(world: World, policy: Policy) -> list[QuotaLock]:
             tasks, since = known.tasks + len(group), min(known.since, since)
             locked[task.tenant] = known._replace(tasks=tasks, since=Instant(since))
     return [locked[tenant] for tenant in sorted(locked)]
+
+
+def _servers_refusing(parts: Parts) -> Iterator[ServerWay]:
+    for server in parts.servers:
+        for way in server.endpoints:
+            if way.refusal:
+                yield ServerWay(server.name, way.protocol, way.refusal, is_only_way=True)
 
 
 def stuck_task(task: Task, world: World, policy: Policy) -> StuckTask | None:

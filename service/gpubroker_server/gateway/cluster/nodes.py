@@ -240,7 +240,7 @@ def _shown(
         gpu_mb=MebibyteAmount(
             total=sum(ledger.device.physical_mb for ledger in ledgers),
             used=sum(ledger.leased_mb() for ledger in ledgers),
-            free=sum(max(0, ledger.free_mb()) for ledger in ledgers),
+            free=sum(ledger.offered_mb() for ledger in ledgers),
         ),
         measured=None if sample is None else _measured(parts, sample),
         holders=tuple(_holders(world, node.name, viewer)),

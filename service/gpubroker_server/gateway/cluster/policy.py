@@ -1,6 +1,5 @@
 """The operator's configuration, and each tenant's part of it."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from fastapi import Response
@@ -22,7 +21,7 @@ from msgspec.structs import replace
 from gpubroker_server.core.domain.policy import BANDS, Policy
 from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels
 from gpubroker_server.core.planning.tenants.quota import cohort_holdings
-from gpubroker_server.core.world.world import World
+from gpubroker_server.core.world.task_counts import tasks_by_tenant
 from gpubroker_server.gateway.cluster.pauses import paused_queues
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.http.identity import Identity, Scope
@@ -53,7 +52,7 @@ def _tenants(parts: Parts, viewer: Identity) -> Iterator[Tenant]:
     world, policy, now = parts.world, parts.policy, parts.clock.now()
     levels = FairShareLevels(world, policy, now)
     configured = {tenant.name for tenant in policy.tenants} - {"*"}
-    pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
+    pending, active = tasks_by_tenant(world)
     paused = {one.queue: one for one in paused_queues(world)}
     paused_tenants = {pause.tenant for pause in world.queue.pauses.values()} - {""}
     known = configured | levels.tenants | set(pending) | set(active) | paused_tenants
@@ -79,15 +78,6 @@ def _tenants(parts: Parts, viewer: Identity) -> Iterator[Tenant]:
             active=active[name],
             paused=paused.get(f"tenant:{name}"),
         )
-
-
-def _pending(world: World) -> Counter[str]:
-    queue = world.queue
-    outside = (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused)
-    waiting = Counter(world.tasks[task].tenant for task in outside)
-    for group in queue.groups.values():
-        waiting[group.tenant] += len(group)
-    return waiting
 
 
 @resource.route("GET /profiles", "profiles_list", Scope.TASKS_READ, Listed[Profile])
@@ -118,6 +108,7 @@ async def get_policy(caller: Caller, parts: Parts) -> Response:
                 shield_seconds=policy.shield_seconds,
                 min_run_seconds=policy.min_run_seconds,
                 min_residency_seconds=policy.min_residency_seconds,
+                yields_to_tasks_seconds=policy.yields_to_tasks_seconds,
             ),
             overuse=policy.overuse,
             overuse_tolerance=policy.overuse_tolerance,

@@ -9,6 +9,7 @@ from gpubroker.wire.stats import (
     GpuTotals,
     KindPieces,
     Leader,
+    ModelCounts,
     ModelServer,
     NodeCounts,
     ProtocolState,
@@ -21,7 +22,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.planning.fragmentation import FreeMemory, find_scattered_demand, fragmentation
 from gpubroker_server.core.world.server_places import place_fault
-from gpubroker_server.core.world.task_counts import finished_tasks
+from gpubroker_server.core.world.task_counts import finished_tasks, live_tasks, models_by_state
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.pauses import paused_queues
 from gpubroker_server.gateway.cluster.quarantine import detection_view
@@ -46,6 +47,7 @@ async def get_stats(parts: Parts) -> Response:
             gpu=_gpu_totals(world),
             fragmentation=_fragmentation(parts),
             tasks=_task_counts(world),
+            models=_model_counts(world),
             nodes=_node_counts(world),
             worker_sets=_worker_set_counts(world),
             executor=ExecutorState(
@@ -85,12 +87,15 @@ def _gpu_totals(world: World) -> GpuTotals:
     ledgers = list(world.ledgers.values())
     samples = [ledger.sample for ledger in ledgers if ledger.sample is not None and ledger.device.offers]
     measured = [sample.utilization for sample in samples if sample.utilization is not None]
+    total_mb = sum(ledger.device.physical_mb for ledger in ledgers if ledger.device.offers)
+    used_mb = sum(sample.used_mb for sample in samples)
     return GpuTotals(
-        total_mb=sum(ledger.device.physical_mb for ledger in ledgers if ledger.device.offers),
+        total_mb=total_mb,
         leased_mb=sum(ledger.leased_mb() for ledger in ledgers),
-        used_mb=sum(sample.used_mb for sample in samples),
-        free_mb=sum(max(0, ledger.free_mb()) for ledger in ledgers),
-        utilization=sum(measured) / len(measured) if measured else None,
+        used_mb=used_mb,
+        free_mb=sum(ledger.offered_mb() for ledger in ledgers),
+        utilization=round(used_mb / total_mb, 4) if samples and total_mb else None,
+        compute_utilization=sum(measured) / len(measured) if measured else None,
     )
 
 
@@ -112,16 +117,30 @@ def _worker_set_counts(world: World) -> WorkerSetCounts:
 
 
 def _task_counts(world: World) -> TaskCounts:
-    active, ended = Counter(world.tasks[task].state for task in world.active), finished_tasks(world)
+    live, ended = Counter[TaskState](), finished_tasks(world)
+    for (state, _band), count in live_tasks(world).items():
+        live[state] += count
     return TaskCounts(
-        pending=len(world.queue),
-        admitted=active[TaskState.ADMITTED],
-        running=active[TaskState.RUNNING],
-        stopping=active[TaskState.STOPPING],
+        pending=live[TaskState.PENDING],
+        admitted=live[TaskState.ADMITTED],
+        running=live[TaskState.RUNNING],
+        stopping=live[TaskState.STOPPING],
+        completed=ended[TaskState.SUCCEEDED],
         succeeded=ended[TaskState.SUCCEEDED],
         failed=ended[TaskState.FAILED],
         cancelled=ended[TaskState.CANCELLED],
         expired=ended[TaskState.EXPIRED],
+    )
+
+
+def _model_counts(world: World) -> ModelCounts:
+    models, bases = models_by_state(world)
+    return ModelCounts(
+        waiting=models[TaskState.PENDING],
+        loading=models[TaskState.ADMITTED],
+        resident=models[TaskState.RUNNING],
+        draining=models[TaskState.STOPPING],
+        servers=bases,
     )
 
 

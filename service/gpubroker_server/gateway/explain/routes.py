@@ -27,6 +27,7 @@ from gpubroker_server.core.explain.explain import (
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.viewpoint import NO_ADVICE, Viewpoint, viewpoint
 from gpubroker_server.gateway.parts import Parts
+from gpubroker_server.gateway.status.model_faults import model_fault
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, no_leader
 from gpubroker_server.gateway.status.task_view import demand_view
 from gpubroker_server.gateway.status.wholes import Whole, failure_of_whole, standing_of, whole_of
@@ -69,7 +70,11 @@ async def _of_task(parts: Parts, viewer: Identity, record: TaskRecord) -> ShownE
         row = parts.world.tasks.get(record.task.id)
         if row is None or row.is_terminal:
             record = await parts.records.reread(record)  # it may just have ended
-        return _explanation(parts, viewer, record)
+        found = _explanation(parts, viewer, record)
+    if found.state is not ShownState.PENDING or not isinstance(record.task.holder, Inference):
+        return found
+    fault = await model_fault(parts.store, parts.residencies, parts.outside, record.task)
+    return replace(found, message=f"{found.message}; {fault}") if fault else found
 
 
 _NOT_WANTED = "not wanted"

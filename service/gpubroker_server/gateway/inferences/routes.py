@@ -1,7 +1,7 @@
 """Queued inferences: submitted here, and tasks from then on."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from gpubroker_server.core.admission.admit import with_run
 from gpubroker_server.core.admission.submission import Asked, Submission
 from gpubroker_server.core.domain.holders import Inference
+from gpubroker_server.core.domain.stored_objects import StoredObject
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as KIND
 from gpubroker_server.core.explain.explain import is_deferred
 from gpubroker_server.core.serving.batching import FORMAT, InferenceRequest, packed, response_in
@@ -44,6 +45,7 @@ Datatype = Literal[
 
 
 NO_OBJECTS: Mapping[str, bytes] = MappingProxyType({})
+NO_KEPT: Mapping[str, StoredObject] = MappingProxyType({})
 
 
 class TensorParameters(Body):
@@ -109,10 +111,13 @@ class SubmitInference(Timed, BinaryBody):
 
 
 def request_of(
-    body: SubmitInference, binary_data: bytes = b"", objects: Mapping[str, bytes] = NO_OBJECTS
+    body: SubmitInference,
+    binary_data: bytes = b"",
+    objects: Mapping[str, bytes] = NO_OBJECTS,
+    passed: Mapping[str, StoredObject] = NO_KEPT,
 ) -> InferenceRequest:
-    """Return the values as the model gets them. `binary_data` followed the JSON; `objects`: the named ones,
-    by id.
+    """Return the values as the model gets them. `binary_data` followed the JSON; `objects`: the named ones
+    that are copied, by id; `passed`: those that are read when the request is sent.
 
     Raises one Problem with all faults.
     """
@@ -125,7 +130,7 @@ def request_of(
     for at, given in enumerate(body.inputs):
         size = 0 if given.parameters is None else given.parameters.binary_data_size
         try:
-            tensors.append(_tensor(given, binary_data[begin : begin + size], objects))
+            tensors.append(_tensor(given, binary_data[begin : begin + size], objects, passed))
         except BadTensor as bad:
             where = "data" if given.parameters is None else "parameters/binary_data_size"
             where = where if given.object is None else "object"
@@ -140,7 +145,12 @@ def request_of(
     return InferenceRequest(tuple(tensors), body.version, outputs, body.parameters, body.id)
 
 
-def _tensor(given: InputTensor, binary_data: bytes, objects: Mapping[str, bytes]) -> Tensor:
+def _tensor(
+    given: InputTensor,
+    binary_data: bytes,
+    objects: Mapping[str, bytes],
+    passed: Mapping[str, StoredObject],
+) -> Tensor:
     """Return one input with its values. Raises BadTensor."""
     if [given.data, given.parameters, given.object].count(None) != 2:
         raise BadTensor(
@@ -149,6 +159,9 @@ def _tensor(given: InputTensor, binary_data: bytes, objects: Mapping[str, bytes]
         )
     if given.data is not None:
         return tensor_of(given.name, given.datatype, given.shape, given.data)
+    if given.object is not None and (kept := passed.get(given.object)) is not None:
+        shape = tuple(given.shape)
+        return checked(Tensor(given.name, given.datatype, shape, b"", kept.digest, kept.size_bytes))
     data = binary_data if given.object is None else objects[given.object]
     return checked(Tensor(given.name, given.datatype, tuple(given.shape), data))
 
@@ -186,8 +199,11 @@ _INLINE_BYTES = 64 * 1024
 
 
 class NamedObjects(Protocol):
-    async def values_of(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, bytes]:
+    async def named(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, StoredObject]:
         """Return the objects that inputs name, by id; `named` is by index of the input. Raises Problem."""
+
+    async def values_of(self, kept: Iterable[StoredObject]) -> Mapping[str, bytes]:
+        """Return the bytes of these objects, by id. Raises Problem."""
 
 
 @resource.route(
@@ -231,11 +247,17 @@ async def submit_inference(
     async def new_inference() -> AdmittedTask:
         if not submissions.permissions.policy.serving.is_anywhere:
             raise Problem("not-found", "no model server is configured; set triton.servers")
-        new = await submissions.admitted(identity, submission_of_inference(body, identity.tenant), named={})
+        submission = submission_of_inference(body, identity.tenant)
+        if submission.priority is None:
+            submission = replace(submission, priority=_usual_priority(call, parts, body))
+        new = await submissions.admitted(identity, submission, named={})
         submissions.check_queue((new.task,))
         named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
         async with parts.reads.slot() if named else nullcontext():
-            new = await _with_values(call, objects, body, new, named)
+            most = submissions.permissions.policy.serving.body_bytes
+            new = await _with_values(call, objects, body, new, named, most)
+            if new.spec.objects:
+                submissions.leader.require("inference_object")
             submissions.check_queue((new.task,))
             if not is_deferred(new.task, submissions.world):
                 await _want_model(parts, body.model, new.task.priority)
@@ -247,22 +269,50 @@ async def submit_inference(
     return answer(shown, 202, {**headers, "Location": f"/tasks/{record.task.id}"})
 
 
+def _usual_priority(call: BinaryCall, parts: Parts, body: SubmitInference) -> int | None:
+    """Return the priority that a request sent directly to the model would have, up to that of the token. None
+    if its model type names one."""
+    submissions, identity = parts.submissions, call.identity
+    if submissions.defaults.named(body.model_type, "").priority is not None:
+        return None
+    usual = submissions.permissions.policy.serving.priority
+    if parts.residencies is not None:
+        usual = parts.residencies.priority_of(body.model)
+    return min(usual, submissions.permissions.highest_priority(identity))
+
+
 async def _with_values(
     call: BinaryCall,
     objects: NamedObjects,
     body: SubmitInference,
     new: AdmittedTask,
     named: Mapping[int, str],
+    most: int,
 ) -> AdmittedTask:
-    """Return the admitted task with the values of its inputs. Raises Problem."""
-    values = await objects.values_of(call.identity.tenant, named) if named else NO_OBJECTS
+    """Return the admitted task with the values of its inputs, which may have `most` bytes. Raises Problem."""
+    found = await objects.named(call.identity.tenant, named) if named else NO_KEPT
+    copied = {id for at, id in named.items() if not _is_passed(body.inputs[at], found[id])}
+    passed = {id: row for id, row in found.items() if id not in copied}
+    values = (
+        await objects.values_of(found[id] for id in named.values() if id in copied) if copied else NO_OBJECTS
+    )
     binary_data = await call.binary_data()
-    size_bytes = len(await call.body()) + len(binary_data) + sum(map(len, values.values()))
-    if size_bytes > _INLINE_BYTES:
-        stored = await asyncio.to_thread(lambda: packed(request_of(body, binary_data, values)))
+    copied_bytes = len(await call.body()) + len(binary_data) + sum(map(len, values.values()))
+    size_bytes = copied_bytes + sum(passed[id].size_bytes for id in named.values() if id in passed)
+    if size_bytes > most:
+        detail = f"a request to a model may have {most} bytes, and this one has {size_bytes}; split it"
+        raise invalid(Fault(pointer="/inputs", detail=detail, code="objects-too-large"))
+    if copied_bytes > _INLINE_BYTES:
+        stored = await asyncio.to_thread(lambda: packed(request_of(body, binary_data, values, passed)))
     else:
-        stored = packed(request_of(body, binary_data, values))
-    return with_run(new, replace(new.spec, arguments=stored))
+        stored = packed(request_of(body, binary_data, values, passed))
+    return with_run(new, replace(new.spec, arguments=stored, objects=tuple(sorted(passed))))
+
+
+def _is_passed(given: InputTensor, kept: StoredObject) -> bool:
+    """Return True if the object is read when the request is sent; a small one is copied, and so is one whose
+    values have to be looked at, because they differ in length."""
+    return kept.size_bytes > _INLINE_BYTES and given.datatype != "BYTES"
 
 
 async def _want_model(parts: Parts, model: str, priority: int) -> None:

@@ -1,5 +1,6 @@
 """Models of all servers: where each is, and whether it is in memory."""
 
+from asyncio import gather
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated
@@ -14,7 +15,7 @@ from gpubroker_server.core.domain.model_orders import IndexedModel
 from gpubroker_server.core.domain.model_orders import ModelState as ServerState
 from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.lifecycle.model_lifecycle import is_unasked
+from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.server_places import place_fault
 from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.http.problems import Problem
@@ -38,6 +39,11 @@ _STATES_OUTSIDE: Mapping[ServerState, ModelState] = {
 
 _INDEX_SECONDS = Seconds(5.0)
 """The longest time that a server may take to list its models."""
+
+_LOAD_SECONDS = Seconds(300.0)
+"""How long a server outside the ledger may take to load or unload a model: it answers when that is done."""
+
+KEPT_OUTSIDE = "its server is outside the ledger, so nothing takes its memory: it stays until it is unloaded"
 
 
 class ModelParts(Struct, frozen=True):
@@ -101,6 +107,39 @@ class ModelParts(Struct, frozen=True):
                 return _shown(residency.rules.name, name, None, fault or _reason(residency, known, name))
         raise no_such_model(name, "it is in no repository")
 
+    async def outside_of(self, name: str, server: str | None) -> KnownServer | None:
+        """Return the server outside the ledger that is meant: the named one, or the one that has the model
+        where no server of the ledger has it. Raises Problem not-found, or model-ambiguous if several have
+        it."""
+        outside = [one for one in self.app.outside if server in (None, one.name)]
+        if server is not None:
+            return outside[0] if outside else None
+        if not outside or (self.app.residencies is not None and await self._is_in_ledger(name)):
+            return None
+        rows = [
+            row for each in await gather(*map(models_outside, outside)) for row in each if row.name == name
+        ]
+        names = [row.server for row in rows if row.state != "cold"] or [row.server for row in rows]
+        if len(names) > 1:
+            raise Problem("model-ambiguous", model=name[:100], servers=", ".join(names), first=names[0])
+        if not names and self.app.residencies is None:
+            raise no_such_model(name, "it is in no repository")
+        return next((one for one in outside if one.name in names), None)
+
+    async def _is_in_ledger(self, name: str) -> bool:
+        try:
+            await self.model(name, None)
+        except Problem as problem:
+            return problem.code != "not-found"
+        return True
+
+    async def model_outside(self, server: KnownServer, name: str) -> ServedModel:
+        """Return a model of a server outside the ledger. Raises Problem not-found."""
+        for row in await models_outside(server):
+            if row.name == name:
+                return row
+        raise no_such_model(name, f"server {server.name} has none in its repository, or does not answer")
+
     async def models(self, residency: ModelResidency) -> list[ServedModel]:
         known, held = await residency.repository(), {task.name: task for task in residency.holders()}
         names = sorted({*(known or ()), *held, *residency.rules.models})
@@ -125,6 +164,17 @@ async def models_outside(server: KnownServer) -> list[ServedModel]:
         known = await server.index(_INDEX_SECONDS) or {}
         return [_outside(server.name, known[name]) for name in sorted(known)]
     return []
+
+
+async def change_outside(server: KnownServer, model: str, *, loads: bool) -> ServedModel:
+    """Have a server outside the ledger load or unload the model, and return the model as it is then. Raises
+    Problem."""
+    await server.change(model, loads=loads, within_seconds=_LOAD_SECONDS)
+    state: ModelState = "resident" if loads else "cold"
+    for row in await models_outside(server):
+        if row.name == model:
+            return row
+    return replace(_shown(server.name, model, None), state=state)
 
 
 def no_such_model(name: str, why: str) -> Problem:

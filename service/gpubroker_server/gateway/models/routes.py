@@ -8,13 +8,16 @@ from typing import Annotated, Any, Final, Literal, get_args
 from fastapi import Query, Response
 from gpubroker.wire.answered import Overview
 from gpubroker.wire.models import ModelState, ServedModel
+from msgspec.structs import replace
 from pydantic import Field
 
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import TOP_PRIORITY
 from gpubroker_server.gateway.models.models import (
+    KEPT_OUTSIDE,
     Parts,
+    change_outside,
     models_outside,
     no_such_model,
 )
@@ -25,7 +28,7 @@ from gpubroker_server.http.faults import refuse
 from gpubroker_server.http.identity import Scope
 from gpubroker_server.http.problems import DEMAND_PROBLEMS, Problem
 from gpubroker_server.http.routing import Caller, Resource, answer
-from gpubroker_server.ports.model_servers import UnknownModel
+from gpubroker_server.ports.model_servers import KnownServer, UnknownModel
 
 resource = Resource("models")
 
@@ -54,7 +57,9 @@ class ModelsQuery(ServerQuery):
 
 
 LOAD_PROBLEMS: Final = (
-    f"not-found store-unavailable model-ambiguous malformed-json model-not-loaded {DEMAND_PROBLEMS}"
+    "not-found store-unavailable model-ambiguous malformed-json model-not-loaded model-server-failed "
+    "model-server-unavailable model-server-busy model-server-silent model-server-unauthorized "
+    f"{DEMAND_PROBLEMS}"
 )
 
 _SORTED_BY: Final[Mapping[str, Callable[[ServedModel], Any]]] = {
@@ -88,7 +93,7 @@ async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> R
     """List the models of all servers; if not sorted, first those in memory, then those that wait for it, then
     all others of the repositories."""
     outside = parts.app.outside
-    residencies = parts.residencies if not outside else parts.app.residencies or ()
+    residencies = parts.app.residencies or ()
     each = await asyncio.gather(*map(parts.models, residencies), *map(models_outside, outside))
     found = [
         one
@@ -136,6 +141,9 @@ async def load_model(
 ) -> Response:
     """Load a model, as a request for it would: it waits in the queue, and may preempt lower priorities. A
     model is loaded only once on a server."""
+    if (outside := await parts.outside_of(name, query.server)) is not None:
+        await note_outside(caller, parts, outside, name, "model.load")
+        return answer(await change_outside(outside, name, loads=True))
     permissions = parts.app.rules.permissions
     if body.priority is not None:
         refuse(permissions.check_priority(caller, body.priority))
@@ -161,12 +169,19 @@ async def note(caller: Caller, parts: Parts, task: Task, action: str) -> None:
     await parts.app.store.audit(by=caller.name, tenant=task.tenant, action=action, subject=subject)
 
 
+async def note_outside(caller: Caller, parts: Parts, server: KnownServer, name: str, action: str) -> None:
+    """Write an audit record about a model on a server outside the ledger. Raises StoreUnavailable."""
+    subject = f"{name} on {server.name}"
+    await parts.app.store.audit(by=caller.name, tenant=caller.tenant, action=action, subject=subject)
+
+
 @resource.route(
     "POST /models/{name}/unload",
     "models_unload",
     Scope.MODELS_MANAGE,
     ServedModel,
-    "not-found store-unavailable model-ambiguous model-is-step",
+    "not-found store-unavailable model-ambiguous model-is-step model-not-loaded model-server-failed "
+    "model-server-unavailable model-server-busy model-server-silent model-server-unauthorized",
     accepted="It is unloaded when it has answered its requests.",
     response_description="It is out of memory.",
 )
@@ -175,6 +190,9 @@ async def unload_model(
 ) -> Response:
     """Unload a model: it takes no more requests, answers those it has, and frees its memory. The next request
     for it loads it again."""
+    if (outside := await parts.outside_of(name, query.server)) is not None:
+        await note_outside(caller, parts, outside, name, "model.unload")
+        return answer(await change_outside(outside, name, loads=False))
     residency = parts.holding(name, query.server)
     for server in parts.residencies if residency is None else [residency]:
         server.check_unload(name)
@@ -204,6 +222,12 @@ async def pin_model(
         subject = f"a pinned model has priority {TOP_PRIORITY}, which is"
         permissions = parts.app.rules.permissions
         refuse(permissions.check_priority(caller, TOP_PRIORITY, at="/pinned", subject=subject))
+    if (outside := await parts.outside_of(name, query.server)) is not None:
+        if not body.pinned:
+            return answer(await parts.model_outside(outside, name))
+        await note_outside(caller, parts, outside, name, "model.load")
+        loaded = await change_outside(outside, name, loads=True)
+        return answer(replace(loaded, reason=loaded.reason or KEPT_OUTSIDE))
     residency = parts.holding(name, query.server)
     task = None if residency is None else residency.of(name)
     if body.pinned and task is None:

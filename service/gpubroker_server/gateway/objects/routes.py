@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
@@ -120,8 +120,9 @@ class ObjectStorage(Struct, frozen=True):
                 raise self._damaged(kept)
             yield part
 
-    async def values_of(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, bytes]:
-        """Return the bytes of the objects that an inference names, by id. `named`: index of the input -> id.
+    async def named(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, StoredObject]:
+        """Return the objects that an inference names, by id; this counts as a use. `named`: index of the
+        input -> id.
 
         Raises one Problem with all faults.
         """
@@ -134,8 +135,15 @@ class ObjectStorage(Struct, frozen=True):
         if faults:
             raise invalid(*faults)
         kept = {object_id: row for object_id, row in found.items() if row is not None}
-        self._check_copied(sum(kept[it].size_bytes for it in named.values()), "/inputs")
-        return {object_id: await self.read(row) for object_id, row in kept.items()}
+        for row in kept.values():
+            await self._note_use(row)
+        return kept
+
+    async def values_of(self, kept: Iterable[StoredObject]) -> Mapping[str, bytes]:
+        """Return the bytes of objects that an inference copies, by id. Raises Problem."""
+        rows = list(kept)
+        self._check_copied(sum(row.size_bytes for row in rows), "/inputs")
+        return {digest: await self.read(row) for digest, row in {row.digest: row for row in rows}.items()}
 
     async def copied(self, tenant: str, object_id: str, at: str) -> bytes:
         """Return the bytes of an object that a request copies; `at` points to its id. Raises Problem."""

@@ -5,6 +5,7 @@ import base64
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any
@@ -27,6 +28,7 @@ from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.phases import Phase, course_of_events, course_of_row, seconds_in_phases
+from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, PendingReasons
 from gpubroker_server.gateway.status.quarantine import quarantined_view
 from gpubroker_server.gateway.status.task_view import Live, expected_view, phases_view, task_view
@@ -47,6 +49,11 @@ from gpubroker_server.ports.store import (
     TaskSort,
     TaskStore,
 )
+
+
+def _is_no_model(world: World, task: TaskId) -> bool:
+    return not isinstance(world.tasks[task].holder, Model)
+
 
 _STARTED = (TaskState.RUNNING, TaskState.STOPPING, TaskState.ADMITTED)
 _ALL = 1_000_000
@@ -159,12 +166,14 @@ class TaskRecords(Struct, frozen=True):
 
     async def _waiting(self, wanted: TaskFilter, is_filtered: bool) -> list[TaskRecord]:
         """Yield the tasks that the planner may start, in its order, then the others."""
-        matching = None
+        world, now = self.follower.world, self.follower.clock.now()
         if is_filtered:
             matching = frozenset(await self.store.selected(replace(wanted, limit=_ALL)))
-        world, now = self.follower.world, self.follower.clock.now()
+            is_listed = matching.__contains__
+        else:
+            is_listed = partial(_is_no_model, world)
         queue = world.queue.of_tenant(wanted.tenant, now, self.pending.policy)
-        found = list(islice((id for id in queue if matching is None or id in matching), wanted.limit))
+        found = list(islice(filter(is_listed, queue), wanted.limit))
         known = await asyncio.gather(*map(self.store.record, found))
         records = [record for record in known if record and record.task.state is TaskState.PENDING]
         if len(records) < wanted.limit:

@@ -26,8 +26,9 @@ class TaskSelection(BaseModel):
     kind: Annotated[
         Literal["entrypoint", "command", "function", "external", "inference", "model"] | None,
         Field(
-            description="What it runs; `inference`: a request to a model, `model`: the holder of a model's "
-            "memory, `external`: a lease for what the broker does not start."
+            description="What it runs; `inference`: a request to a model, `external`: a lease for what the "
+            "broker does not start, `model`: the holder of a model's memory, which is listed only so, as "
+            "`GET /models` shows models. Left out: all tasks."
         ),
     ] = None
     min_priority: Priority | None = None

@@ -218,7 +218,7 @@ class DiskCleaner:
         walk = Walk(root.path, MOST_FILES, spared)
         walk.run()
         synced: Mapping[str, int] = {}
-        if root.file_class is FileClass.REDUNDANT and task.runs_sync:
+        if root.sync_command and task.runs_sync:
             synced = listing_of(root)  # of files that are known by now: what takes the place of one stays
         if not walk.is_complete:
             said = f"not all of it could be read, or it has more than {MOST_FILES} files"
@@ -236,6 +236,7 @@ class DiskCleaner:
                 Instant(status.st_mtime),
                 has_journal,
                 is_empty=may_be_empty and is_old and is_empty_database(root.path, path, spared),
+                needs_copy=bool(root.sync_command),
                 is_synced=synced.get(path) == status.st_size,
                 inode=status.st_ino,
                 modified_ns=max(0, status.st_mtime_ns),

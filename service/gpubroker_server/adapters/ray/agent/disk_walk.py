@@ -109,7 +109,10 @@ def opened(name: str, flags: int, directory: int | None = None) -> Iterator[int]
 @contextmanager
 def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, Mount]]:
     """Open the root and yield its descriptor and mount. Raises OSError, and Unsafe if it is in a directory
-    that is spared."""
+    that is spared, or is a symbolic link."""
+    if os.path.islink(root):
+        real = os.path.realpath(root)
+        raise Unsafe(f"{root} is a symbolic link, which is not followed; write {real} in fleet.disk.roots")
     with opened(root, _DIRECTORY) as found:
         above = os.dup(found)
         try:

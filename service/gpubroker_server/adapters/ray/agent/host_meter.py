@@ -110,7 +110,7 @@ class HostMeter:
     def __init__(self, session: RaySession, directories: Iterable[str]) -> None:
         """`directories`: whose file systems are measured besides the session's."""
         paths = dict.fromkeys((session.directory, *directories))
-        self._disks = {path: FileQuestion(path, room_of) for path in paths}
+        self._disks = {path: FileQuestion(path, room_and_device_of) for path in paths}
         self._spill = FileQuestion(session.spill_directory, _total_mb)
         self._store_mb = session.object_store_bytes // MIB_BYTES
         self._network = NetworkMeter()
@@ -125,7 +125,10 @@ class HostMeter:
         spill = self._spill.begin() if self._store_mb else None
         if waited := [*asked.values(), *([spill] if spill else ())]:
             await asyncio.wait(waited, timeout=ANSWER_SECONDS)
-        disks = [(path, *room) for path, answer in asked.items() if (room := _given(answer))]
+        rooms = {path: room for path, answer in asked.items() if (room := _given(answer))}
+        # What is on one disk shows the same numbers, by which the leader knows it.
+        by_device = {device: (total, free) for total, free, device in rooms.values()}
+        disks = [(path, *by_device[device]) for path, (_, _, device) in rooms.items()]
         spilled = _given(spill)
         return (
             "node_sampled",
@@ -154,6 +157,11 @@ def room_of(path: str) -> tuple[int, int]:
     used, free = found.f_blocks - found.f_bfree, found.f_bavail
     total_bytes, free_bytes = (used + free) * found.f_frsize, free * found.f_frsize
     return min(total_bytes, MOST_BYTES), min(free_bytes, MOST_BYTES)
+
+
+def room_and_device_of(path: str) -> tuple[int, int, int]:
+    """The same, and the number of the file system."""
+    return *room_of(path), os.stat(path).st_dev
 
 
 def _total_mb(path: str) -> tuple[int]:

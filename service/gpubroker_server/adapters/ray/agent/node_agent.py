@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -20,7 +21,7 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder
 from msgspec.structs import astuple
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
-from gpubroker_server.adapters.nvml.probe import NODE_GPUS, find_probes
+from gpubroker_server.adapters.nvml.probe import NODE_GPUS, GpuChoice, find_probes, restart_driver
 from gpubroker_server.adapters.ray.agent.disk_cleaning import DiskCleaner
 from gpubroker_server.adapters.ray.agent.host_meter import HostMeter
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
@@ -31,6 +32,8 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.processes import boot_id, versions
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, TELLS_LOGS, WireSample, unpack, write_reports
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.domain.visible_gpus import VARIABLE
 from gpubroker_server.telemetry.logs import configure_logs
 
 log = structlog.get_logger("gpubroker.agent")
@@ -49,6 +52,19 @@ LOST_HEAD_GRACE_SECONDS = 30.0
 """The time that runs get, from notice to force, to leave a head that has lost a vital process."""
 
 
+def gpu_choice(config: AgentConfig, own_start: Path = Path("/proc/self/environ")) -> GpuChoice | None:
+    """Return which GPUs of the machine are for this node: as the service says, or else what the node was
+    started with, as in a Slurm job. `own_start`: the environment at the start of this process, before Ray has
+    hidden all GPUs from it."""
+    if config.visible_gpus is not None:
+        return GpuChoice(*config.visible_gpus)
+    for variable in own_start.read_bytes().split(b"\0"):
+        name, is_set, value = variable.partition(b"=")
+        if is_set and name == VARIABLE.encode():
+            return GpuChoice(value.decode(errors="replace"), f"{VARIABLE} of the node")
+    return None
+
+
 class LineageTerm(NamedTuple):
     """Any term of a later lineage is above all terms of an earlier one."""
 
@@ -61,7 +77,17 @@ class NodeAgent:
 
     def __init__(self, config: str, runners: RayRunners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
-        self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS)))
+        choice = gpu_choice(self._config)
+        if choice is not None:
+            log.info(
+                "not all GPUs are for this node",
+                node=self._config.node,
+                why=f"{choice.by} is {choice.words!r}",
+            )
+        size_mb = None if self._config.gpu_memory_mb is None else Mib(self._config.gpu_memory_mb)
+        probes = find_probes(self._config.simulated, os.environ.get(NODE_GPUS), choice, size_mb)
+        is_real = self._config.simulated is None and NODE_GPUS not in os.environ
+        self._meter = DeviceMeter(probes, partial(restart_driver, choice, size_mb) if is_real else None)
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
         self._disks = DiskCleaner(Path(self._config.run_dir) / self._config.node, self.report)
@@ -312,6 +338,8 @@ class NodeAgent:
         if inventory.faults:
             faults = "; ".join(f"{gpu}: {why}" for gpu, why in inventory.faults)
             log.warning("GPUs of this node cannot be used", node=config.node, fault=faults)
+        if inventory.absence:
+            log.info("this node has no GPU", node=config.node, why=inventory.absence)
         node = {
             "name": config.node,
             "cpu": config.cpu or float(len(os.sched_getaffinity(0))),
@@ -323,6 +351,7 @@ class NodeAgent:
             "release": __version__,
             "faults": dict(inventory.faults),
             "complete": inventory.complete,
+            "gpu_absence": inventory.absence,
             "versions": versions(),
         }
         here = [tuple(key) for key in (*runs.table.runs, *runs.external)]

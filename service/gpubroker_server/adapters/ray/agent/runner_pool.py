@@ -1,12 +1,15 @@
 """Runner processes started ahead: blank spares for one run each, and warm ones that small runs share."""
 
 import asyncio
+import contextlib
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
+import psutil
 import ray
 import structlog
 from gpubroker.runtime.messages import Report
@@ -17,13 +20,15 @@ from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.adapters.ray.agent.runner import MOST_CALLS, Runner
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, process_id
+from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, name_of, process_id
 
 log = structlog.get_logger("gpubroker.agent")
 
 GPU_FILES = tuple(f"/dev/nvidia{number}" for number in range(10))
 """How the names of GPUs' files begin; every user of CUDA opens other files there too."""
 STARTING_AT_ONCE = 2
+SLOW_SECONDS = 20.0
+"""While starts take longer, there is one at a time: the node is busy, and each takes a CPU."""
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
@@ -32,7 +37,11 @@ AGENT_CALLS = 1_000
 OBJECT_CACHE_SHARE = 0.5
 """The share of Ray's object store on a node that keeps objects for later runs."""
 START_SECONDS = 60.0
-"""A process that has not answered by then never will; it is killed and another is started."""
+"""After so long, a start is given up if no process that is starting makes any progress: it is killed and
+another is started. While one does, as on a busy machine, killing it would only add to the load."""
+LONGEST_START_SECONDS = 900.0
+STARTING_NAMES = ("python", "ray::IDLE", "ray::Runner.__i")
+"""How the kernel's names of Ray's workers begin until they answer; it keeps 15 characters."""
 
 
 class RayRunners:
@@ -89,6 +98,16 @@ class RayRunners:
     def kill(self, runner: Any) -> None:
         ray.kill(runner)
 
+    def progress(self) -> float:
+        """Return a number that changes while processes of this node are starting: their CPU seconds."""
+        seconds = 0.0
+        for child in psutil.Process(os.getppid()).children():
+            with contextlib.suppress(psutil.Error):
+                if name_of(child.pid).startswith(STARTING_NAMES):
+                    taken = child.cpu_times()
+                    seconds += child.pid + taken.user + taken.system
+        return seconds
+
     def share(self, data: bytearray) -> Any:
         """Put into Ray's object store; kept there while anything has a reference or a view."""
         return ray.put(SharedBytes(data))
@@ -123,6 +142,7 @@ class RunnerPool:
         self._starting: dict[asyncio.Task[None], bool] = {}
         """Starts under way -> whether of a shared one."""
         self._refill: asyncio.TimerHandle | None = None
+        self._starts_slowly = False
         self._closed = False
 
     @property
@@ -208,7 +228,7 @@ class RunnerPool:
         if self._closed:
             return
         for shared in self._missing():
-            if len(self._starting) >= STARTING_AT_ONCE:
+            if len(self._starting) >= (1 if self._starts_slowly else STARTING_AT_ONCE):
                 return
             start = asyncio.create_task(self._start(shared))
             self._starting[start] = shared
@@ -242,14 +262,34 @@ class RunnerPool:
         self._on_ready()
 
     async def _started(self, shared: bool) -> RunnerProcess:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         name, actor = await asyncio.to_thread(self._runners.make, shared=shared)
         try:
-            described = await describe(actor, START_SECONDS)
+            try:
+                described = await self._described(actor)
+            finally:
+                self._starts_slowly = loop.time() - began > SLOW_SECONDS
             process = process_id(described["pid"])
             return self._process(name, actor, process, shared, described["protocol"])
         except Exception:
             await asyncio.to_thread(self._runners.kill, actor)
             raise
+
+    async def _described(self, actor: Any) -> dict[str, Any]:
+        """Wait for the answer of a runner as long as starts make progress. Raises as `describe` does."""
+        asking = asyncio.ensure_future(describe(actor, LONGEST_START_SECONDS))
+        try:
+            await asyncio.wait([asking], timeout=START_SECONDS)
+            while not asking.done():
+                before = await asyncio.to_thread(self._runners.progress)
+                await asyncio.wait([asking], timeout=START_SECONDS / 4)
+                if not asking.done() and await asyncio.to_thread(self._runners.progress) == before:
+                    raise TimeoutError(f"no process that is starting got on after {START_SECONDS:g} s")
+                log.warning("processes start slowly; waiting on")
+            return asking.result()
+        finally:
+            asking.cancel()
 
     def _process(
         self, name: str, actor: Any, process: ProcessId, shared: bool, protocol: int

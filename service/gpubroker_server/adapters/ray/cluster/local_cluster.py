@@ -31,8 +31,8 @@ from gpubroker_server.adapters.ray.head.head import (
 )
 
 SUPERVISOR = "gpubroker_server.adapters.ray.cluster.supervisor"
-ANSWER_SECONDS = 120.0
-"""A worker starts within some seconds, on a busy machine within many."""
+ANSWER_SECONDS = 600.0
+"""A worker starts within some seconds, on a busy machine within many, and is started again if that fails."""
 END_SECONDS = 30.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 

@@ -18,13 +18,14 @@ from gpubroker.runtime.process import adopt_orphans
 from msgspec.structs import replace
 
 from gpubroker_server.adapters.ray.cluster.layout import HEAD, ClusterLayout, worker_name
-from gpubroker_server.adapters.ray.head.head import HeadState, write_state
+from gpubroker_server.adapters.ray.head.head import LOG, HeadState, write_state
 from gpubroker_server.adapters.ray.head.supervisor import (
     HeadLost,
     SignalPipe,
     begin,
     clear_away,
     reap,
+    say,
     start_ray,
 )
 from gpubroker_server.adapters.ray.processes import ProcessId, descendants, kill_all, process_table
@@ -34,6 +35,11 @@ CONTROL = "control"
 """The socket, in a directory of mode 0700, at which workers are asked for."""
 LOOK_SECONDS = 60.0
 """Signals and requests come sooner."""
+STARTS = 3
+"""A node is given up after so many starts."""
+PAUSE_SECONDS = 5.0
+"""After the first one; then twice as long."""
+MOST_SAID = 2000
 REQUEST_SECONDS = 5.0
 """A client that has connected says what it wants within this time."""
 
@@ -48,7 +54,8 @@ def main() -> int:
     adopt_orphans()
     with os.fdopen(saying, "w", buffering=1) as output, os.fdopen(life, "rb", 0) as lifeline:
         state = begin(folder)
-        cluster = Supervisor(ClusterLayout.from_json((folder / LAYOUT).read_text()), state, signals)
+        layout = ClusterLayout.from_json((folder / LAYOUT).read_text())
+        cluster = Supervisor(folder, layout, state, signals)
         try:
             with _listening(Path(state.temp_dir) / CONTROL) as control:
                 for said in cluster.start(folder):
@@ -72,7 +79,8 @@ def _listening(path: Path) -> socket.socket:
 
 
 class Supervisor:
-    def __init__(self, layout: ClusterLayout, state: HeadState, signals: SignalPipe) -> None:
+    def __init__(self, folder: Path, layout: ClusterLayout, state: HeadState, signals: SignalPipe) -> None:
+        self._folder = folder
         self._layout = layout
         self._state = state
         self._signals = signals
@@ -105,17 +113,28 @@ class Supervisor:
                 self._answer(control)
 
     def _start(self, number: int) -> dict[int, str]:
+        """Start a node, several times if need be: on a busy machine a start may fail. Empty if the cluster is
+        being stopped. Raises ClusterEnded."""
         node = self._layout.node(number, self._state.address, None if number else self._state.ray_dir)
-        there = set(self._below())
-        try:
-            vital = start_ray(node, self._state, self._signals, {process.pid for process in there})
-        except HeadLost:
-            vital = {}
-        if not vital:
+        why = ""
+        for attempt in range(STARTS):
+            # What an earlier attempt has left may not be reaped yet, and is no process of this one.
+            there = set(descendants(os.getpid(), process_table(with_ended=True)))
+            try:
+                again = replace(node, chooses_ports=attempt > 0)
+                vital = start_ray(again, self._state, self._signals, {process.pid for process in there})
+            except HeadLost as lost:
+                vital, why = {}, str(lost)
+                say(why)
+            if vital:
+                return vital
             self._kill_all_but(there)
-            if not self._signals.stop:
-                raise ClusterEnded(f"node {node.name} did not start; the lines above say why")
-        return vital
+            if self._signals.stop:
+                return {}
+            if attempt + 1 < STARTS:
+                say(f"node {node.name} did not start; trying again in {PAUSE_SECONDS * 2**attempt:g} s")
+                self._signals.wait(PAUSE_SECONDS * 2**attempt)
+        raise ClusterEnded(f"node {node.name} did not start in {STARTS} attempts: {why or 'Ray failed'}")
 
     def _below(self) -> list[ProcessId]:
         return descendants(os.getpid(), process_table())
@@ -151,7 +170,8 @@ class Supervisor:
         try:
             vital = self._start(number)
         except ClusterEnded as fault:
-            return {"refused": str(fault)}
+            tail = (self._folder / LOG).read_text(errors="replace").strip()[-MOST_SAID:]
+            return {"refused": f"{fault}. The log of the cluster ends:\n{tail}"}
         if not vital:
             return {"refused": f"the cluster is being stopped, so {worker_name(number)} was not added"}
         self._workers[number] = next(iter(vital))

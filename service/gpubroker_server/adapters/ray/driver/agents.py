@@ -47,6 +47,8 @@ class AnsweringAgent:
     """GPUs that it cannot use, and why."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The versions of `python` and `ray`."""
+    gpu_absence: str = ""
+    """Why its machine shows no GPU; empty if it shows one."""
     is_outdated: bool = False
     """It is of an earlier release than this software."""
     idle_since: float | None = None
@@ -96,7 +98,7 @@ class NodeAgents:
         is_outdated = protocol < PROTOCOL or release_numbers(seen.release) < release_numbers(__version__)
         agent = AnsweringAgent(
             seen.node.incarnation, protocol, seen.release, runs, dict(seen.faults), dict(seen.versions),
-            is_outdated,
+            seen.gpu_absence, is_outdated,
         )  # fmt: skip
         self._answering[seen.node.name] = agent
         if not agent.is_outdated:
@@ -163,6 +165,7 @@ class NodeAgents:
             "outdated": agent.is_outdated,
             "message": message,
             "gpu_faults": dict(agent.faults),
+            "gpu_absence": agent.gpu_absence or None,
             # A slow message makes it seem more.
             "clock_ahead_seconds": round(min(agent.ahead_seconds, default=0.0)),
             **agent.versions,

@@ -15,6 +15,7 @@ import structlog
 
 from gpubroker_server.adapters.ray.head.head import (
     HEAD_ENDED,
+    HeadNotStarted,
     HeadRefused,
     HeadState,
     advice,
@@ -32,6 +33,10 @@ log = structlog.get_logger("gpubroker.ray")
 
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
+HEAD_PAUSE_SECONDS = 5.0
+LONGEST_HEAD_PAUSE_SECONDS = 60.0
+"""Each start of a local head that fails adds load; on a busy machine that alone would keep the next one from
+coming up."""
 CONNECT_PATIENCE_SECONDS = 90.0
 """A driver that connects to Ray gives up by itself after less."""
 PINGS = 5
@@ -125,6 +130,13 @@ class DriverLink:
         self.kill()
 
 
+def head_pause(failed_starts: int) -> float:
+    """The pause before a local head is started again after so many starts in a row that failed."""
+    if not failed_starts:
+        return 0.0
+    return min(HEAD_PAUSE_SECONDS * 2.0 ** min(failed_starts - 1, 10), LONGEST_HEAD_PAUSE_SECONDS)
+
+
 class DriverKeeper:
     """Starts one driver process after another, and a local head for it if no address is given."""
 
@@ -146,6 +158,8 @@ class DriverKeeper:
         self._driver: DriverLink | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._finding: asyncio.Future[HeadState] | None = None
+        self._failed_starts = 0
+        """Of local heads, in a row."""
 
     @property
     def has_driver(self) -> bool:
@@ -187,7 +201,7 @@ class DriverKeeper:
                 log.exception("the Ray driver process is given up; starting another")
             was_of_use = self._on_end(fault, head_ended)
             pause = FIRST_PAUSE_SECONDS if was_of_use else min(2 * pause, LONGEST_PAUSE_SECONDS)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(max(pause, head_pause(self._failed_starts)))
 
     async def _find_head(self) -> HeadState | None:
         """The local one; None if an address is given and answers. Raises HeadRefused, OSError.
@@ -197,8 +211,14 @@ class DriverKeeper:
         if not self._options.is_local:
             await reach(self.address)
             return None
-        self._finding = asyncio.ensure_future(running_head(self._options))
-        head = await asyncio.shield(self._finding)
+        search = running_head(self._options, chooses_ports=self._failed_starts > 0)
+        self._finding = asyncio.ensure_future(search)
+        try:
+            head = await asyncio.shield(self._finding)
+        except HeadNotStarted:
+            self._failed_starts += 1
+            raise
+        self._failed_starts = 0
         if head.dashboard and self.address != head.address:
             token = token_file(self._options.data_dir)
             log.info(f"Ray's dashboard is at http://{head.dashboard}; it asks for the token in {token}")

@@ -30,7 +30,9 @@ POLL_SECONDS = 20.0
 ANSWER_SECONDS = 20.0
 """An answer may be so much later than asked for. An agent that hangs is replaced; its runs go on."""
 ANNOUNCE_SECONDS = 60.0
-"""For an agent to start, to find what an earlier one left, and to answer."""
+"""For an agent to start, to find what an earlier one left, and to answer. After one that was replaced for its
+silence, the next one gets twice as long: on a busy machine it may only be slow."""
+LONGEST_ANNOUNCE_SECONDS = 960.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 AGENT_PATIENCE_SECONDS = 20.0
@@ -81,6 +83,7 @@ class NodeLink:
         self._calls: set[asyncio.Task[None]] = set()
         self._reported_lost = False
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._announce_seconds = ANNOUNCE_SECONDS
         self._answered_at = time.monotonic()
         self._talking = tasks.create_task(self._talk())
 
@@ -188,7 +191,8 @@ class NodeLink:
             log.error("the agent does not answer; replacing it", node=self.node)
             await asyncio.to_thread(ray.kill, agent)
             if self._agent is None:
-                await self._on_absence(f"it did not answer within {ANNOUNCE_SECONDS:g} s")
+                await self._on_absence(f"it did not answer within {self._announce_seconds:g} s")
+                self._announce_seconds = min(2 * self._announce_seconds, LONGEST_ANNOUNCE_SECONDS)
 
     def _find_agent(self) -> Any:
         """The agent that is there, or a new one. Blocks for as long as Ray's control service does."""
@@ -205,8 +209,9 @@ class NodeLink:
         return ray.remote(NodeAgent).options(**options).remote(self._config.to_json())
 
     async def _is_welcome(self, agent: Any) -> bool:
-        async with asyncio.timeout(ANNOUNCE_SECONDS):
+        async with asyncio.timeout(self._announce_seconds):
             answer = await self._announce(agent)
+        self._announce_seconds = ANNOUNCE_SECONDS
         match answer:
             case ("welcome", incarnation):
                 self._incarnation = incarnation

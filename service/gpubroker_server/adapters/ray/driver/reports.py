@@ -8,7 +8,7 @@ import msgspec
 import structlog
 from gpubroker.runtime.messages import ENDED_WELL
 from msgspec import Meta, Struct, defstruct
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
 from gpubroker_server.core.domain import device
@@ -109,12 +109,23 @@ class Source(NamedTuple):
 Sample = tuple[Name, Count, Count | None, dict[Name, Count], Number | None]
 """(UUID, used MiB, foreign MiB or None, MiB by holder, utilization or None)"""
 
-Health = tuple[Number | None, Number | None, Count | None, Count | None, Position | None, Position | None]
-"""Watts, degrees Celsius, MHz of the SM and of the memory, ECC errors, XID; as GpuHealth."""
-
 
 class Form(Struct, array_like=True, forbid_unknown_fields=True):
     """A report as it is written: its kind, then these fields in their order."""
+
+
+class HealthForm(Struct, array_like=True, forbid_unknown_fields=True):
+    """A GpuHealth. Agents before TELLS_GPU_STATE leave out what has a default."""
+
+    power_watts: Number | None
+    temperature_celsius: Number | None
+    sm_clock_mhz: Count | None
+    memory_clock_mhz: Count | None
+    ecc_errors: Position | None
+    xid: Position | None
+    fatal_xid: Position | None = None
+    remap_pending: bool | None = None
+    recovery: Name | None = None
 
 
 class NodeReportForm(Form):
@@ -139,6 +150,7 @@ class NodeForm(Struct):
     faults: dict[Name, Text] = {}
     complete: bool = True
     versions: dict[Name, Name] = {}
+    gpu_absence: Text = ""
 
 
 class NodeSeenForm(NodeReportForm, tag="node_seen"):
@@ -202,7 +214,7 @@ _MADE: Mapping[str, Callable[[Source, Any], Any]] = {
     "held": _held,
     "disks": lambda _source, disks: tuple(device.DiskSample(*disk) for disk in disks),
     "store": lambda _source, store: None if store is None else device.StoreSample(*store),
-    "gpus": lambda _source, gpus: {uuid: device.GpuHealth(*health) for uuid, health in gpus.items()},
+    "gpus": lambda _source, gpus: {uuid: device.GpuHealth(*astuple(it)) for uuid, it in gpus.items()},
 }
 """Field of a form -> how the value that has it in another form gives it."""
 
@@ -260,7 +272,7 @@ _form(
     NodeReportForm, "node_sampled", device.NodeSample, cpu=Share, memory_total_mb=Count,
     memory_available_mb=Count, memory_pressure=Share | None,
     disks=tuple[Disk, ...], received_bytes=Position, sent_bytes=Position,
-    store=Store | None, gpus=dict[Name, Health], network=Share | None,
+    store=Store | None, gpus=dict[Name, HealthForm], network=Share | None,
     unreached=tuple[device.UnreachedNode, ...],
 )  # fmt: skip
 _form(
@@ -350,4 +362,4 @@ def _node_seen(source: Source, seen: NodeSeenForm) -> NodeReport:
     runs = tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in seen.runs)
     more = node.release, tuple(node.faults.items()), node.complete, tuple(node.versions.items())
     at = source.instant(seen.at)
-    return NodeReport(device.Node(NodeName(node.name), *rest), devices, runs, at, *more)
+    return NodeReport(device.Node(NodeName(node.name), *rest), devices, runs, at, *more, node.gpu_absence)

@@ -39,7 +39,8 @@ from gpubroker_server.adapters.ray.processes import (
 # The supervisor, which is there as long as its head, would take 7 MiB for structlog.
 log = logging.getLogger("gpubroker.ray")
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
+"""On a busy machine a head needs more than a minute. It is given up at once if a vital process ends."""
 STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
@@ -70,12 +71,28 @@ EVERYWHERE: Final = {
 }
 """For each process of Ray, and each that talks to it."""
 
+_PATIENT: Final = {
+    # No run is in a worker that Ray starts ahead; of those there would be one for each CPU.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    # On a busy machine a process needs minutes to load its modules.
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "120",
+}
+"""For the processes of a Ray that this software starts."""
+
 ON_LOOPBACK: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1: without it Ray puts the machine's outward address in its place."""
 
 
 class HeadRefused(Exception):
     """There is no head to use; the text says why and what to do."""
+
+
+class HeadNotStarted(HeadRefused):
+    """A head was started and did not come up."""
 
 
 class HeadState(Struct, frozen=True):
@@ -172,8 +189,9 @@ def advice(fault: Exception, options: RayOptions) -> str:
     )
 
 
-async def running_head(options: RayOptions) -> HeadState:
-    """The head of this data directory: the one that runs, or a new one. Raises HeadRefused, OSError."""
+async def running_head(options: RayOptions, *, chooses_ports: bool = False) -> HeadState:
+    """The head of this data directory: the one that runs, or a new one. Raises HeadRefused, OSError.
+    `chooses_ports`: as in `NodeToStart`."""
     _check_access(options.data_dir)
     async with _head_lock(options.data_dir):
         known = read_state(options.data_dir)
@@ -182,7 +200,7 @@ async def running_head(options: RayOptions) -> HeadState:
             return known
         if known is not None:
             await asyncio.to_thread(_clear_away, options.data_dir, known)
-        return await _start(options)
+        return await _start(options, chooses_ports)
 
 
 @asynccontextmanager
@@ -254,6 +272,7 @@ def token_environment(data_dir: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token_file(data_dir)),
         # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
         "RAY_worker_niceness": "0",
+        **_PATIENT,
     }
 
 
@@ -293,24 +312,24 @@ def _check_access(data_dir: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-async def _start(options: RayOptions) -> HeadState:
+async def _start(options: RayOptions, chooses_ports: bool) -> HeadState:
     log_file = options.data_dir / LOG
-    said = await asyncio.to_thread(_run_supervisor, options, log_file)
+    said = await asyncio.to_thread(_run_supervisor, options, log_file, chooses_ports)
     state = read_state(options.data_dir)
     if said == READY and state is not None:
         return state
     if state is not None:
         await asyncio.to_thread(_clear_away, options.data_dir, state)
     if said not in (b"", READY):
-        raise HeadRefused(said.decode())
+        raise HeadNotStarted(said.decode())
     tail = log_file.read_text(errors="replace")[-1000:]
-    raise HeadRefused(
+    raise HeadNotStarted(
         f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service tries again. "
         f"Repair what {log_file} says, or join a running cluster with ray.address. The log ends:\n{tail}"
     )
 
 
-def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
+def _run_supervisor(options: RayOptions, log_file: Path, chooses_ports: bool) -> bytes:
     """Start it in the background and wait for what it says; empty if it says nothing in time."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as theirs:
@@ -319,6 +338,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
             "object_store_bytes": options.object_store_mb * 2**20,
             "idle_stop_seconds": options.idle_stop_seconds,
             "dashboard": options.dashboard,
+            "chooses_ports": chooses_ports,
         }
         with log_file.open("wb") as output:
             subprocess.run(  # noqa: S603  # our own module

@@ -4,15 +4,44 @@ tests/architecture/test_private_imports.py pins the release of Ray and says what
 """
 
 import os
+import random
+import socket
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._raylet import get_port_filename  # type: ignore[attr-defined]  # compiled
 
 from gpubroker_server.adapters.ray.head.node_to_start import LOCALHOST, NodeToStart
 
+_AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+"""Names of parameters, and of the files in which agents tell their raylet which port they have."""
 
-class HeadWithoutDashboard(Node):
+
+_OWN_RANGE = 20_000, 32_000
+
+
+class ToldNode(Node):
+    """A node whose raylet finds the ports of its agents written down, if they were chosen."""
+
+    def start_raylet(self, *arguments: Any, **named: Any) -> Any:
+        for name in _AGENT_PORTS:
+            if port := getattr(self._ray_params, name):
+                session = str(self.get_session_dir_path())  # type: ignore[no-untyped-call]  # Ray's
+                told = Path(session, get_port_filename(self._node_id, name))
+                told.write_text(str(port))
+        return super().start_raylet(*arguments, **named)
+
+
+class HeadWithoutDashboard(ToldNode):
     """`Node` starts a server of the dashboard even with `include_dashboard=False`, and waits for it."""
 
     def start_api_server(self, **_: Any) -> None:
@@ -27,8 +56,10 @@ def start_node(node: NodeToStart) -> tuple[str, str]:
     Ray Client server on port 10001 where grpc is installed, and refuses to join a head on 127.0.0.1.
 
     Port 0, here for everything that listens, is the kernel's choice at the moment of binding, so no port that
-    is in use is ever chosen, and no two nodes collide.
+    is in use is ever chosen, and no two nodes collide. Ports that are chosen for the agents may be taken
+    before they bind them: then the start fails, and the next one chooses others.
     """
+    ports = _free_ports() if node.chooses_ports else repeat(0)
     params = RayParams(
         node_ip_address=LOCALHOST,
         node_name=node.name,
@@ -36,10 +67,10 @@ def start_node(node: NodeToStart) -> tuple[str, str]:
         gcs_server_port=None if node.head else node.port,
         node_manager_port=0,
         object_manager_port=0,
-        metrics_agent_port=0,
-        metrics_export_port=0,
-        dashboard_agent_listen_port=0,
-        runtime_env_agent_port=0,
+        metrics_agent_port=next(ports),
+        metrics_export_port=next(ports),
+        dashboard_agent_listen_port=next(ports),
+        runtime_env_agent_port=next(ports),
         min_worker_port=0,
         max_worker_port=0,
         ray_client_server_port=None,
@@ -54,6 +85,18 @@ def start_node(node: NodeToStart) -> tuple[str, str]:
         object_store_memory=node.object_store_bytes,
         temp_dir=None if node.temp_dir is None else str(node.temp_dir),
     )
-    kind = Node if node.head or node.dashboard else HeadWithoutDashboard
+    kind = ToldNode if node.head or node.dashboard else HeadWithoutDashboard
     started = kind(params, head=not node.head, shutdown_at_exit=False, spawn_reaper=False)
     return str(started.address), str(started.webui_url) if node.dashboard else ""
+
+
+def _free_ports() -> Iterator[int]:
+    """Yield ports on which nothing listens, below those that the kernel gives to connections by itself."""
+    while True:
+        port = random.randrange(*_OWN_RANGE)  # noqa: S311  # no secret
+        with socket.socket() as asking:
+            try:
+                asking.bind((LOCALHOST, port))
+            except OSError:
+                continue
+        yield port

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import shutil
 import signal
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +53,10 @@ START_WATCH_SECONDS = 0.1
 LOST_IDLE_SECONDS = 5.0
 """A head that has lost a vital process stays while its agent says more often than this that runs are left."""
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+MOST_LINES, MOST_LINE = 12, 300
+_FAULT = re.compile(r"\) [\w.]+:\d+: {1,2}(?=.*(?:Check failed|Timed out|Failed|failed))")
+"""What stands before the text of an error in the logs of Ray's C++ processes."""
+_FRAME = re.compile(r"^/\S+\(.*\) \[0x|^\*{3} ")
 AGENT = "ray::NodeAgent"
 """How the name of an agent's process begins."""
 
@@ -65,6 +70,7 @@ class HeadOrders(Struct, frozen=True):
     object_store_bytes: int
     idle_stop_seconds: float
     dashboard: bool = False
+    chooses_ports: bool = False
 
 
 class SignalPipe:
@@ -116,7 +122,12 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
         print(f"cannot make a directory for the Ray head: {fault}", file=sys.stderr)
         return 1
     try:
-        node = NodeToStart(orders.object_store_bytes, state.ray_dir, dashboard=orders.dashboard)
+        node = NodeToStart(
+            orders.object_store_bytes,
+            state.ray_dir,
+            dashboard=orders.dashboard,
+            chooses_ports=orders.chooses_ports,
+        )
         vital = start_ray(node, state, signals)
         if not vital:
             return 1
@@ -197,11 +208,39 @@ def start_ray(
             gone |= node.vital.difference(seen.values())
         if gone:
             names = " and ".join(sorted(gone))
-            raise HeadLost(f"{HEAD_LOST} {names} while it started; it was ended, and another one is started")
+            why = last_words(state.ray_dir, say)
+            raise HeadLost(
+                f"{HEAD_LOST} {names} while it started{why}; it was ended, and another one is started"
+            )
+        if ended and status:
+            last_words(state.ray_dir, say)
         if ended:
             return {process.pid: name for process, name in seen.items()} if status == 0 else {}
         signals.wait(START_WATCH_SECONDS)
     return {}
+
+
+def say(line: str) -> None:
+    """Write a line to the log of the head."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def last_words(ray_dir: Path, say: Callable[[str], None]) -> str:
+    """Say the last lines of Ray's own logs about a start that failed, before they are removed. Return the
+    error among them, in parentheses; empty if there is none."""
+    cause = ""
+    for name in ("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out"):
+        with contextlib.suppress(OSError):
+            text = (ray_dir / "session_latest" / "logs" / name).read_text(errors="replace")
+            lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
+            if lines:
+                say(f"the last lines of Ray's {name}:")
+                for line in lines[-MOST_LINES:]:
+                    say(f"  {line[:MOST_LINE]}")
+            faults = [line for line in lines if _FAULT.search(line)]
+            cause = faults[-1] if faults else cause
+    about = _FAULT.split(cause, maxsplit=1)[-1].strip()
+    return f" (Ray says: {about[:MOST_LINE]})" if about else ""
 
 
 def _start_node_and_exit(node: NodeToStart, state: HeadState) -> NoReturn:

@@ -16,12 +16,13 @@ from gpubroker_server.core.control.findings.closed import (
     silent_nodes,
 )
 from gpubroker_server.core.control.findings.finding import Finding
-from gpubroker_server.core.control.findings.gpus import held_idle
+from gpubroker_server.core.control.findings.gpus import closed_gpus, failing_gpus, held_idle
 from gpubroker_server.core.control.findings.nodes import (
     clocks_apart,
     full_disks,
     spilling_stores,
     unreached_nodes,
+    unusable_gpus,
     versions_apart,
 )
 from gpubroker_server.core.control.findings.parts import (
@@ -29,6 +30,7 @@ from gpubroker_server.core.control.findings.parts import (
     full_service_disk,
     growing_database_log,
     no_leader,
+    unauthorized_servers,
     unreachable_database,
     unreachable_ray,
     unreachable_servers,
@@ -57,6 +59,8 @@ class FleetKnown(NamedTuple):
     fleet: FleetSeen = FleetSeen()
     """The fleet as the leader published it."""
     servers_down: Sequence[ServerWay] = ()
+    servers_refusing: Sequence[ServerWay] = ()
+    """Servers that do not accept the service's credentials."""
     stuck: Sequence[StuckTask] = ()
     age_seconds: float = 0.0
     is_stale: bool = False
@@ -85,6 +89,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         growing_database_log(known.database_log, now),
         unreachable_ray(known.executor),
         unreachable_servers(known.servers_down),
+        unauthorized_servers(known.servers_refusing),
     )
     of_fleet: Iterable[Iterator[Finding]] = (
         silent_nodes(world, known.late),
@@ -94,6 +99,8 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         quarantined_memory(world),
         quota_locks(known.quota_locks, policy),
         held_idle(world, known.fleet, now),
+        closed_gpus(world),
+        failing_gpus(world, known.fleet.failing),
         waits_for_ever(known.stuck),
         repeated_memory_failures(known.fleet.memory_failures),
         all_on_one_node(world),
@@ -103,6 +110,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         full_disks(samples),
         spilling_stores(samples),
         unreached_nodes(world, samples),
+        unusable_gpus(world, agents),
         clocks_apart(agents),
         versions_apart(agents),
     )

@@ -1,10 +1,11 @@
 """GPUs that are held and not used, and the likely cause."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from gpubroker_server.core.control.findings.finding import Finding, Severity
 from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.domain.gpu_faults import OPERATOR, FailingGpu
 from gpubroker_server.core.domain.holders import External, Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.task import Task
@@ -15,6 +16,35 @@ from gpubroker_server.core.world.world import World
 
 BUSY_SHARE = 0.5
 """The share of a node's CPUs above which they do what the GPU might."""
+
+
+def closed_gpus(world: World) -> Iterator[Finding]:
+    """Yield a finding for each GPU on which nothing new starts."""
+    for ledger in world.ledgers.values():
+        device, closure = ledger.device, ledger.device.closure
+        if closure is None or closure.is_waived or device.parent:
+            continue
+        by_operator = closure.cause == OPERATOR
+        cause = f"Nothing new starts on {device.label} ({device.uuid}): {closure.reason}."
+        mend = (
+            "" if by_operator else f"reset or replace it (nvidia-smi -r -i {device.uuid}, on {device.node}); "
+        )
+        remedy = f"{mend}gpubroker reopen-gpu {device.label}"
+        severity = Severity.NOTE if by_operator else Severity.CRITICAL
+        evidence = {"cause": closure.cause, "detail": closure.detail}
+        yield Finding("gpu-closed", device.label, severity, cause, evidence, remedy, closure.since)
+
+
+def failing_gpus(world: World, failing: Iterable[FailingGpu]) -> Iterator[Finding]:
+    """Yield a finding for each open GPU on which runs fail at once that work elsewhere."""
+    for one in failing:
+        ledger = world.ledgers.get(one.device)
+        if ledger is not None and not ledger.device.is_closed:
+            label = ledger.device.label
+            cause = f"{one.times} runs in a row failed at once on {label}, last {', '.join(one.names)}."
+            remedy = f"gpubroker close-gpu {label}, then look at it: nvidia-smi -q, dmesg | grep -i xid"
+            evidence = {"failures": one.times}
+            yield Finding("gpu-fails-runs", label, Severity.WARNING, cause, evidence, remedy, one.first_at)
 
 
 class UnusedHolding(NamedTuple):

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from gpubroker_server.core.control.disk_guard import paths_by_disk
 from gpubroker_server.core.control.findings.finding import Finding, critical, note, warning
-from gpubroker_server.core.domain.device import NodeSample, UnreachedNode
+from gpubroker_server.core.domain.device import Device, NodeSample, UnreachedNode
 from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
@@ -20,7 +21,8 @@ Agents = Mapping[str, Mapping[str, Any]]
 def full_disks(samples: Iterable[NodeSample]) -> Iterator[Finding]:
     for seen in samples:
         name = seen.node
-        for disk in seen.disks:
+        by_path = {disk.path: disk for disk in seen.disks}
+        for disk in (by_path[paths[0]] for paths in paths_by_disk(seen.disks)):
             if disk.used_share >= DISK_SHARE:
                 is_full = disk.used_share >= FULL_SHARE
                 cause = f"The disk of {disk.path} on {name} is {disk.used_share:.0%} full."
@@ -60,6 +62,30 @@ def unreached_nodes(world: World, samples: Iterable[NodeSample]) -> Iterator[Fin
             "--node-manager-port`, `--object-manager-port` name them)"
         )
         yield warning("node-unreachable-from-node", name, cause, remedy, {"nodes": len(found)})
+
+
+def missing_gpus(world: World, node: str, agent: Mapping[str, Any]) -> list[Device]:
+    """Return the GPUs that a node had and that its machine does not show now."""
+    if not agent.get("gpu_absence"):
+        return []
+    devices = (world.ledgers[key].device for key in world.by_node.get(NodeName(node), ()))
+    return [device for device in devices if device.present and not device.simulated]
+
+
+def unusable_gpus(world: World, agents: Agents) -> Iterator[Finding]:
+    """Yield a finding for each GPU that an agent cannot use, and for each node whose machine shows none."""
+    for node, agent in agents.items():
+        for gpu, why in (agent.get("gpu_faults") or {}).items():
+            cause = f"{gpu} of {node} cannot be used: {why}."
+            remedy = f"nvidia-smi -q, and dmesg | grep -i -e xid -e nvrm, on {node}"
+            yield critical("gpu-unusable", f"{node} {gpu}", cause, remedy)
+        if why := agent.get("gpu_absence"):
+            missing = missing_gpus(world, node, agent)
+            had = f"{node} has had {len(missing)} GPUs and shows none" if missing else f"{node} shows no GPU"
+            cause = f"{had}: {why}. The driver is asked again about once a minute."
+            remedy = f"nvidia-smi, on {node}; nothing, if it is to run without GPUs"
+            found = critical if missing else note
+            yield found("no-gpus", node, cause, remedy, {"missing": len(missing)})
 
 
 def clocks_apart(agents: Agents) -> Iterator[Finding]:

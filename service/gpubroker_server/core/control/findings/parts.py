@@ -44,6 +44,14 @@ def unreachable_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
         yield replace(one, first_seen=way.since)
 
 
+def unauthorized_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
+    """`fault`: how the server refused the service's credentials."""
+    for way in ways:
+        cause = f"Model server {way.server} refuses the service itself over {way.protocol}: {way.fault}."
+        remedy = "set token_file or headers of that server in triton.servers, and start the service again"
+        yield critical("model-server-unauthorized", f"{way.server} ({way.protocol})", cause, remedy)
+
+
 def no_leader(has_leader: bool, led_until: Instant | None) -> Iterator[Finding]:
     if not has_leader:
         cause = "No process leads: nothing starts or stops."

@@ -8,16 +8,15 @@ from gpubroker_server.core.control.memory_failures import LATELY_SECONDS, Memory
 from gpubroker_server.core.control.waiting_calls import WaitingCalls
 from gpubroker_server.core.domain.device import Node, NodeSample
 from gpubroker_server.core.domain.holders import Run, WorkerSeat
+from gpubroker_server.core.domain.node_capacity import BUSY_CPU, SLOW_START_SECONDS
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, in_time
+from gpubroker_server.core.domain.units import Instant, NodeName, in_time
 from gpubroker_server.core.world.world import World
 
-SLOW_SECONDS = Seconds(30.0)
-"""The time from the order to start a run to its first line of user code that counts as slow."""
 FREE_SHARE = 0.1
 """The share of a GPU's memory that is free: above it, memory is not what keeps work out."""
-BUSY_CPU, BUSY_NETWORK, BUSY_GPU = 0.95, 0.9, 0.5
+BUSY_NETWORK, BUSY_GPU = 0.9, 0.5
 BUSY_CORE_PERCENT = 80.0
 """Python computes on one core of a process."""
 LONELY_SHARE = 0.9
@@ -100,7 +99,7 @@ def slow_starts(world: World, now: Instant) -> Iterator[Finding]:
     for name in world.active:
         task = world.tasks[name]
         seconds = _start_seconds(task, now)
-        if task.node is not None and seconds >= SLOW_SECONDS:
+        if task.node is not None and seconds >= SLOW_START_SECONDS:
             slow.setdefault(task.node, []).append(seconds)
     for node, starts in sorted(slow.items()):
         cause = (
@@ -110,7 +109,15 @@ def slow_starts(world: World, now: Instant) -> Iterator[Finding]:
         remedy = (
             "raise ray.spares (processes kept ready), and look at the node's disk and CPU: gpubroker nodes"
         )
-        evidence = {"runs": len(starts), "longest_seconds": round(max(starts), 1)}
+        evidence: dict[str, str | float] = {"runs": len(starts), "longest_seconds": round(max(starts), 1)}
+        seen = world.node_samples.get(node)
+        if seen is not None and seen.cpu >= BUSY_CPU:
+            # Processes that are kept ready would have to start there as well.
+            cause += " Its CPUs are busy."
+            remedy = (
+                f"let fewer runs share the node (lower ray.max_runs or ray.cpu), or gpubroker cordon {node}"
+            )
+            evidence["cpu"] = round(seen.cpu, 3)
         yield warning("slow-starts", node, cause, remedy, evidence)
 
 
@@ -143,7 +150,7 @@ def bottlenecks(world: World, policy: Policy, now: Instant) -> Iterator[Finding]
 
 def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator[Finding]:
     ledgers = [world.ledgers[key] for key in world.by_node.get(node.name, ())]
-    free_mb = sum(max(0, ledger.free_mb()) for ledger in ledgers)
+    free_mb = sum(ledger.offered_mb() for ledger in ledgers)
     whole_mb = sum(ledger.device.allocatable_mb for ledger in ledgers)
     use = world.use[node.name]
     if world.queue.groups and free_mb > FREE_SHARE * whole_mb:

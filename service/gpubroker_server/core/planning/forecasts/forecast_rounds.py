@@ -16,6 +16,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskI
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.world import World
 
 EVERY_SECONDS = Seconds(1.0)
@@ -156,6 +157,9 @@ def expected_ready_at(
         at = Instant(max(now, (model.admitted_at or now) + load_seconds))
         return ExpectedStart(at, at, 0, Basis.STATED)
     room = expected_start(world, model, forecasts, now)
+    if not is_unasked(model) and model.not_before is not None and model.not_before > now:
+        # A load has failed and is tried again; what its memory does until then is not foretold.
+        room = ExpectedStart(model.not_before, model.not_before, 0, Basis.STATED)
     if room is None:
         return None
     p50_at, p90_at = Instant(room.p50_at + load_seconds), Instant(room.p90_at + load_seconds)

@@ -9,13 +9,14 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from gpubroker_server.core.domain.estimates import SketchKey, What
-from gpubroker_server.core.domain.holders import External
+from gpubroker_server.core.domain.holders import External, Model
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import needs_gpus, rank_task
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.lifecycle.model_turns import never_leaves, turn_ends_at, yields_to_tasks_at
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, remaining_seconds, run_seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import NOTHING, preempts, stoppable_at, stops_below
@@ -76,6 +77,25 @@ class ExpectedEnds:
         return known
 
     def _work_out(self, run: Task) -> ExpectedEnd:
+        match run.holder:
+            case Model():
+                return self._end_of_model(run)
+            case _:
+                return self._end_of_run(run)
+
+    def _end_of_model(self, model: Task) -> ExpectedEnd:
+        """Return when it makes room for a task of lower priority, if no request comes. One that gateways see
+        in use does so when it is no longer wanted, which each request delays."""
+        if never_leaves(model) or model.expires_at is None:
+            return NEVER
+        if model.started_at is not None:
+            at = yields_to_tasks_at(self.draft.world, model, self.policy)
+            if self.now < at < model.expires_at:
+                return ExpectedEnd(at, at)
+        at = max(self.now, model.expires_at)
+        return ExpectedEnd(at, at, is_guess=at > self.now)
+
+    def _end_of_run(self, run: Task) -> ExpectedEnd:
         kind = self._kind_of(run)
         at = max(self._as_of, run.started_at or run.admitted_at or self.now)
         if run.started_at is None:
@@ -104,8 +124,8 @@ class ExpectedEnds:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
         if run.deadline_at is not None:
             match run.holder:
-                case External():
-                    pass  # a renewal moves its deadline
+                case External(ttl_seconds) if run.deadline_at > (run.admitted_at or self.now) + ttl_seconds:
+                    pass  # it was renewed: the next renewal moves its deadline again
                 case _:
                     latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
@@ -152,6 +172,7 @@ class _WaitingTask(NamedTuple):
     """Tenants whose runs with GPUs the task may not preempt."""
     pledged: TaskId | None = None
     """The task itself, if it has pledges: what is pledged to it is not taken by others."""
+    is_model: bool = False
 
 
 class _CapacityReleases:
@@ -172,7 +193,7 @@ class _CapacityReleases:
         return [
             ledger.device.key
             for ledger in self.draft.ledgers_on(node)
-            if not ledger.is_stale(self._heard_until, period)
+            if not ledger.takes_nothing(self._heard_until, period)
         ]
 
     def leaves_at(self, run: Task, waiter: _WaitingTask) -> float:
@@ -209,7 +230,7 @@ class _CapacityReleases:
         return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
 
     def _is_unheard_of(self, ledger: DeviceLedger) -> bool:
-        return ledger.is_stale(self._heard_until, self._expected_ends.policy.sample_period_seconds)
+        return ledger.takes_nothing(self._heard_until, self._expected_ends.policy.sample_period_seconds)
 
     def _out_of_the_way_at(self, run: Task, expected_end: ExpectedEnd, waiter: _WaitingTask) -> float:
         now, policy = self._expected_ends.now, self._expected_ends.policy
@@ -222,7 +243,13 @@ class _CapacityReleases:
         # A forecast says when the task starts, so the notice counts. To ask whether a run is in its way, it
         # is enough that the run can be preempted by then.
         grace = run.grace_seconds if self._for_plans else 0.0
-        return min(leaves_at, stoppable_at(run, waiter.below, policy, now) + grace)
+        leaves_at = min(leaves_at, stoppable_at(run, waiter.below, policy, now) + grace)
+        match run.holder:
+            case Model():
+                own = turn_ends_at(run, waiter.priority, policy, is_model=waiter.is_model)
+                return min(leaves_at, own) if own > now else leaves_at
+            case _:
+                return leaves_at
 
 
 class CapacityAt:
@@ -317,7 +344,7 @@ class FutureCapacity:
         since = self.expected_ends.now if self.for_plans else task.submitted_at
         protected = self.protected_tenants(task) if stops else frozenset[str]()
         pledged = task.id if self.expected_ends.draft.pledges_of(task.id) else None
-        return _WaitingTask(task.priority, below, since, protected, pledged)
+        return _WaitingTask(task.priority, below, since, protected, pledged, isinstance(task.holder, Model))
 
     def _work_out(self, node: NodeName, waiter: _WaitingTask) -> CapacityProfile:
         leaving, devices = self._leaving, dict[DeviceKey, list[tuple[float, int]]]()

@@ -84,9 +84,9 @@ class Draft:
         return (row.name for row in self.world.nodes.values() if self.world.takes_work(row))
 
     def usable_ledgers(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
-        """Devices whose last sample is fresh enough, in key order."""
+        """Devices that are open and whose last sample is fresh enough, in key order."""
         period = policy.sample_period_seconds
-        return (ledger for ledger in self.ledgers_on(node) if not ledger.is_stale(now, period))
+        return (ledger for ledger in self.ledgers_on(node) if not ledger.takes_nothing(now, period))
 
     def use(self, node: NodeName) -> NodeUsage:
         """Return what runs use of a node. Treat it as read-only."""

@@ -98,6 +98,8 @@ class NodeRevisions:
         turned: list[str] = []
         for key in world.by_node.get(node, ()):
             ledger = world.ledgers[key]
+            if ledger.device.closure is not None and ledger.device.is_closed:
+                continue  # no sample opens it
             if ledger.sample is None or ledger.is_stale(self._now, period):  # a sample may come at any time
                 turned.append(key)
                 at = self._now

@@ -1,14 +1,21 @@
 """Questions to a Triton server: whether it answers, and which models it has."""
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.inference.servers import Endpoint, Server
-from gpubroker_server.ports.backends import CallFailed, NotFetched, RequestHead, Trouble
+from gpubroker_server.ports.backends import (
+    UNAUTHORIZED_STATUSES,
+    CallFailed,
+    NotFetched,
+    RequestHead,
+    Trouble,
+)
 
 _LIVE_CALL: Final = "/inference.GRPCInferenceService/ServerLive"
 _LIVE: Final = RequestHead(b"GET", b"/v2/health/live", (), 0)
@@ -26,6 +33,8 @@ class TritonChecks:
             await _call(server, within_seconds)
             return
         found = await server.backend.fetch(_LIVE, within_seconds=within_seconds, is_check=True)
+        if found.status in UNAUTHORIZED_STATUSES:
+            server.http.refused(f"it answered GET /v2/health/live with {found.status}")
         if found.status != 200:
             raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
 
@@ -33,7 +42,28 @@ class TritonChecks:
         """Return the models of the server's repository, or None if the answer is no index. Raises
         NotFetched."""
         answer = await server.backend.fetch(_INDEX, within_seconds=within_seconds, is_check=True)
+        if answer.status in UNAUTHORIZED_STATUSES:
+            server.http.refused(f"it answered POST /v2/repository/index with {answer.status}")
         return models_in(answer.body) if answer.status == 200 else None
+
+    async def change(self, server: Server, model: str, *, loads: bool, within_seconds: Seconds) -> str:
+        """Have it load or unload the model. Return why it did not, in its own words; empty if it did. Raises
+        NotFetched."""
+        what = "load" if loads else "unload"
+        path = f"/v2/repository/models/{quote(model, safe='')}/{what}".encode()
+        answer = await server.backend.fetch(RequestHead(b"POST", path, (), 0), within_seconds=within_seconds)
+        if answer.status in UNAUTHORIZED_STATUSES:
+            why = f"it answered {answer.status}"
+            server.http.refused(why)
+            raise NotFetched(Trouble.UNAUTHORIZED, why)
+        return "" if answer.status == 200 else _error_in(answer.body) or f"it answered {answer.status}"
+
+
+def _error_in(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body, type=dict[str, Any]).get("error", ""))[:2000]
+    except msgspec.DecodeError:
+        return ""
 
 
 async def _call(server: Server, within_seconds: Seconds) -> None:

@@ -1,7 +1,8 @@
 """Translate paths of Triton's HTTP protocol and methods of its gRPC protocol to operations.
 
 A path is matched as it came, still encoded, because Triton matches it so; only a model's name is decoded. A
-path or method that is not known here is passed on: 404, 405 and UNIMPLEMENTED are Triton's to answer.
+path that is not known here is passed on: 404 and 405 are Triton's to answer. A method over gRPC is not:
+clients ask for some, such as reflection, without a token.
 """
 
 import re
@@ -109,7 +110,7 @@ def _reading_or_managing(changes: bool) -> Scope:
 
 
 def grpc_operation(method: str) -> TritonOperation:
-    return _BY_METHOD.get(method, _UNKNOWN)
+    return _BY_METHOD.get(method, UNKNOWN)
 
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
@@ -141,6 +142,5 @@ _BY_METHOD: Final[Mapping[str, TritonOperation]] = {
     **{_SERVICE + operation.name: operation for operation in _OPERATIONS},
     "/grpc.health.v1.Health/Check": TritonOperation("Health/Check", None, FanOut.ANY, reads=True),
 }
-_UNKNOWN: Final = TritonOperation("unmatched", Scope.MODELS_MANAGE, is_stream=True)
-"""The operation of a method that is not known here. Triton may know more methods: a stream may be of one
-message each way, and a call that could change something needs the right to do so."""
+UNKNOWN: Final = TritonOperation("unmatched")
+"""Any other method. Triton has no others, so none is passed on."""

@@ -61,6 +61,28 @@ _OF_THE_CLIENT: Final = frozenset({1, 4})
 """The codes of CANCELLED and DEADLINE_EXCEEDED, which say nothing about the server."""
 
 
+_STRANGER: Final = frozenset({7, 16})
+"""PERMISSION_DENIED and UNAUTHENTICATED: the server does not accept the service's credentials."""
+
+
+def unauthorized(server: Server, failed: CallFailed) -> Problem | None:
+    """Return what to answer if the server refused the service itself, and note that; else None."""
+    if failed.trouble is not None or failed.code not in _STRANGER:
+        return None
+    why = f"it answered {_STATUSES[failed.code].name}: {failed.detail[:200]}"
+    server.grpc.refused(why)
+    return problem_of(Trouble.UNAUTHORIZED, server.name, why)
+
+
+def trouble_of(failed: CallFailed) -> Trouble | None:
+    """Return why another server may do what this one did not; None if the failure is the server's answer."""
+    if failed.trouble is not None:
+        return failed.trouble
+    if failed.code in _STRANGER:
+        return Trouble.UNAUTHORIZED
+    return Trouble.BROKEN if failed.code == _UNAVAILABLE else None
+
+
 def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
     """Tell the endpoint of a failed call. Over gRPC an error may be an answer of a healthy server."""
     if failed.trouble is not None:
@@ -132,6 +154,14 @@ class GrpcCall(ProxiedRequest):
         forwarded = (value for name, value in metadata if name == FORWARDED_FOR.decode())
         return peer, (value.encode() if isinstance(value, str) else value for value in forwarded)
 
+    async def unknown(self, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        """Answer that there is no such method, whoever asks: clients try whether a server has a service, such
+        as reflection, before they have a token."""
+        status = grpc.StatusCode.UNIMPLEMENTED
+        self._count(status)
+        detail = f"there is no method {self._method[:200]}; those of inference.GRPCInferenceService are known"
+        await context.abort(status, detail, self._signed(()))
+
     def _look_into(self, message: bytes) -> None:
         """Read a message on whose contents the rights that the call needs depend. Raises Problem."""
         operation = self._operation
@@ -202,14 +232,18 @@ class GrpcCall(ProxiedRequest):
     def on_failed(self, failed: CallFailed) -> None:
         assert self.server is not None
         note_failure(self.server.grpc, failed)
+        if (refused := unauthorized(self.server, failed)) is not None:
+            if not self._retry(Trouble.UNAUTHORIZED):
+                self._upstream = None
+                self.refuse(refused)
+            return
         if self._was_there and says_dead(failed.detail):
             self._report_dead()
         is_servers_answer = failed.trouble is None
         is_unknown = is_servers_answer and says_unknown_model(failed.detail)
         if is_unknown and self._may_ask_again() and self._ask_again():
             return
-        broke_off = Trouble.BROKEN if failed.code == _UNAVAILABLE else None
-        trouble = failed.trouble or broke_off
+        trouble = trouble_of(failed)
         if trouble is None or not self._retry(trouble):
             self._upstream = None
             self.refuse(failed)
@@ -230,6 +264,8 @@ class GrpcCall(ProxiedRequest):
             reply = await self.ask(server.calls, message, seconds)
         except CallFailed as failed:
             note_failure(server.grpc, failed)
+            if (refused := unauthorized(server, failed)) is not None:
+                raise refused from None
             raise
         finally:
             server.in_flight -= 1

@@ -23,6 +23,7 @@ _MODEL_NAME: Final = 1
 _MODEL_VERSION: Final = 2
 _PARAMETERS: Final = 3
 _KEY: Final = 1
+_ERROR_MESSAGE: Final = 1
 _LIVE: Final = 1
 
 
@@ -33,6 +34,11 @@ def target_of(operation: TritonOperation, message: bytes) -> Target:
     has_version = operation.model_field == _MODEL_NAME
     version = last_bytes(message, _MODEL_VERSION) if has_version else b""
     return Target(operation, last_bytes(message, operation.model_field), version)
+
+
+def error_in(answer: bytes) -> str:
+    """Return the error in an answer of a stream (ModelStreamInferResponse); empty if it has none."""
+    return last_bytes(answer, _ERROR_MESSAGE).decode(errors="replace")
 
 
 def last_bytes(message: bytes, number: int) -> bytes:

@@ -9,9 +9,9 @@ import grpc
 from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.http.problems import Problem
-from gpubroker_server.inference.plane import IDEMPOTENT, QUEUE_HEADERS, Plane
+from gpubroker_server.inference.plane import IDEMPOTENT, QUEUE_HEADERS, Plane, idempotent_in
 from gpubroker_server.inference.protocols.triton.errors import no_shared_memory
-from gpubroker_server.inference.protocols.triton.operations import grpc_operation
+from gpubroker_server.inference.protocols.triton.operations import UNKNOWN, grpc_operation
 from gpubroker_server.inference.protocols.triton_grpc.calls import GrpcCall
 from gpubroker_server.inference.protocols.triton_grpc.streams import IDLE_SECONDS, GrpcStream
 
@@ -44,6 +44,9 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
         metadata = [(name, value) for name, value in details.invocation_metadata if name not in _TO_US]
         to_us = {name: value for name, value in details.invocation_metadata if name in _TO_US}
         operation, token = grpc_operation(details.method), to_us.get("authorization")
+        if operation is UNKNOWN:
+            unknown = GrpcCall(self._plane, operation, details.method, metadata)
+            return grpc.stream_stream_rpc_method_handler(unknown.unknown)
         # perf_analyzer sends the space after the colon, which HTTP/1.1 would have removed.
         given = None if token is None else token.strip().encode("latin-1", "replace")
         if operation.is_stream:
@@ -56,7 +59,8 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
             if operation.scope is not None:
                 call.identity = self._plane.authorize(operation.scope, operation.name, given)
                 call.wish = self._plane.lanes.wish_in(call.identity, *map(to_us.get, QUEUE_HEADERS))
-                call.is_idempotent = to_us.get(IDEMPOTENT, "").lower() == "true"
+                if (idempotent := to_us.get(IDEMPOTENT)) is not None:
+                    call.is_idempotent = idempotent_in(idempotent)
             if operation.shares_memory:
                 raise no_shared_memory()
         except Problem as problem:

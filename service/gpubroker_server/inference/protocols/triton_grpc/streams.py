@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final
 
 import grpc
@@ -10,10 +11,18 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.request_states import NEXT
 from gpubroker_server.core.serving.request_states import RequestMove as Move
 from gpubroker_server.core.serving.request_states import RequestState as State
+from gpubroker_server.inference.body_buffer import BUFFER_BYTES
 from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.protocols.triton.errors import says_unknown_model
 from gpubroker_server.inference.protocols.triton.operations import TritonOperation
-from gpubroker_server.inference.protocols.triton_grpc.calls import GrpcCall, note_failure
-from gpubroker_server.inference.protocols.triton_grpc.messages import target_of
+from gpubroker_server.inference.protocols.triton_grpc.calls import (
+    GrpcCall,
+    note_failure,
+    trouble_of,
+    unauthorized,
+)
+from gpubroker_server.inference.protocols.triton_grpc.messages import error_in, target_of
+from gpubroker_server.inference.proxied_request import MOST_RETURNS, Bring
 from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import CallFailed, CallStream, Metadata
 
@@ -31,7 +40,9 @@ class GrpcStream(GrpcCall):
     there and has a slot. It ends when nothing has passed for a while and each message has an answer: our side
     closes it, and the slot is given back once the server has closed its side. A decoupled model may answer a
     message many times, and it alone knows whether it is done; in this order it keeps the slot until then.
-    Nothing is ever sent again.
+
+    The first message of such a stream is sent again by the rules of a single request, as long as no other has
+    followed it and it has no answer. Once there are several, a server may have carried out some of them.
     """
 
     _turn: "_Turn | None" = None
@@ -103,7 +114,7 @@ class GrpcStream(GrpcCall):
         if not self._has_begun:
             self._begin(tasks)  # A server may answer a stream without a message.
         if self._turn is not None:
-            await self._turn.call.end()
+            await self._turn.end()
 
     async def _take_slot(self, message: bytes) -> None:
         """Wait until the model of the message is there and has a slot. Raises Problem."""
@@ -112,8 +123,14 @@ class GrpcStream(GrpcCall):
         self.lane_entry = None
         bring, must_wait = self._reserve()
         if must_wait:
-            self._begin_waiting(bring, len(message))
+            await self._wait_for_model(bring, len(message))
+
+    async def _wait_for_model(self, bring: Bring | None, message_bytes: int) -> None:
+        """Raises Problem."""
+        self._begin_waiting(bring, message_bytes)
+        try:
             await self._until_ready(bring)
+        finally:
             self._body.release()
 
     def _begin(self, tasks: asyncio.TaskGroup) -> None:
@@ -124,37 +141,113 @@ class GrpcStream(GrpcCall):
         assert server is not None  # `pick` returns None only after servers were tried.
         assert server.calls is not None
         call = server.calls.open(self._method, self._metadata, self.seconds_left())
-        turn = self._turn = _Turn(server, call)
+        self._tried, self._returns = [server], 0
+        follows, residencies = self.target.operation.takes_slot, self.plane.residencies
+        self._was_there = follows and residencies is not None and residencies.have(self._model)
+        may_repeat = self._was_there or self.plane.fleet.has_choice(self.over_grpc)
+        turn = self._turn = _Turn(server, call, BUFFER_BYTES if may_repeat else 0)
         turn.reading = tasks.create_task(self._read_all(turn))
 
     async def _read_all(self, turn: "_Turn") -> None:
-        """Pass the server's answers of this turn on to the client. Raises CallFailed."""
+        """Pass the answers of this turn on to the client. Raises CallFailed, Problem."""
+        while not await self._read_call(turn):
+            pass  # The turn goes on at another server.
+        self._end_turn()
+        if not turn.is_ending:
+            self._sending.cancel()  # The server has ended the stream, so the client's messages have no use.
+
+    async def _read_call(self, turn: "_Turn") -> bool:
+        """Pass the answers of one server on to the client. Returns False if the turn goes on at another
+        server. Raises CallFailed, Problem."""
         call = turn.call
         try:
             first = await call.first()
-            if not self._has_head:
-                self._has_head = True
-                await self._context.send_initial_metadata(first)
+            if turn.only is None:
+                await self._pass_head(first)
             while (answer := await call.read()) is not None:
+                if turn.only is not None:
+                    if says_unknown_model(error_in(answer)) and await self._sent_elsewhere(turn, None):
+                        return False
+                    await self._pass_head(first)
                 if self.state is State.SENT:
                     self.state = NEXT[self.state][Move.ANSWER]
                 await self._context.write(answer)
                 turn.on_answer()
+            await self._pass_head(first)
             self._last = await call.last()
         except CallFailed as failed:
             note_failure(turn.server.grpc, failed)
+            refused = unauthorized(turn.server, failed)
+            if await self._sent_elsewhere(turn, failed):
+                return False
+            if refused is not None:
+                raise refused from None
             raise
-        self._end_turn()
-        if not turn.is_ending:
-            self._sending.cancel()  # The server has ended the stream, so the client's messages have no use.
+        return True
+
+    async def _pass_head(self, first: Metadata) -> None:
+        if not self._has_head:
+            self._has_head = True
+            await self._context.send_initial_metadata(first)
+
+    async def _sent_elsewhere(self, turn: "_Turn", failed: CallFailed | None) -> bool:
+        """Send the only message of the turn again if that is safe, as a single request is. `failed`: how the
+        call has ended; None if the server has answered that it does not have the model. Returns False if the
+        message is not sent again. Raises Problem."""
+        # Messages that the client sends meanwhile wait for the server that is found.
+        async with turn.moving:
+            if turn.only is None:
+                return False
+            if failed is None or (failed.trouble is None and says_unknown_model(failed.detail)):
+                server = await self._server_after_denial(turn, turn.only)
+            else:
+                server = self._server_after_trouble(turn, failed)
+            if server is None:
+                return False
+            assert server.calls is not None
+            turn.leave_server()
+            self.state = NEXT[self.state][Move.SEND]
+            self.server = server
+            self._tried.append(server)
+            call = server.calls.open(self._method, self._metadata, self.seconds_left())
+            await turn.send_again(server, call, turn.only)
+        return True
+
+    def _server_after_trouble(self, turn: "_Turn", failed: CallFailed) -> Server | None:
+        if trouble_of(failed) not in self._retried_after():
+            return None
+        server = self.plane.fleet.pick(self.target, over_grpc=True, tried=self._tried)
+        if server is not None:
+            turn.server.passed_on += 1
+        return server
+
+    async def _server_after_denial(self, turn: "_Turn", message: bytes) -> Server | None:
+        """Return the server that gets a message after one has denied that it has the model, in the order of
+        `_ask_again`. Raises Problem."""
+        fleet, residencies = self.plane.fleet, self.plane.residencies
+        if self._returns >= MOST_RETURNS:
+            return None
+        must_return = self._was_there and residencies is not None
+        if not must_return or fleet.another_has(self.target, self._tried, over_grpc=True):
+            return fleet.pick(self.target, over_grpc=True, tried=self._tried)
+        assert residencies is not None
+        self._returns += 1
+        turn.leave_server()
+        if self.lane_entry is not None:
+            self.lane_entry.leave()
+            self.lane_entry = None
+        bring = partial(residencies.returned, self._model, self.wish.priority, turn.server.name)
+        await self._wait_for_model(bring, len(message))
+        self._tried = []
+        return fleet.pick(self.target, over_grpc=True, before=turn.server)
 
     def _end_turn(self) -> None:
         turn, self._turn = self._turn, None
         if turn is None:
             return
-        self.state = NEXT[self.state][Move.REST]
-        turn.server.in_flight -= 1
-        turn.call.cancel()
+        if self.state in (State.SENT, State.ANSWERING):
+            self.state = NEXT[self.state][Move.REST]
+        turn.leave_server()
         if self.lane_entry is not None:
             self.lane_entry.leave()
         self.plane.requests.leave(self._tenant, self)
@@ -176,15 +269,25 @@ class GrpcStream(GrpcCall):
 
 
 class _Turn:
-    """A stream to one server. It counts in the server's `in_flight` until it has ended."""
+    """A stream to one server, or to the next one if the first has done nothing. It counts in the server's
+    `in_flight` until it has ended."""
 
     reading: "asyncio.Task[None]"
 
-    def __init__(self, server: Server, call: CallStream) -> None:
+    def __init__(self, server: Server, call: CallStream, most_kept_bytes: int) -> None:
+        """`most_kept_bytes`: a longer message is not sent again."""
         self.server = server
         self.call = call
         self.is_ending = False
         """True once nothing has passed for a while: no more messages are sent."""
+        self.only: bytes | None = None
+        """The message that may be sent again: the first one, until it has an answer or another follows."""
+        self.moving = asyncio.Lock()
+        """Held while a message is written, and while another server is looked for."""
+        self._most_kept_bytes = most_kept_bytes
+        self._is_counted = True
+        self._has_ended = False
+        """True once the client has no more messages."""
         self._owed = 0
         """Number of messages without an answer, if each gets one. Negative for a model that answers more
         often."""
@@ -192,11 +295,37 @@ class _Turn:
         server.in_flight += 1
 
     async def write(self, message: bytes) -> None:
-        # Surplus answers to earlier messages do not pay for this one.
-        self._owed = max(self._owed, 0) + 1
-        await self.call.write(message)
+        async with self.moving:
+            self.only = message if len(message) <= self._most_kept_bytes else None
+            self._most_kept_bytes = 0  # Of several messages none is sent again.
+            # Surplus answers to earlier messages do not pay for this one.
+            self._owed = max(self._owed, 0) + 1
+            await self.call.write(message)
+
+    async def end(self) -> None:
+        """Tell the server that the client has no more messages."""
+        async with self.moving:
+            self._has_ended = True
+            await self.call.end()
+
+    def leave_server(self) -> None:
+        """Give up the call. Only the first time counts."""
+        self.call.cancel()
+        if self._is_counted:
+            self.server.in_flight -= 1
+            self._is_counted = False
+
+    async def send_again(self, server: Server, call: CallStream, message: bytes) -> None:
+        """Go on at another server. The lock is held."""
+        self.server, self.call = server, call
+        server.in_flight += 1
+        self._is_counted = True
+        await call.write(message)
+        if self._has_ended:
+            await call.end()
 
     def on_answer(self) -> None:
+        self.only = None
         self._owed -= 1
         self._active_at = asyncio.get_running_loop().time()
 

@@ -18,7 +18,7 @@ from gpubroker_server.core.serving.request_states import RequestState as State
 from gpubroker_server.http.problems import Problem
 from gpubroker_server.http.proxies import FORWARDED_FOR
 from gpubroker_server.inference.operation import FanOut
-from gpubroker_server.inference.plane import Plane
+from gpubroker_server.inference.plane import Plane, idempotent_in
 from gpubroker_server.inference.protocols.triton.errors import (
     no_files,
     rendered,
@@ -33,6 +33,7 @@ from gpubroker_server.inference.proxied_request import ProxiedRequest
 from gpubroker_server.inference.refusals import our_mistake, problem_of
 from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import (
+    UNAUTHORIZED_STATUSES,
     Fetched,
     Header,
     NotFetched,
@@ -112,6 +113,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     _held_head: tuple[int, Sequence[Header], int | None] | None = None
     """The head of an answer that may say that the model has left. It is held back until its body is there."""
     _held_body = b""
+    _unauthorized = 0
+    """The status with which the server refuses the service itself, whose answer is not passed on."""
     _refusal: Problem | None = None
     """The problem with which the request will be answered."""
     _giving_up: asyncio.TimerHandle | None = None
@@ -173,7 +176,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._check_chunks()
         if self.identity is not None and (operation.needs_model or operation.unloads):
             self.wish = plane.lanes.wish_in(self.identity, *head.queue)
-        self.is_idempotent = head.is_idempotent
+        if head.idempotent is not None:
+            self.is_idempotent = idempotent_in(head.idempotent.decode("latin-1"))
 
     def on_request_body(self, data: bytes) -> None:
         self._seen_bytes += len(data)
@@ -255,6 +259,9 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     # Answers of the server.
 
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
+        if status in UNAUTHORIZED_STATUSES:
+            self._unauthorized = status
+            return
         is_short = (body_bytes or 0) <= _LONGEST_MESSAGE_BYTES
         if status in _UNKNOWN_MODEL and is_short and self._may_ask_again():
             self._held_head = status, headers, body_bytes
@@ -273,6 +280,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self.pause_answer()  # The client has not even taken earlier answers.
 
     def on_body(self, data: bytes) -> None:
+        if self._unauthorized:
+            return
         if self._held_head is not None:
             self._held_body += data
             if len(self._held_body) > _LONGEST_MESSAGE_BYTES:
@@ -292,6 +301,9 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._out = []
 
     def on_end(self) -> None:
+        if self._unauthorized:
+            self._on_unauthorized()
+            return
         if self._held_head is not None:
             if says_unknown_model(_error_in(self._held_body)) and self._ask_again():
                 self._held_head, self._held_body = None, b""
@@ -301,6 +313,17 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         if self._sends_chunks and self._method != b"HEAD":
             self._out.append(b"0\r\n\r\n")
         self._end(Move.FINISH)
+
+    def _on_unauthorized(self) -> None:
+        """The server has answered as if the service were a stranger. For the client that is no word about its
+        own token."""
+        server, why = self.server, f"it answered {self._unauthorized}"
+        self._unauthorized = 0
+        assert server is not None
+        server.http.answered()
+        server.http.refused(why)
+        if not self._retry(Trouble.UNAUTHORIZED):
+            self.refuse(problem_of(Trouble.UNAUTHORIZED, server.name, why))
 
     def _let_through(self) -> None:
         """Pass on the answer that was held back."""
@@ -313,7 +336,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         server = self.server
-        self._held_head, self._held_body = None, b""
+        self._held_head, self._held_body, self._unauthorized = None, b"", 0
         assert server is not None
         server.http.failed(trouble, detail)
         if self._retry(trouble):
@@ -347,6 +370,10 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
                 server.http.failed(failed.trouble, str(failed))
             raise problem_of(failed.trouble, server.name, str(failed)) from None
         server.http.answered()
+        if found.status in UNAUTHORIZED_STATUSES:
+            why = f"it answered {found.status}"
+            server.http.refused(why)
+            raise problem_of(Trouble.UNAUTHORIZED, server.name, why)
         if self.target.operation.unloads and found.status == _OK:
             server.note_unload(self.target.model)
         return found

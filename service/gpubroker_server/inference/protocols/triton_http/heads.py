@@ -47,7 +47,8 @@ class ClientHead(NamedTuple):
     """Headers for the service and for the client's connection, by lowercase name."""
     queue: tuple[str | None, ...]
     """The values of QUEUE_HEADERS, in that order."""
-    is_idempotent: bool
+    idempotent: bytes | None
+    """The value of the header IDEMPOTENT."""
     expects_continue: bool
     encoding: bytes
     """The encoding of the body if Triton might inflate it; empty otherwise."""
@@ -86,7 +87,7 @@ def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> Client
         RequestHead(method, path, passed_on, length),
         to_us,
         queue=tuple(None if value is None else value.decode("latin-1").strip() for value in queue),
-        is_idempotent=to_us.get(IDEMPOTENT.encode(), b"").lower() == b"true",
+        idempotent=to_us.get(IDEMPOTENT.encode()),
         expects_continue=to_us.get(b"expect", b"").lower() == b"100-continue",
         encoding=inflating(encodings) if encodings else b"",
         shares_memory=isinstance(target.operation, TritonOperation) and target.operation.shares_memory,

@@ -1,0 +1,125 @@
+"""GPUs on which runs fail at once, one after the other, though the programs work elsewhere. In one leader's
+memory only."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from gpubroker.wire.bounds import PositiveCount
+from msgspec import Struct
+
+from gpubroker_server.core.control.memory_failures import memory_of
+from gpubroker_server.core.domain.gpu_faults import FailingGpu
+from gpubroker_server.core.domain.lease import Lease, Proof
+from gpubroker_server.core.domain.orders import Ended, Ending, Gone, RunId
+from gpubroker_server.core.domain.setting_marks import PositiveSeconds
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Seconds
+from gpubroker_server.core.world.world import World
+
+LATELY_SECONDS = Seconds(3600.0)
+MOST_KEPT = 1_000
+"""Runs that are remembered of each device, names that are remembered of all, and runs whose end was heard."""
+MOST_NAMED = 3
+
+About = tuple[str, str]
+"""Tenant and name of a task."""
+
+
+class FailingGpuRules(Struct, frozen=True):
+    times: PositiveCount = 5
+    """So many runs in a row ..."""
+    seconds: PositiveSeconds = Seconds(30.0)
+    """... that each failed within this time after their start are a finding."""
+    close: bool = False
+    """The GPU is closed as well."""
+
+
+class QuickFailure(NamedTuple):
+    about: About
+    at: Instant
+
+
+class FailingGpus:
+    def __init__(self, rules: FailingGpuRules) -> None:
+        self._rules = rules
+        self._failed: dict[DeviceKey, deque[QuickFailure]] = {}
+        """The runs that failed at once on each device since a run went well there."""
+        self._ran: dict[About, dict[DeviceKey, Instant]] = {}
+        """Where runs of a name went well, and when last; the name that ran longest ago comes first."""
+        self._heard: dict[RunId, None] = {}
+        """Runs that have told their end, so that the proof that they are gone is not another one."""
+
+    def note(self, world: World, reports: Iterable[object]) -> None:
+        """Call it with each report once, before the World knows of it."""
+        for report in reports:
+            match report:
+                case Ended() | Gone(proof=Proof.PROCESS_ABSENT):
+                    self._note(world, report)
+                case _:
+                    pass
+
+    def forget(self, device: DeviceKey) -> None:
+        """An operator has reopened the device: what failed there before no longer counts."""
+        self._failed.pop(device, None)
+
+    def failing(self, now: Instant) -> tuple[FailingGpu, ...]:
+        return tuple(self._found(now))
+
+    def _note(self, world: World, report: Ended | Gone) -> None:
+        task, run = world.tasks.get(report.task), (report.task, report.fence, report.rank)
+        if (
+            task is None
+            or task.fence != report.fence
+            or task.state is TaskState.STOPPING
+            or run in self._heard
+        ):
+            return
+        self._heard[run] = None
+        if len(self._heard) > MOST_KEPT:
+            del self._heard[next(iter(self._heard))]
+        leases = [lease for lease in world.leases_of(task) if lease.rank == report.rank]
+        about = task.tenant, task.name
+        ran_seconds = 0.0 if task.started_at is None else report.at - task.started_at
+        match report:
+            case Ended(ending=Ending.SUCCEEDED):
+                self._note_good(about, leases, report.at)
+            case Ended(ending=Ending.FAILED, failure=failure) if memory_of(failure) in ("host", "node"):
+                pass
+            case Ended(ending=Ending.FAILED) | Gone() if ran_seconds < self._rules.seconds:
+                self._note_failure(about, leases, report.at)
+            case Ended(ending=Ending.FAILED) | Gone():
+                self._note_good(about, leases, report.at)
+            case _:
+                pass
+
+    def _note_good(self, about: About, leases: Iterable[Lease], at: Instant) -> None:
+        for lease in leases:
+            self._failed.pop(lease.device, None)
+            self._ran[about] = {**self._ran.pop(about, {}), lease.device: at}
+        while len(self._ran) > MOST_KEPT:
+            del self._ran[next(iter(self._ran))]
+
+    def _note_failure(self, about: About, leases: list[Lease], at: Instant) -> None:
+        if len(leases) == 1:  # of several devices, it is not known which one is to blame
+            failed = self._failed.setdefault(leases[0].device, deque(maxlen=MOST_KEPT))
+            failed.append(QuickFailure(about, at))
+
+    def _found(self, now: Instant) -> Iterator[FailingGpu]:
+        recent = {
+            device: [one for one in failed if now - one.at <= LATELY_SECONDS]
+            for device, failed in self._failed.items()
+        }
+        for device, failed in recent.items():
+            others = {one.about for other, seen in recent.items() if other != device for one in seen}
+            works = {one.about for one in failed if self._works_elsewhere(one.about, device, now)}
+            # What fails elsewhere too, and works nowhere, is a fault of the program.
+            counted = [one for one in failed if one.about in works or one.about not in others]
+            names = list(dict.fromkeys(one.about for one in reversed(counted)))
+            if len(counted) >= self._rules.times and (works or len(names) > 1):
+                named = tuple(name for _, name in names[:MOST_NAMED])
+                yield FailingGpu(device, len(counted), named, counted[0].at, counted[-1].at)
+
+    def _works_elsewhere(self, about: About, device: DeviceKey, now: Instant) -> bool:
+        ran = self._ran.get(about, {})
+        return any(other != device and now - at <= LATELY_SECONDS for other, at in ran.items())
