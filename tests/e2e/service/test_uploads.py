@@ -19,6 +19,24 @@ print(json.dumps([VALUE, os.getcwd(), sorted(os.listdir("data"))]))
 """
 
 
+HELPER = """
+VALUE = 42
+
+
+def twice(x):
+    return 2 * x + VALUE - 42
+
+
+class Adder:
+    def __init__(self, start):
+        self.sum = start
+
+    def add(self, number):
+        self.sum += number
+        return self.sum
+"""
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with a program, a module of its own, data that are ignored, and an empty directory."""
@@ -32,7 +50,7 @@ def project(tmp_path: Path) -> Path:
     (folder / "data" / "large.bin").write_bytes(b"x" * 1000)
     (folder / "data" / "small.txt").write_text("kept")
     (folder / "noise.log").write_text("noise")
-    (folder / "helper.py").write_text("VALUE = 42\ndef twice(x):\n    return 2 * x + VALUE - 42\n")
+    (folder / "helper.py").write_text(HELPER)
     (folder / "train.py").write_text(TRAIN)
     (folder / "run.sh").write_text("#!/bin/sh\nfind . | sort\n")
     (folder / "run.sh").chmod(0o755)
@@ -119,3 +137,10 @@ def test_simulated_submit_sends_nothing(broker: Broker, project: Path) -> None:
         seen = broker.simulate(target, upload=project, outputs=["runs/**"], gpu_mb=1000)
         assert seen.verdict == "starts"
     assert {one.id for one in broker.objects()} == before
+
+
+def test_workers_make_objects_of_classes_in_the_folder(broker: Broker, project: Path) -> None:
+    workers = broker.create_worker_set("helper:Adder", 5, upload=project, cpu=0.1)
+    assert broker.call_worker(workers, "add", 2) == 7
+    broker.end_worker_set(workers)
+    until(lambda: list(broker.worker_sets()) == [], "the set is over")
