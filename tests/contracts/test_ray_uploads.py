@@ -13,7 +13,7 @@ from gpubroker.runtime.archives import ArchiveLimits, unpack
 from gpubroker.runtime.messages import RunKey, RunOutcome, ended
 from gpubroker.uploads.archive import archive_of
 from gpubroker_server.adapters.ray.agent.run_directories import work_directory
-from gpubroker_server.adapters.ray.agent.uploads import Owner, UploadCache
+from gpubroker_server.adapters.ray.agent.uploads import Owner, UploadCache, remove_tree
 
 from tests.client.test_archives import tar_of
 from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
@@ -248,3 +248,35 @@ def test_copy_belongs_to_the_user_and_keeps_modes_and_links(
         assert status.st_uid == (os.geteuid() if owner is None else owner.uid)
     assert (tmp_path / "copy" / "run.sh").stat().st_mode & 0o777 == 0o755
     assert (tmp_path / "copy" / "link").readlink() == Path("run.sh")
+
+
+def test_directories_that_a_run_has_closed_are_removed() -> None:
+    nobody = pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else os.geteuid()
+    outside = Path("/dev/shm") / f"gpubroker-{os.getpid()}-outside"
+    outside.mkdir(mode=0o755)
+    real = os.geteuid()
+    os.seteuid(nobody)
+    try:
+        left = Path("/dev/shm") / f"gpubroker-{os.getpid()}-left"
+        (left / "a" / "b").mkdir(parents=True)
+        (left / "a" / "b" / "file").touch()
+        (left / "link").symlink_to(outside)
+        (left / "a" / "b").chmod(0o000)
+        (left / "a").chmod(0o500)
+        remove_tree(str(left))
+        assert not left.exists()
+    finally:
+        os.seteuid(real)
+        assert outside.stat().st_mode & 0o777 == 0o755
+        outside.rmdir()
+
+
+async def test_run_that_is_stopped_while_its_copy_is_made_leaves_nothing(node: Node) -> None:
+    await node.starts("a")
+    await node.gets("a")
+    await node.directory_of("a")
+    await node.starts("b")  # its upload is here, so its copy begins at once
+    await node.leader.stop("b")
+    assert (await node.leader.receive("gone", "b"))[5] in ("never_started", "process_absent")
+    await node.leader.until(lambda: [path.name for path in node.runs if path.is_dir()] == ["a-1-0"])
+    await node.leader.until(lambda: len(node.runs) == 2)

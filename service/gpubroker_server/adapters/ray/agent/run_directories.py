@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from gpubroker_server.adapters.ray.agent.run_outputs import RunOutputs
 from gpubroker_server.adapters.ray.agent.shared_objects import Failed, SharedObjects
-from gpubroker_server.adapters.ray.agent.uploads import Owner, UploadCache
+from gpubroker_server.adapters.ray.agent.uploads import Owner, UploadCache, remove_tree
 from gpubroker_server.adapters.ray.options import AgentConfig
 
 log = structlog.get_logger("gpubroker.agent")
@@ -68,6 +68,7 @@ class RunDirectories:
         self.outputs = RunOutputs(config, self._root / "outputs", report, self._on_sent)
         self._records: dict[RunKey, DirectoryRecord] = {}
         self._preparing: dict[RunKey, RunOrder] = {}
+        self._copying: set[RunKey] = set()
         self._ending: set[RunKey] = set()
         self._is_open = False
 
@@ -115,7 +116,7 @@ class RunDirectories:
 
     def drop(self, key: RunKey) -> None:
         """The run never started."""
-        if key in self._records:
+        if key in self._records and key not in self._copying:
             self._do(f"removing the directory of run {key}", partial(self._remove, key))
 
     async def adopt(self, here: Collection[RunKey]) -> None:
@@ -171,6 +172,7 @@ class RunDirectories:
 
     async def _copy(self, order: RunOrder, source: Path) -> None:
         target, failure = self._directory_of(order.key), None
+        self._copying.add(order.key)
         try:
             await asyncio.to_thread(self._copy_now, order, source, target)
         except (OSError, KeyError) as fault:
@@ -183,6 +185,8 @@ class RunDirectories:
                 f"node {node} cannot make the run's copy of its upload in {target}: {fault}; make room there"
             )
             failure = (FAILED, why)
+        finally:
+            self._copying.discard(order.key)
         has_left = self._preparing.pop(order.key, None) is None
         if has_left or failure is not None:
             await self._remove(order.key)
@@ -213,7 +217,7 @@ class RunDirectories:
 
     def _remove_now(self, record: DirectoryRecord) -> None:
         if record.is_copy and os.path.lexists(record.directory):
-            shutil.rmtree(record.directory)
+            remove_tree(record.directory)
         self._record_file(record.key).unlink(missing_ok=True)
 
     def _write(self, record: DirectoryRecord) -> None:

@@ -6,8 +6,8 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Lock
 from typing import NamedTuple
 
@@ -60,7 +60,10 @@ class UploadCache:
         shutil.rmtree(path, ignore_errors=True)
         try:
             draft.mkdir(mode=0o700, parents=True)
-            unpack(BytesIO(data), draft, self._limits)
+            with TemporaryFile(dir=self._directory) as archive:  # a copy in memory would take as much again
+                archive.write(data)
+                archive.seek(0)
+                unpack(archive, draft, self._limits)
             size_bytes = _bytes_below(draft)
             draft.rename(path)
         except BaseException:
@@ -103,6 +106,21 @@ class UploadCache:
                 log.info("an uploaded directory that was not used lately is removed", path=str(path))
                 file.unlink(missing_ok=True)  # first: without it the rest counts as unfinished
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_tree(directory: str) -> None:
+    """Remove a directory with all that a run has left in it. Raises OSError."""
+    try:
+        shutil.rmtree(directory)
+    except PermissionError:
+        if os.geteuid() == 0:
+            raise
+        os.chmod(directory, 0o700)  # the run was of this user, and may have closed directories
+        for path, names, _ in os.walk(directory):
+            for inner in (f"{path}/{name}" for name in names):
+                if not os.path.islink(inner):
+                    os.chmod(inner, 0o700)
+        shutil.rmtree(directory)
 
 
 def _name_of(tenant: str, id: str) -> str:
