@@ -35,7 +35,7 @@ class AdminApi(Operations):
         (`nothing-quarantined`, `still-in-use`).
         """
         limits = {"attempts": list(attempts), "ranks": list(ranks), "devices": list(devices)}
-        body = {"reason": reason, **{name: some for name, some in limits.items() if some}}
+        body = {"reason": reason, **{name: values for name, values in limits.items() if values}}
         answer = yield from self._ask_once("POST", f"/quarantine/{path_part(id_of(holder))}/release", body)
         return decode(Released, answer.json())
 
@@ -102,7 +102,8 @@ class AdminApi(Operations):
 
     @operation
     def disk(self, node: str) -> Steps[NodeDisk]:
-        """How full the node's disks are, which files its disk guard would delete, and why others stay."""
+        """Return how full the node's disks are, which files its disk guard would delete, and why others
+        stay."""
         return decode(NodeDisk, (yield from self._ask("GET", f"/nodes/{path_part(node)}/disk")))
 
     @operation
@@ -112,13 +113,13 @@ class AdminApi(Operations):
         path = f"/nodes/{path_part(node)}/disk/clean"
         return decode(NodeDisk, (yield from self._ask_once("POST", path, {"dry_run": dry_run})).json())
 
-    def _ask_node(self, node: str, what: str, **body: Any) -> Steps[Node]:
-        answer = yield from self._ask_once("POST", f"/nodes/{path_part(node)}/{what}", without_none(body))
+    def _ask_node(self, node: str, action: str, **body: Any) -> Steps[Node]:
+        answer = yield from self._ask_once("POST", f"/nodes/{path_part(node)}/{action}", without_none(body))
         return decode(Node, answer.json())
 
     @operation
     def tokens(self) -> Steps[tuple[Token, ...]]:
-        """All tokens, without their secrets."""
+        """Return all tokens, without their secrets."""
         raw = yield from self._ask("GET", "/tokens")
         return tuple(decode(Token, item) for item in raw["items"])
 
@@ -188,7 +189,7 @@ class AdminApi(Operations):
 
     @operation
     def delete_idle_template(self, name: str) -> Steps[None]:
-        """Nothing of it is submitted any more; its tasks that run go on."""
+        """Delete an idle template. No more tasks of it are submitted; those that run go on."""
         yield from self._ask_once("DELETE", f"/idle-templates/{path_part(name)}")
 
     @operation

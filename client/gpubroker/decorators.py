@@ -163,7 +163,7 @@ def _default_broker() -> "Broker":
 
 
 _async_brokers: "WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncBroker]" = WeakKeyDictionary()
-"""One per event loop, which owns its connections."""
+"""One broker per event loop, which owns its connections."""
 
 
 def _default_async_broker() -> "AsyncBroker":

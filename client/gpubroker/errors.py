@@ -96,8 +96,8 @@ class ItemFailed(BrokerError):
     def __init__(
         self, number: int, kind: str, message: str, traceback: str | None = None, *, array: str = ""
     ) -> None:
-        of = f" of array {array}" if array else ""
-        super().__init__(f"item {number}{of} failed ({kind}): {message}", code="item-failed")
+        of_array = f" of array {array}" if array else ""
+        super().__init__(f"item {number}{of_array} failed ({kind}): {message}", code="item-failed")
         self.number = number
         self.array = array
         self.kind = kind
@@ -136,8 +136,8 @@ class TaskFailed(BrokerError):
     def __init__(
         self, task_id: str, *, kind: str, message: str, traceback: str | None = None, log_tail: str = ""
     ) -> None:
-        why = kind if kind == self.ending else f"{self.ending} ({kind})"
-        super().__init__(f"task {task_id} {why}: {message}", code="task-failed")
+        ending = kind if kind == self.ending else f"{self.ending} ({kind})"
+        super().__init__(f"task {task_id} {ending}: {message}", code="task-failed")
         self.task_id = task_id
         self.kind = kind
         self.message = message

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gpubroker.errors import WrongArgument
 
 REPORTS_VARIABLE = "GPUBROKER_REPORTS"
-"""Names the file in the environment of a command."""
+"""The variable that names the file in the environment of a command."""
 
 RUN_VERBS = ("progress", "checkpoint", "complete")
 
@@ -27,7 +27,7 @@ class Progress(NamedTuple):
 
 class Checkpoint(NamedTuple):
     uri: str | None
-    """Where the state is saved; None: the command itself knows."""
+    """The place where the state is saved; None if the command itself knows it."""
 
 
 class Complete(NamedTuple):

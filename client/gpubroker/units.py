@@ -11,7 +11,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def size_bytes(text: str, plain: int) -> float:
-    """`18GiB`, `18g`, `512MiB` or `80GB` in bytes; a number without a unit counts `plain` bytes each."""
+    """Return `18GiB`, `18g`, `512MiB` or `80GB` in bytes; a number without a unit counts `plain` bytes
+    each."""
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text)
     unit = found[2].lower() if found else ""
     if found is None or (unit and unit not in _BYTES):
@@ -25,12 +26,12 @@ def is_unit(word: str) -> bool:
 
 
 def size_mb(text: str) -> int:
-    """`18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB, as MiB, rounded up."""
+    """Return `18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB as MiB, rounded up."""
     return math.ceil(size_bytes(text, plain=2**20) / 2**20)
 
 
 def seconds(text: str) -> float:
-    """`90`, `90s`, `15m`, `1h30m` or `2d`, as seconds."""
+    """Return `90`, `90s`, `15m`, `1h30m` or `2d` as seconds."""
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return float(text)
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)

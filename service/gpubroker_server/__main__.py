@@ -180,7 +180,7 @@ def backup(
 
 
 def restore(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `gpubroker backup` wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `gpubroker backup` wrote.")],
     config: Config = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,

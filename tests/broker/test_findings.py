@@ -70,7 +70,7 @@ async def test_a_run_that_does_not_begin_within_half_a_minute_is_found(tmp_path:
 
 @pytest.mark.provokes("gpu-fails-runs")
 @pytest.mark.parametrize("close", [False, True])
-async def test_a_gpu_on_which_runs_fail_at_once_is_found_and_closed_if_the_settings_say_so(
+async def test_gpu_on_which_runs_fail_at_once_is_found_and_closed_by_a_setting(
     tmp_path: Path, close: bool
 ) -> None:
     async with a_stage(tmp_path) as stage:

@@ -67,6 +67,8 @@ VERBS: Final[Mapping[str, tuple[str, int]]] = {
     "targets": ("", 0),
     "doctor": ("", 0),
     "nodes": ("", 0),
+    "close-gpu": ("gpu0", 6),
+    "reopen-gpu": ("gpu0", 6),
     "cordon": ("{node}", 0),
     "drain": ("{node}", 0),
     "uncordon": ("{node}", 0),

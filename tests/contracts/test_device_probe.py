@@ -171,7 +171,7 @@ class Host(NamedTuple):
 
 @UNIFIED
 @pytest.mark.parametrize(("given", "size_mb"), [(None, int(128 * 1024 * 0.9)), (Mib(64 * 1024), 64 * 1024)])
-def test_a_gpu_without_memory_of_its_own_offers_the_machines_or_the_given_size(
+def test_gpu_without_memory_of_its_own_offers_the_machines_or_a_given_size(
     new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, gpu: Gpu, given: Mib | None, size_mb: int
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", Host)
@@ -181,7 +181,7 @@ def test_a_gpu_without_memory_of_its_own_offers_the_machines_or_the_given_size(
 
 
 @UNIFIED
-def test_what_other_programs_take_beyond_their_part_is_in_use_of_such_a_gpu(
+def test_memory_of_other_programs_beyond_their_part_is_in_use_on_that_gpu(
     new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, gpu: Gpu
 ) -> None:
     gpu.compute = [Process(11, 700), Process(99, 300)]
@@ -338,7 +338,7 @@ async def test_a_choice_that_names_a_gpu_twice_is_a_fault(new_machine: NewMachin
     assert (name, "ray.gpus: '0,GPU-a' names GPU 0 twice" in why) == ("the driver", True)
 
 
-async def test_a_chosen_gpu_that_was_lost_at_the_start_is_offered_when_it_is_back(
+async def test_chosen_gpu_that_was_lost_at_the_start_is_offered_when_it_is_back(
     new_machine: NewMachine,
 ) -> None:
     machine = new_machine(Gpu("GPU-a"), Gpu("GPU-b"), Gpu("GPU-c"))

@@ -47,7 +47,7 @@ async def test_the_file_has_mode_0600_and_our_application_id(tmp_path: Path) -> 
     connection.close()
 
 
-async def test_the_write_ahead_log_grows_while_a_reader_keeps_it_and_is_shortened_afterwards(
+async def test_write_ahead_log_grows_while_a_reader_keeps_it_and_shrinks_then(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "gpubroker.db"

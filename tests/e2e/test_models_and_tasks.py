@@ -109,13 +109,16 @@ def test_models_and_tasks_take_each_others_room_and_no_byte_is_given_twice(
     assert violations(asyncio.run(history(served))) == []
 
 
-def test_an_idle_model_leaves_for_a_task_by_the_settings_as_shipped(triton: Triton, tmp_path: Path) -> None:
-    """A request and a task of the priority that requests have by default."""
+@pytest.mark.parametrize("priority", ["interactive", pytest.param("batch", marks=pytest.mark.evidence)])
+def test_an_idle_model_leaves_for_a_task_by_the_settings_as_shipped(
+    triton: Triton, tmp_path: Path, priority: str
+) -> None:
+    """The task has the priority that requests have by default, or that of tasks, which is lower."""
     with serving(triton, tmp_path) as served:
         broker, hands = served.broker, Hands(served.broker, tmp_path)
         assert infer(served) == [1, 2]
         began_at = time.monotonic()
-        [task] = hands.end(hands.at_work("equal", gpu_mb=20 * GIB, priority="interactive"))
+        [task] = hands.end(hands.at_work("task", gpu_mb=20 * GIB, priority=priority))
         assert time.monotonic() - began_at < ROOM_SECONDS, "not as late as the model is no more wanted"
         assert (task.attempt, task.preemptions) == (1, 0)
         assert broker.model(MODEL).state == "cold"

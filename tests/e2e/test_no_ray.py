@@ -148,7 +148,7 @@ async def test_a_head_that_takes_too_long_is_killed_before_another_is_started(
     assert read_state(tmp_path) is None
 
 
-async def test_a_head_whose_agents_load_slowly_says_why_it_ended_and_comes_up_the_next_time(
+async def test_head_whose_agents_load_slowly_says_why_it_ended_and_starts_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", slow_agents(tmp_path, 25.0))

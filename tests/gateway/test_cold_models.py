@@ -109,7 +109,7 @@ async def test_the_leader_learns_at_once_that_a_model_which_was_idle_is_used() -
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-async def test_a_request_without_its_model_says_what_is_known_of_the_one_in_its_way(is_pinned: bool) -> None:
+async def test_request_without_its_model_says_what_is_known_of_one_in_its_way(is_pinned: bool) -> None:
     models = {name: ModelRules(gpu_mb=Mib(50 * GIB)) for name in ("any", "other")}
     async with resident_models(Heard(), *map(SimulatedModel, models), models=models) as there:
         gateway, client = there.gateway, await there.stage.connect()

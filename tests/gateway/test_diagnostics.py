@@ -93,7 +93,7 @@ async def test_worst_finding_is_first_and_an_undated_one_is_as_old_as_its_answer
     assert leader["first_seen_at"] > agent["first_seen_at"]
 
 
-async def test_a_finding_is_as_old_as_the_leader_says_though_this_gateway_never_looked(
+async def test_finding_is_as_old_as_the_leader_says_if_this_gateway_never_looked(
     gateway: Gateway, api: Client
 ) -> None:
     gateway.executor = {**gateway.executor, "agents": {"n1": {"outdated": True}}}
@@ -148,7 +148,7 @@ async def test_memory_in_quarantine_is_found_without_the_names_of_its_holders(
 
 
 @pytest.mark.provokes("guarantee-locks-capacity")
-async def test_a_quota_that_leaves_memory_unused_is_found_while_tasks_wait_for_it(gateway: Gateway) -> None:
+async def test_quota_that_leaves_memory_unused_is_found_while_tasks_wait_for_it(gateway: Gateway) -> None:
     gateway.policy = replace(gateway.policy, tenants=(TenantPolicy("acme", guaranteed_mb=Mib(4096)),))
     world = gateway.world
     world.add_task(a_task("t", gpu_mb=8192, tenant="acme"))

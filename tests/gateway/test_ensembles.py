@@ -117,6 +117,13 @@ async def test_requests_to_a_step_use_the_ensemble_that_holds_its_memory() -> No
         assert [holder.name for holder in residency.holders()] == ["any"]
 
 
+async def test_a_step_of_a_loaded_ensemble_is_not_measured() -> None:
+    async with with_ensemble() as there:
+        refused = await there.gateway.admin.post("/models/large/measure", json={})
+        assert 'model "any" is in memory' in problem(refused, 409, "model-in-use")["detail"]
+        assert (await there.wanted()).state is TaskState.RUNNING
+
+
 async def test_an_ensemble_is_in_use_while_one_of_its_steps_is() -> None:
     async with with_ensemble() as there:
         draining = Draining(there.gateway.world, there.lanes, Policy())

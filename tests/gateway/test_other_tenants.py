@@ -42,7 +42,7 @@ async def test_admin_sees_and_ends_a_task_of_another_tenant_and_it_is_audited(ga
     ]
 
 
-async def test_an_admin_lists_and_releases_a_lease_of_another_tenant_and_that_is_audited(
+async def test_admin_releases_a_lease_of_another_tenant_and_that_is_audited(
     gateway: Gateway,
 ) -> None:
     vision = await gateway.client("v", tenant="vision")

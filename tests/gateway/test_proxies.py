@@ -96,7 +96,7 @@ PLACED = {"X-Forwarded-Prefix": "/lab/gpus/"}
         ({"trusted_proxies": FRONT}, {"X-Forwarded-Prefix": "https://evil.example"}, ""),
     ],
 )
-async def test_addresses_in_answers_begin_with_the_prefix_that_the_proxy_takes_off(
+async def test_addresses_in_answers_begin_with_the_prefix_the_proxy_takes_off(
     gateway: Gateway, rules: dict[str, Any], sent: dict[str, str], prefix: str
 ) -> None:
     gateway.change(**rules)

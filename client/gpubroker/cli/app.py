@@ -56,10 +56,10 @@ _PLACES = {
 }
 
 _AFTER_DASHES = frozenset({"submit", "map"})
-"""They run the words after `--`, and say themselves what is wrong with others."""
+"""Commands that run the words after `--`, and say themselves what is wrong with others."""
 
 _EXTENDED = frozenset({"doctor"})
-"""Where the server is installed, its command of this name does more."""
+"""Commands of which the server, where it is installed, has a version that does more."""
 
 _SERVER_COMMANDS = frozenset(
     {

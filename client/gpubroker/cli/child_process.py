@@ -49,7 +49,8 @@ class ChildProcess:
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
-        """Only on the main thread. The block also covers the cleanup after the child."""
+        """Pass signals on to the child. Works only on the main thread. The block also covers the cleanup
+        after the child."""
         before = {number: signal.signal(number, self._pass_on) for number in _SIGNALS}
         try:
             yield
@@ -58,7 +59,7 @@ class ChildProcess:
                 signal.signal(number, handler)
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """On Linux, the child is killed if this process is."""
+        """Start the child. On Linux, it is killed if this process is."""
         python = [sys.executable, "-I", "-S", "-c", _BIND_AND_EXEC, str(os.getpid())]
         self._early = []
         self._child = subprocess.Popen([*python, *words], env={**os.environ, **environment})  # noqa: S603
@@ -81,7 +82,7 @@ class ChildProcess:
         self.has_ended.set()
 
     def end(self, grace_seconds: float) -> None:
-        """From another thread: send SIGTERM, and SIGKILL after that time."""
+        """Send SIGTERM, and SIGKILL after that time. May be called from another thread."""
         assert self._child is not None
         self._child.send_signal(signal.SIGTERM)
         if not self.has_ended.wait(grace_seconds):
@@ -97,7 +98,7 @@ class ChildProcess:
 
 
 def _is_in_foreground() -> bool:
-    """Whether a terminal sends key signals to this process, and so to the child as well."""
+    """Return True if a terminal sends key signals to this process, and so to the child as well."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -157,8 +157,8 @@ def _counts(found: TaskCounts) -> Iterator[tuple[str, int]]:
 
 def _pause(pause: Paused) -> str:
     kind, _, name = pause.queue.partition(":")
-    why = f" ({pause.reason})" if pause.reason else ""
-    return f"{kind} {name} since {pause.since} by {pause.by}{why}, {pause.waiting} tasks wait"
+    reason = f" ({pause.reason})" if pause.reason else ""
+    return f"{kind} {name} since {pause.since} by {pause.by}{reason}, {pause.waiting} tasks wait"
 
 
 def _fragmentation(found: Fragmentation) -> Iterator[tuple[str, str]]:
@@ -168,10 +168,14 @@ def _fragmentation(found: Fragmentation) -> Iterator[tuple[str, str]]:
     kinds = [f"{kind.kind} {kind.share:.0%}" for kind in found.kinds if kind.share is not None]
     more = f" ({' · '.join(kinds)})" if len(kinds) > 1 else ""
     yield "stranded", f"{found.share:.0%} of free memory, {gib(found.stranded_mb)} GiB{more}"
-    if one := found.scattered:
-        sizes = f"{size(one.gpu_mb)}" if one.gpus == 1 else f"{one.gpus} × {size(one.gpu_mb)}"
-        free = f"{gib(one.free_mb)} GiB are free, at most {size(one.largest_mb)} in one piece"
-        yield "in pieces", f"! {one.waiting} tasks wait for {sizes}; {free}"
+    if scattered := found.scattered:
+        sizes = (
+            f"{size(scattered.gpu_mb)}"
+            if scattered.gpus == 1
+            else f"{scattered.gpus} × {size(scattered.gpu_mb)}"
+        )
+        free = f"{gib(scattered.free_mb)} GiB are free, at most {size(scattered.largest_mb)} in one piece"
+        yield "in pieces", f"! {scattered.waiting} tasks wait for {sizes}; {free}"
 
 
 def _forecasts(kept: ForecastsKept) -> str:
@@ -183,7 +187,11 @@ def _model_server(server: ModelServer) -> str:
     """Say whether a model server answers, and if not, why."""
     protocols = {"http": server.http, "grpc": server.grpc}
     faults = [f"! {server.node_fault}"] if server.node_fault else []
-    faults += [f"! {name} is down: {one.fault}" for name, one in protocols.items() if one and not one.up]
+    faults += [
+        f"! {name} is down: {protocol.fault}"
+        for name, protocol in protocols.items()
+        if protocol and not protocol.up
+    ]
     state = faults or [f"up, {server.requests_in_flight} requests"]
     return " · ".join([server.name, *state])
 
@@ -201,9 +209,9 @@ def _demand_rows(found: AutoscalingDemand) -> Iterator[tuple[str, str]]:
         yield "limited", f"{found.limited_tasks} tasks wait for a quota or a limit, which no node would raise"
 
 
-def _amounts(of: Capacity) -> str:
-    sizes = f"{of.gpus} GPUs ({gib(of.gpu_mb)} GiB) · {of.cpu:g} CPUs · {gib(of.memory_mb)} GiB"
-    tasks, waiting_seconds = getattr(of, "tasks", 0), getattr(of, "waiting_seconds", 0.0)
+def _amounts(total: Capacity) -> str:
+    sizes = f"{total.gpus} GPUs ({gib(total.gpu_mb)} GiB) · {total.cpu:g} CPUs · {gib(total.memory_mb)} GiB"
+    tasks, waiting_seconds = getattr(total, "tasks", 0), getattr(total, "waiting_seconds", 0.0)
     return f"{sizes} · {tasks} tasks, up to {duration(waiting_seconds)}" if tasks else sizes
 
 
@@ -227,8 +235,8 @@ def _policy_rows(found: Policy) -> Iterator[tuple[str, str]]:
     yield "streams", _given(found.streams)
 
 
-def _fields(of: Struct, without: str = "") -> str:
-    return _given({name: value for name, value in asdict(of).items() if name != without})
+def _fields(record: Struct, without: str = "") -> str:
+    return _given({name: value for name, value in asdict(record).items() if name != without})
 
 
 def _given(fields: Mapping[str, Any]) -> str:

@@ -68,11 +68,11 @@ def _background(target: Target) -> str:
 
 
 def _pressures(raw: Raw) -> Iterator[Text]:
-    for one in raw.get("backpressure", ()):
-        value = "unknown" if one["value"] is None else f"{one['value']:g}"
+    for pressure in raw.get("backpressure", ()):
+        value = "unknown" if pressure["value"] is None else f"{pressure['value']:g}"
         yield Text(
-            f"! {one['measure']} is {value} (too high from {one['high']:g}): tasks with a priority below "
-            f"{one['refused_below']} are refused",
+            f"! {pressure['measure']} is {value} (too high from {pressure['high']:g}): tasks with a priority "
+            f"below {pressure['refused_below']} are refused",
             style="yellow",
         )
 
@@ -91,20 +91,26 @@ def doctor(output: Output = Format.TABLE) -> None:
 def report(found: Sequence[Finding], output: Format) -> None:
     """Print findings in this order. Raises typer.Exit if one is critical."""
     emit_all(output, found, _drawn)
-    if any(one.severity == "critical" for one in found):
+    if any(finding.severity == "critical" for finding in found):
         raise typer.Exit(EXIT_ERROR)
 
 
 def _drawn(found: Sequence[Finding]) -> RenderableType:
-    return Group(*(part for one in found for part in _paragraph(one))) if found else Text("nothing is wrong")
+    return (
+        Group(*(part for finding in found for part in _paragraph(finding)))
+        if found
+        else Text("nothing is wrong")
+    )
 
 
-def _paragraph(one: Finding) -> Iterator[RenderableType]:
-    known_for = ago(one.first_seen_at)  # empty for what is wrong with this machine
+def _paragraph(finding: Finding) -> Iterator[RenderableType]:
+    known_for = ago(finding.first_seen_at)  # empty for what is wrong with this machine
     since = f" for {known_for}" if known_for else ""
-    yield Text.assemble((one.severity, _STYLES.get(one.severity, "")), f"  {one.kind}  {one.subject}{since}")
-    yield Padding(Text(one.cause), (0, 0, 0, 4))
-    evidence = ", ".join(f"{name} {value}" for name, value in one.evidence.items())
+    yield Text.assemble(
+        (finding.severity, _STYLES.get(finding.severity, "")), f"  {finding.kind}  {finding.subject}{since}"
+    )
+    yield Padding(Text(finding.cause), (0, 0, 0, 4))
+    evidence = ", ".join(f"{name} {value}" for name, value in finding.evidence.items())
     if evidence:
         yield Padding(Text(evidence, style="dim"), (0, 0, 0, 4))
-    yield Padding(Text(f"> {one.remedy}"), (0, 0, 0, 4))
+    yield Padding(Text(f"> {finding.remedy}"), (0, 0, 0, 4))

@@ -37,7 +37,7 @@ _WIDE = 100
 
 def gpus(
     watching: Watch = False,
-    idle: Annotated[bool, typer.Option("--idle", help="Only those that have nothing to do.")] = False,
+    idle: Annotated[bool, typer.Option("--idle", help="Only GPUs that have nothing to do.")] = False,
     output: Output = Format.TABLE,
 ) -> None:
     """Show GPU memory: leased, used, free, and used without a lease."""
@@ -83,7 +83,7 @@ def _why_none(broker: Broker) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuTable:
-    """One line per GPU below its node, with a bar of its memory."""
+    """A table with one line per GPU below its node, and a bar of its memory."""
 
     listed: Sequence[Gpu]
 

@@ -41,7 +41,7 @@ def create(
         str,
         typer.Argument(metavar="FILE", help="A task as JSON, as POST /tasks takes it; - is standard input."),
     ],
-    max_running: Annotated[int, typer.Option(min=1, help="How many of its tasks run at once at most.")],
+    max_running: Annotated[int, typer.Option(min=1, help="The most of its tasks that run at once.")],
     weight: Annotated[int, typer.Option(min=1, help="Templates share what is idle in proportion to it.")] = 1,
 ) -> None:
     """Have such tasks submitted as long as GPUs are idle, one for each, at the lowest priority.
@@ -84,14 +84,14 @@ def _task_in(file: str) -> dict[str, Any]:
 def _table(listed: Sequence[IdleTemplate]) -> RenderableType:
     rows = [
         (
-            one.name,
-            str(one.weight),
-            f"{one.running} of {one.max_running}",
-            str(one.waiting),
-            one.made_by,
-            f"stopped: {one.stopped}" if one.stopped else "active",
+            template.name,
+            str(template.weight),
+            f"{template.running} of {template.max_running}",
+            str(template.waiting),
+            template.made_by,
+            f"stopped: {template.stopped}" if template.stopped else "active",
         )
-        for one in listed
+        for template in listed
     ]
     return (
         PlainTable(_COLUMNS, rows)

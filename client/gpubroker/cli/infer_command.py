@@ -65,7 +65,7 @@ def infer(
 
 
 def _tensor(name: str, text: str) -> tuple[str, dict[str, Any]]:
-    """In the form of Triton's protocol, which needs no numpy. Raises BadParameter."""
+    """Return the tensor in the form of Triton's protocol, which needs no numpy. Raises BadParameter."""
     name, _, datatype = name.partition(":")
     shape: list[int] = []
     values = [parsing.json_or_text(text)]

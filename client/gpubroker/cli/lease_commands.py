@@ -182,8 +182,8 @@ def _end_on_notice(child: ChildProcess, held: HeldLease) -> None:
 
 
 def _warn_not_released(held: HeldLease, fault: BrokerError | SystemExit) -> None:
-    why = "interrupted" if isinstance(fault, SystemExit) else fault
-    eprint(f"gpubroker: the command has ended, but its lease was not released: {why}")
+    cause = "interrupted" if isinstance(fault, SystemExit) else fault
+    eprint(f"gpubroker: the command has ended, but its lease was not released: {cause}")
     if held.lease.pid is None:
         eprint(f"its memory counts as used until you release it: gpubroker lease release {held.id}")
     else:
@@ -251,8 +251,8 @@ def _state(lease: Lease) -> Text:
 
 
 def _memory(lease: Lease) -> str:
-    each = size(lease.gpu_mb) if lease.gpu_mb else "whole"
-    return f"{lease.gpus} × {each}" if lease.gpus > 1 else each
+    memory = size(lease.gpu_mb) if lease.gpu_mb else "whole"
+    return f"{lease.gpus} × {memory}" if lease.gpus > 1 else memory
 
 
 def _note(lease: Lease) -> str:

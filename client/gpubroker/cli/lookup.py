@@ -45,7 +45,7 @@ _TASKS = typer.Argument(metavar="TASK", help=f"For each task: {_WAYS}")
 TaskWords = Annotated[list[str], _TASKS]
 WorkerId = Annotated[
     str | None,
-    typer.Option("--worker", help="Of an array or a worker set with several workers: the id of one."),
+    typer.Option("--worker", help="Id of one worker of an array or a worker set that has several."),
 ]
 AnyTaskWords = Annotated[list[str] | None, _TASKS]
 
@@ -85,7 +85,8 @@ def _say_if_it_starts(broker: "Broker") -> None:
 
 
 def _token_source(url: str, given: str | None) -> str:
-    """Where the refused token came from. The usual mistake is the data directory of another service."""
+    """Return where the refused token came from. The usual mistake is the data directory of another
+    service."""
     variable = os.environ.get(TOKEN_VARIABLE)
     source = "--token" if given else TOKEN_VARIABLE if variable else str(client_file())
     return (
@@ -208,7 +209,7 @@ def _last_file() -> Path | None:
 
 
 def stats_if_allowed(broker: "Broker") -> "Stats | None":
-    """For a hint only: None if the token may not see the cluster."""
+    """Return the stats for a hint; None if the token may not see the cluster."""
     try:
         return broker.stats()
     except Refused:

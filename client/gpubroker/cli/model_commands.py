@@ -154,15 +154,15 @@ def _named(broker: Broker, word: str) -> str:
 def _models(listed: Sequence[ServedModel]) -> RenderableType:
     rows = [
         (
-            one.name,
-            one.server,
-            one.state,
-            "pinned" if one.pinned else "" if one.priority is None else str(one.priority),
-            "" if one.gpu_mb is None else size(one.gpu_mb),
-            ago(one.loaded_at),
-            " ".join((one.reason or "").split()),
+            model.name,
+            model.server,
+            model.state,
+            "pinned" if model.pinned else "" if model.priority is None else str(model.priority),
+            "" if model.gpu_mb is None else size(model.gpu_mb),
+            ago(model.loaded_at),
+            " ".join((model.reason or "").split()),
         )
-        for one in listed
+        for model in listed
     ]
     return PlainTable(_COLUMNS, rows) if rows else Text("no models")
 
@@ -176,11 +176,11 @@ def _model(shown: ServedModel) -> Text:
 def _measured(shown: MeasuredModel) -> Text:
     asked = " and ".join(map(str, shown.batch_sizes))
     rows = f" with {asked} row{'s' * (asked != '1')}" if asked else ""
-    why = " as the settings say (gpu_mb)" if shown.configured else " with its margin"
+    basis = " as the settings say (gpu_mb)" if shown.configured else " with its margin"
     return Text(
         f"{shown.name} took {size(shown.measured_mb)}, asked{rows}\n"
         f"on {shown.server}, GPU {shown.device} ({shown.kind})\n"
-        f"its next load leases {size(shown.next_mb)},{why}"
+        f"its next load leases {size(shown.next_mb)},{basis}"
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.wire.nodes import Node, NodeDisk
 
-Name = Annotated[str, typer.Argument(metavar="NODE", help="As `gpubroker nodes` names it.")]
+Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node, as in `gpubroker nodes`.")]
 Because = Annotated[
     str, typer.Option(metavar="REASON", help="Shown with the node, and recorded with your token's name.")
 ]
@@ -111,18 +111,18 @@ def _disk(seen: NodeDisk) -> RenderableType:
     parts: list[RenderableType] = []
     used = [
         (
-            one.path,
-            f"{1 - one.free_bytes / max(1, one.total_bytes):.0%}",
-            size_of_bytes(one.free_bytes),
-            one.level,
+            disk.path,
+            f"{1 - disk.free_bytes / max(1, disk.total_bytes):.0%}",
+            size_of_bytes(disk.free_bytes),
+            disk.level,
         )
-        for one in seen.disks
+        for disk in seen.disks
     ]
     if used:
         parts.append(PlainTable(_DISK_COLUMNS, used))
     files = [
-        (one.path, one.file_class, size_of_bytes(one.size_bytes), timestamp(one.modified_at))
-        for one in seen.files[:_MOST_FILES]
+        (file.path, file.file_class, size_of_bytes(file.size_bytes), timestamp(file.modified_at))
+        for file in seen.files[:_MOST_FILES]
     ]
     if files:
         parts.append(PlainTable(_FILE_COLUMNS, files))
@@ -132,7 +132,7 @@ def _disk(seen: NodeDisk) -> RenderableType:
     count = {0: "nothing", 1: "1 file"}.get(len(seen.files), f"{len(seen.files)} files")
     size = f", {size_of_bytes(seen.freed_bytes)}" if seen.files else ""
     parts.append(Text(f"{count}{size} {verb}"))
-    parts += [Text(f"{kept} kept: {why.replace('_', ' ')}") for why, kept in sorted(seen.kept.items())]
+    parts += [Text(f"{kept} kept: {reason.replace('_', ' ')}") for reason, kept in sorted(seen.kept.items())]
     parts += [Text(f"! {note}", style="yellow") for note in _disk_notes(seen)]
     return Group(*parts)
 
@@ -184,7 +184,7 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
 
 
 def _measured(node: Node) -> tuple[str, str, str]:
-    """How busy its CPUs are, and how full its memory and its fullest disk."""
+    """Return how busy its CPUs are, and how full its memory and its fullest disk."""
     now = node.measured
     if now is None or now.stale:
         return "", "", ""

@@ -44,14 +44,14 @@ def time_ahead(text: str) -> datetime:
 
 
 def time_or_seconds(text: str) -> datetime | float:
-    """As `time_ahead`, but a duration is returned as seconds, for the clock of the service."""
+    """Parse a time as `time_ahead` does, but return a duration as seconds, for the clock of the service."""
     with suppress(typer.BadParameter):
         return seconds(text)
     return time_ahead(text)
 
 
 def time_ago(text: str) -> datetime:
-    """As `time_ahead`, but a duration counts back from now."""
+    """Parse a time as `time_ahead` does, but count a duration back from now."""
     return _time(text, -1, "two hours ago")
 
 

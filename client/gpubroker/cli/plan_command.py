@@ -76,15 +76,20 @@ def _plan(found: FleetPlan) -> RenderableType:
         Column("ON", wraps=True),
     )
     rows = [
-        (one.name, f"{one.placed}/{one.count}", str(one.missing or ""), _on(nodes.get(one.name, Counter())))
-        for one in found.components
+        (
+            component.name,
+            f"{component.placed}/{component.count}",
+            str(component.missing or ""),
+            _on(nodes.get(component.name, Counter())),
+        )
+        for component in found.components
     ]
     facts = details(_facts(found))
     return Group(Text(found.message, style="bold"), Text(), PlainTable(columns, rows), Text(), facts)
 
 
 def _on(nodes: Counter[str]) -> str:
-    """How many on which nodes; only the first of many nodes."""
+    """Return how many places are on which nodes. Names only the first of many nodes."""
     in_order = sorted(nodes.items(), key=lambda item: (len(item[0]), item[0]))
     named = [f"{node} ×{n}" if n > 1 else node for node, n in in_order[:_MOST_NODES]]
     more = f" and {len(nodes) - _MOST_NODES} more nodes" if len(nodes) > _MOST_NODES else ""
@@ -92,9 +97,9 @@ def _on(nodes: Counter[str]) -> str:
 
 
 def _facts(found: FleetPlan) -> Iterator[tuple[str, str]]:
-    for one in found.components:
-        if one.missing:
-            yield f"no place for {one.name}", one.message or ""
+    for component in found.components:
+        if component.missing:
+            yield f"no place for {component.name}", component.message or ""
     for run in found.displaced:
         ranks = "" if run.ranks is None else f" (only rank {', '.join(map(str, run.ranks))})"
         yield "displaces", f"{run_in_words(run)} on {run.node}{ranks}"

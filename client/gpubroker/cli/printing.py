@@ -50,7 +50,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def harmless(text: str) -> str:
-    """Without what a terminal would obey instead of show. A line that overwrote itself becomes several."""
+    """Return the text without what a terminal would obey instead of show. A line that overwrote itself
+    becomes several."""
     lines = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     return _CONTROL.sub("", lines)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 quarantine = typer.Typer(help="List memory that counts as used because its holder is not confirmed gone.")
 
 Because = Annotated[
-    str, typer.Option(metavar="REASON", help="What you checked; recorded with your token's name.")
+    str, typer.Option(metavar="REASON", help="The checks that you made; recorded with your token's name.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
@@ -57,7 +57,7 @@ def release(
         if not yes:
             _confirm(found, because)
         # Only what was shown, not what came later.
-        attempts = attempt or sorted({one.attempt for one in found})
+        attempts = attempt or sorted({run.attempt for run in found})
         released = broker.release_quarantine(
             found[0].id or holder, because, attempts=attempts, ranks=rank, devices=device
         )
@@ -133,15 +133,15 @@ def _is_meant(one: Quarantined, word: str) -> bool:
 
 def _confirm(found: Sequence[Quarantined], because: str) -> None:
     eprint(f"You state that these are gone, because {because!r}:")
-    for one in found:
-        name = f"{one.id} {one.name}".rstrip()
-        eprint(f"  every process of {name}, attempt {_attempt(one)}, on {one.node}: {size(one.gpu_mb)}")
+    for run in found:
+        name = f"{run.id} {run.name}".rstrip()
+        eprint(f"  every process of {name}, attempt {_attempt(run)}, on {run.node}: {size(run.gpu_mb)}")
     eprint("The service does not check it. If one is alive, other tasks get memory that it still uses.")
     confirm("Release this memory?")
 
 
-def _attempt(one: Quarantined) -> str:
-    return f"{one.attempt} rank {one.rank}" if one.kind == "gang_member" else str(one.attempt)
+def _attempt(run: Quarantined) -> str:
+    return f"{run.attempt} rank {run.rank}" if run.kind == "gang_member" else str(run.attempt)
 
 
 _COLUMNS = (
@@ -158,20 +158,20 @@ _COLUMNS = (
 def _quarantined(listed: Sequence[Quarantined]) -> RenderableType:
     rows = [
         (
-            one.id or f"(tenant {one.tenant})",
-            one.name or "",
-            _attempt(one),
-            one.node,
-            size(one.gpu_mb),
-            ago(one.quarantined_at),
-            one.message,
+            run.id or f"(tenant {run.tenant})",
+            run.name or "",
+            _attempt(run),
+            run.node,
+            size(run.gpu_mb),
+            ago(run.quarantined_at),
+            run.message,
         )
-        for one in listed
+        for run in listed
     ]
     return PlainTable(_COLUMNS, rows) if rows else Text("nothing is in quarantine")
 
 
 def _released(released: Released) -> RenderableType:
     text = f"released {size(released.gpu_mb)} of {released.id}; it is free after the next measurement"
-    left = sum(one.gpu_mb for one in released.quarantine)
+    left = sum(run.gpu_mb for run in released.quarantine)
     return Text(f"{text}; still in quarantine: {size(left)}" if released.quarantine else text)

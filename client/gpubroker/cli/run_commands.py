@@ -10,9 +10,12 @@ import typer
 from gpubroker.run_reports import report
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE]...", help="Any text.")]
-Fraction = Annotated[str, typer.Argument(metavar="FRACTION", help="From 0 to 1, or the message alone.")]
+Fraction = Annotated[
+    str, typer.Argument(metavar="FRACTION", help="Progress from 0 to 1, or the message alone.")
+]
 Uri = Annotated[
-    str | None, typer.Argument(metavar="URI", help="Where the state is saved: a file here, or any address.")
+    str | None,
+    typer.Argument(metavar="URI", help="Place where the state is saved: a file here, or any address."),
 ]
 
 

@@ -45,12 +45,14 @@ class PlainTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         columns = self.columns
-        shown = [at for at, it in enumerate(columns) if it.from_width <= width < it.until_width]
+        shown = [
+            index for index, column in enumerate(columns) if column.from_width <= width < column.until_width
+        ]
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for at in shown:
-            column = columns[at]
+        for index in shown:
+            column = columns[index]
             is_whole = not column.wraps and column.share == 1.0
-            cells = [cell_len(column.title), *(cell_len(str(row[at])) for row in self.rows)]
+            cells = [cell_len(column.title), *(cell_len(str(row[index])) for row in self.rows)]
             table.add_column(
                 column.title,
                 no_wrap=not column.wraps,
@@ -59,12 +61,12 @@ class PlainTable:
                 max_width=max(_LEAST_CELLS, int(width * column.share)),
             )
         for row in self.rows:
-            table.add_row(*(row[at] for at in shown))
+            table.add_row(*(row[index] for index in shown))
         yield table
 
 
 def details(rows: Iterable[tuple[str, object]]) -> Table:
-    """One line per name and value; empty values are left out."""
+    """Lay out one line per name and value. Empty values are left out."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -98,7 +100,7 @@ def gib_of(mb: float, of_mb: float, between: str = "/", unit: str = "") -> str:
 
 
 def size(mb: float) -> str:
-    """In GiB; in MiB if that would round to zero."""
+    """Return the size in GiB; in MiB if that would round to zero."""
     return f"{mb:.0f} MiB" if 0 < mb < 103 else f"{gib(mb)} GiB"
 
 

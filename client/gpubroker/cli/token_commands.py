@@ -53,7 +53,7 @@ def create(
     ] = None,
     expires: Annotated[
         float | None,
-        typer.Option(parser=parsing.seconds, metavar="DURATION", help="How long the token is valid."),
+        typer.Option(parser=parsing.seconds, metavar="DURATION", help="Time for which the token is valid."),
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:

@@ -12,7 +12,7 @@ from gpubroker.wire.streams import DrawnStream, WorkStream
 class StreamApi(Operations):
     @operation
     def streams(self) -> Steps[Page[WorkStream]]:
-        """All work streams, by name."""
+        """Return all work streams, by name."""
         return page_of(WorkStream, (yield from self._ask("GET", "/streams")))
 
     @operation

@@ -17,7 +17,7 @@ _JOIN_SECONDS = 5.0
 
 
 class _Held(LeaseSteps):
-    """What both kinds of held lease offer inside their block."""
+    """The properties that both kinds of held lease have inside their block."""
 
     _held: LeaseStatus | None = None
 
@@ -41,7 +41,7 @@ class _Held(LeaseSteps):
 
     @property
     def lease(self) -> Lease:
-        """As the service last answered it."""
+        """The lease, as the service last answered it."""
         return self._status.lease
 
     @property
@@ -58,12 +58,12 @@ class _Held(LeaseSteps):
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a program that may see these GPUs and no others."""
+        """The environment for a program that may see these GPUs and no others."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.device_uuids)}
 
     @property
     def notice(self) -> Notice | None:
-        """Why and by when to leave the block; None while the lease may be held."""
+        """The reason and the deadline for leaving the block; None while the lease may be held."""
         return None if self._held is None else self._held.notice
 
     @property
@@ -73,7 +73,7 @@ class _Held(LeaseSteps):
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the last renewal got no answer. The lease goes on: its memory is not given away before its
+        """True if the last renewal got no answer. The lease goes on: its memory is not given away before its
         holder has left, and a service that comes back learns of the lease first."""
         return self._held is not None and self._held.is_unreachable
 

@@ -19,12 +19,12 @@ def over(reason: str) -> Notice:
 
 
 class LeaseOptions(TypedDict, total=False):
-    """What `lease` and `ask_lease` take by name."""
+    """The keyword arguments of `lease` and `ask_lease`."""
 
     holder: str
-    """Shown to people. Default: this program, user, machine and process."""
+    """The name that people see. Default: this program, user, machine and process."""
     gpu_mb: int
-    """MiB of each GPU; without it, whole GPUs."""
+    """The MiB of each GPU; without it, whole GPUs."""
     gpus: int
     priority: int | str
     ttl_seconds: float
@@ -47,7 +47,7 @@ class LeaseEnded(BrokerError):
 
 
 class LeaseStatus:
-    """What is known of a held lease: written by what renews it, read by the holder."""
+    """The state of a held lease. Its renewal writes it, and the holder reads it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -57,7 +57,7 @@ class LeaseStatus:
         """The last renewal got no answer. The memory is not given away meanwhile."""
         self.notice: Notice | None = None
         self.fault: BrokerError | None = None
-        """Why the service refused a renewal."""
+        """The error with which the service refused a renewal."""
         self._has_notice = threading.Event()
 
     def update(self, lease: Lease) -> None:
@@ -71,7 +71,7 @@ class LeaseStatus:
         self.give_notice(over("refused"))
 
     def give_notice(self, notice: Notice) -> None:
-        """Only the first notice counts."""
+        """Give the notice. Only the first one counts."""
         if self.notice is None:
             self.notice = notice
             self._has_notice.set()

@@ -17,7 +17,7 @@ from gpubroker.wire.leases import Lease, LeaseState
 
 _PAUSE_SECONDS = 1.0
 _FINAL_CODES = frozenset({"unauthenticated", "forbidden", "not-found", "closed"})
-"""Problem codes after which this program can never renew. A proxy's 4xx has no code."""
+"""The problem codes after which this program can never renew. A proxy's 4xx has no code."""
 
 
 class LeaseSteps(Operations):
@@ -45,14 +45,14 @@ class LeaseSteps(Operations):
             if timeout_seconds is not None:
                 left = min(left, timeout_seconds - (time.monotonic() - began))
             if left <= 0:
-                why = "" if lease.pending is None else f": {lease.pending.message}"
-                raise LeaseEnded(lease.id, f"no memory was given within {timeout_seconds:g} s{why}")
+                cause = "" if lease.pending is None else f": {lease.pending.message}"
+                raise LeaseEnded(lease.id, f"no memory was given within {timeout_seconds:g} s{cause}")
             lease = yield from self._wait_while(lease, LeaseState.PENDING, left)
             if lease.state is LeaseState.PENDING:
                 yield from self._renewed(lease)
         if lease.state is not LeaseState.HELD:
-            why = f": {lease.error.message}" if lease.error else ""
-            raise LeaseEnded(lease.id, f"lease {lease.id} is {lease.raw.get('state')}{why}")
+            cause = f": {lease.error.message}" if lease.error else ""
+            raise LeaseEnded(lease.id, f"lease {lease.id} is {lease.raw.get('state')}{cause}")
         return lease
 
     def _keep(self, status: LeaseStatus) -> Steps[None]:

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 _PATIENCE_SECONDS = 300.0
-"""For loading the model, waiting for a slot and computing. The service has its own limits for each, and
-answers when one is exceeded."""
+"""The longest wait for an answer: the model is loaded, a slot gets free, and the model computes. The service
+has its own limits for each, and answers when one is exceeded."""
 
 
 class InferOptions(TypedDict, total=False):
-    """What `infer` takes by name."""
+    """The keyword arguments of `infer`."""
 
     priority: int | str
-    """0 to 100, or the name of a band; orders the requests that wait for the model."""
+    """The priority from 0 to 100, or the name of a band; orders the requests that wait for the model."""
     model_type: str
-    """Kind of model; the operator may have set a priority for it."""
+    """The kind of model; the operator may have set a priority for it."""
     outputs: Sequence[str]
-    """Only these outputs. Default: all."""
+    """The outputs that are wanted. Default: all."""
     version: int | str
     """The version of the model. Default: the server's choice."""
     parameters: Mapping[str, Any]
@@ -36,8 +36,8 @@ class InferOptions(TypedDict, total=False):
     timeout_seconds: float
     """The longest wait for a slot. The request is not retried then."""
     idempotent: bool
-    """Asking twice does no harm: the request is sent again even if it may have been carried out. The service
-    may send it to another server."""
+    """True if asking twice does no harm: the request is sent again even if it may have been carried out. The
+    service may send it to another server."""
 
 
 Inputs = Mapping[str, Any]
@@ -46,39 +46,40 @@ Inputs = Mapping[str, Any]
 
 
 class InferLaterOptions(TypedDict, total=False):
-    """What `infer_later` takes by name."""
+    """The keyword arguments of `infer_later`."""
 
     version: str
     """The version of the model."""
     outputs: Sequence[str]
-    """Only these outputs. Default: all."""
+    """The outputs that are wanted. Default: all."""
     parameters: Mapping[str, Any]
     """The model's own, passed to Triton unchanged."""
     id: str
-    """Comes back with the answer."""
+    """An id that comes back with the answer."""
     name: str
-    """Shown in lists."""
+    """The name in lists."""
     model_type: str
-    """Kind of work; the operator may have set its priority, retries and time limit."""
+    """The kind of work; the operator may have set its priority, retries and time limit."""
     priority: int | str
-    """0 to 100, or the name of a band; also the priority at which the model is wanted meanwhile."""
+    """The priority from 0 to 100, or the name of a band; also the priority at which the model is wanted
+    meanwhile."""
     stream: str
     labels: Mapping[str, str]
     max_retries: int
     timeout_seconds: float
     after: Sequence[Any]
-    """Tasks, or their ids, that must end first."""
+    """The tasks, or their ids, that must end first."""
     not_before: datetime | str
     queue_ttl_seconds: float
     deadline_at: datetime | str
     deadline_seconds: float
     expected_seconds: float
     idempotency_key: str
-    """Inferences with the same key and body make one task. Default: a new key."""
+    """A key: inferences with the same key and body make one task. Default: a new key."""
 
 
 class InferStreamOptions(TypedDict, total=False):
-    """What `infer_stream` takes by name; as for `infer`."""
+    """The keyword arguments of `infer_stream`; they mean the same as for `infer`."""
 
     priority: int | str
     model_type: str
@@ -105,8 +106,8 @@ def stream_call(model: str, inputs: Mapping[str, Any], options: InferStreamOptio
 
 
 def event_in(line: str) -> dict[str, Any] | None:
-    """What a line of `generate_stream` holds; None for those between events. Raises BrokerError for a mistake
-    of the model."""
+    """Return the event that a line of `generate_stream` holds; None for a line between events. Raises
+    BrokerError for a mistake of the model."""
     name, _, text = line.partition(":")
     if name != "data":
         return None

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 _OBJECTS_PER_PAGE = 500
 
 _MEASURE_SECONDS = 3600.0
-"""For asking a model at its batch sizes, and unloading it. The service bounds each request."""
+"""The longest wait for a measurement: the model is asked at its batch sizes, and unloaded. The service bounds
+each request."""
 
 
 class ModelApi(Operations):
@@ -130,7 +131,8 @@ class ModelApi(Operations):
 
     @operation
     def triton_healthy(self) -> Steps[bool]:
-        """Whether a model server is there and answers. Raises Unreachable if the service does not answer."""
+        """Return True if a model server is there and answers. Raises Unreachable if the service does not
+        answer."""
         try:
             yield from exchange(Call("GET", "/v2/health/ready"), 0.0)
         except BrokerError as fault:
@@ -155,7 +157,7 @@ class ModelApi(Operations):
 
     @operation
     def model(self, name: str, *, server: str | None = None) -> Steps[ServedModel]:
-        """One model. `server`, here and below, is needed if several servers have it."""
+        """Return one model. `server`, here and below, is needed if several servers have it."""
         check_model(name, "model()")
         return decode(ServedModel, (yield from self._ask("GET", f"/models/{path_part(name)}", server=server)))
 
@@ -203,7 +205,7 @@ class ModelApi(Operations):
         check_model(name, "measure_model()")
         body = {
             "batch_sizes": [*batch_sizes],
-            "shapes": {one: [*shape] for one, shape in (shapes or {}).items()},
+            "shapes": {name: [*shape] for name, shape in (shapes or {}).items()},
             "wait_seconds": wait_seconds,
             **without_none({"priority": priority}),
         }
@@ -229,7 +231,7 @@ class ModelApi(Operations):
 
     @listing
     def objects(self, *, sort: str | None = None) -> Pages[StoredObject]:
-        """All objects of your tenant, fetched page by page as they are used. `sort`: id (the default),
+        """Return all objects of your tenant, fetched page by page as they are used. `sort`: id (the default),
         created or size; with a `-` before it, the latest or the largest first.
 
         Datatype and shape of an array are only in the answer of `upload`.

@@ -57,16 +57,16 @@ def decode_outputs(answer: Answer) -> "dict[str, NDArray[Any]]":
     """
     content = memoryview(answer.content)
     try:
-        at = int(answer.headers.get(HEAD_BYTES, len(content)))
+        offset = int(answer.headers.get(HEAD_BYTES, len(content)))
         found: dict[str, NDArray[Any]] = {}
-        for output in json.loads(bytes(content[:at]))["outputs"]:
+        for output in json.loads(bytes(content[:offset]))["outputs"]:
             size = (output.get("parameters") or {}).get("binary_data_size")
             shape, datatype = output["shape"], output["datatype"]
             if size is None:
                 found[output["name"]] = _from_json(output["data"], datatype, shape)
             else:
-                found[output["name"]] = _unpack(content[at : at + size], datatype, shape)
-                at += size
+                found[output["name"]] = _unpack(content[offset : offset + size], datatype, shape)
+                offset += size
     except (ValueError, KeyError, TypeError, struct.error) as fault:
         raise BrokerError(
             f"cannot read the answer of the model: {fault!r}", code="not-a-model", status=answer.status
@@ -103,7 +103,7 @@ def check_names(inputs: object) -> None:
 
 
 def _pack(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
-    """Datatype, shape, and bytes in row-major order."""
+    """Return the datatype, the shape, and the bytes in row-major order."""
     array = _array(name, given)
     datatype, shape = _datatype_of(name, array), list(array.shape)
     if datatype == "BF16":
@@ -174,11 +174,11 @@ def _unpack(data: memoryview, datatype: str, shape: Sequence[int]) -> "NDArray[A
 
 def _elements(data: memoryview) -> list[bytes]:
     elements: list[bytes] = []
-    at = 0
-    while at < len(data):
-        (size,) = struct.unpack_from("<I", data, at)
-        at += 4 + size
-        elements.append(bytes(data[at - size : at]))
+    offset = 0
+    while offset < len(data):
+        (size,) = struct.unpack_from("<I", data, offset)
+        offset += 4 + size
+        elements.append(bytes(data[offset - size : offset]))
     return elements
 
 

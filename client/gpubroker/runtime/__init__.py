@@ -1,4 +1,4 @@
-"""What runs inside a user's process: standard library and cloudpickle only."""
+"""The code that runs inside a user's process. It needs only the standard library and cloudpickle."""
 
 from gpubroker.runtime.task import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 

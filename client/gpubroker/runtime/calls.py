@@ -34,7 +34,7 @@ WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
 """Set for workers of sets: JSON with how each takes calls."""
 
 DONE, FAILED, REFUSED, LATE = "done", "failed", "refused", "late"
-"""How a call ended; of a refused or late one nothing has begun."""
+"""The ways in which a call ends; of a refused or late one nothing has begun."""
 Answer = tuple[Any, ...]
 """(done, result, seconds), (failed, kind, message, traceback), (refused, why) or (late, why)."""
 IS_READY: Answer = (DONE, b"null", 0.0)
@@ -45,7 +45,7 @@ SENT_SECONDS = 1.0
 """An answer is on its way by then: Ray sends it after its method has returned, and doesn't say when. The
 process of a run that has ended is killed."""
 TELL_SECONDS = 0.5
-"""How often it looks at its load, and tells it if it is another one."""
+"""The time between two looks at its load; a load that has changed is reported."""
 STILL_SECONDS = 10.0
 """A load that stays as it was is told so often."""
 TOLD_CPU_PERCENT = 5.0
@@ -75,21 +75,21 @@ class SetWorker:
         self._threads = ThreadPoolExecutor(self._max_concurrency, "call", enter_task, (task,))
         self._lock = threading.Lock()
         self._asked: set[Future[Answer]] = set()
-        """Questions whether the objects are made."""
+        """The questions whether the objects are made."""
         self._waiting: dict[Future[Answer], Callable[[], Answer]] = {}
-        """Calls that have not begun, in order. One that is given up leaves, with its arguments."""
+        """The calls that have not begun, in order. One that is given up leaves, with its arguments."""
         self._running = self._answered = 0
         self._is_leaving = False
         self._answered_at = -inf
         self._set_objects = SetObjects(self._make, self._result_of, task, terms)
         self._made: Objects = {}
-        """Once they are made."""
+        """The objects, once they are made."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop of coroutines."""
         self._news = threading.Event()
 
     def work(self) -> RunOutcome:
-        """Until it has to stop, or is found to be unhealthy."""
+        """Answer calls until the worker has to stop, or is found to be unhealthy."""
         self._task.call_on_stop(self._news.set)
         try:
             made = self._set_objects.made()
@@ -220,7 +220,7 @@ class SetWorker:
         return asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """One for all calls: what a coroutine makes may belong to its loop."""
+        """The event loop of all calls: what a coroutine makes may belong to its loop."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -229,7 +229,7 @@ class SetWorker:
 
     def _tend(self) -> RunOutcome:
         """Tell the load, and check the health."""
-        told, told_at, cpu, looked_at = (-1, -1, 0.0), 0.0, time.process_time(), time.monotonic()
+        reported, told_at, cpu, looked_at = (-1, -1, 0.0), 0.0, time.process_time(), time.monotonic()
         while not self._task.should_stop:
             self._news.wait(TELL_SECONDS)
             now, used = time.monotonic(), time.process_time()
@@ -238,16 +238,16 @@ class SetWorker:
             with self._lock:
                 load = (self._running, len(self._waiting), percent)
                 answered = self._answered
-            is_new = load[:2] != told[:2] or abs(percent - told[2]) >= TOLD_CPU_PERCENT
+            is_new = load[:2] != reported[:2] or abs(percent - reported[2]) >= TOLD_CPU_PERCENT
             if is_new or now - told_at >= STILL_SECONDS:
-                told, told_at = load, now
+                reported, told_at = load, now
                 self._journal.note(self._order.key, loaded(self._order.key, *load, answered), AT_ONCE)
             if fault := self._set_objects.why_unhealthy(now):
                 return failed("unhealthy", fault)
         return RunOutcome("stopped")
 
     def _leave(self) -> None:
-        """What has not begun is refused; what has begun ends within the grace period."""
+        """Refuse the calls that have not begun. Those that have begun end within the grace period."""
         with self._lock:
             self._is_leaving = True
             refused = [*self._asked, *self._waiting]
@@ -261,7 +261,7 @@ class SetWorker:
 
 
 def _not_called(kind: str, message: str) -> RunOutcome:
-    """These kinds end a call, and never a run."""
+    """Return a failure of a kind that ends a call, and never a run."""
     return failed(kind, message)
 
 

@@ -152,7 +152,7 @@ def how_it_ended(program: str, code: int) -> str:
 
 @contextlib.contextmanager
 def _reports_of(run: RunKey, task: RunningTask) -> Iterator[CommandReports | None]:
-    """None where no file for them can be made: the command runs without."""
+    """Return the file of reports; None where none can be made: the command runs without."""
     try:
         reports = CommandReports(run, task, os.environ.get(INSTANCE_MARK, ""))
     except OSError as fault:

@@ -12,11 +12,11 @@ from gpubroker.runtime.messages import RunKey
 from gpubroker.runtime.task import RunningTask
 
 _READ_BYTES = 64 * 1024
-"""Linux keeps this much of a pipe that nobody reads (pipe(7), default capacity)."""
+"""The bytes that Linux keeps of a pipe that nobody reads (pipe(7), default capacity)."""
 _LINE_BYTES = 8192
 _MOST_COMPLAINTS = 10
-"""Unreadable lines that are logged per command. A command may use the file for something else, so the number
-is limited."""
+"""The unreadable lines that are logged per command. A command may use the file for something else, so the
+number is limited."""
 
 
 class CommandReports:
@@ -76,11 +76,11 @@ class CommandReports:
         except ValueError as fault:
             self._complain(str(fault))
 
-    def _complain(self, what: str) -> None:
+    def _complain(self, problem: str) -> None:
         """Write one line to the log of the run."""
         self._complaints += 1
         if self._complaints <= _MOST_COMPLAINTS:
-            print(f"gpubroker: a report of this command cannot be read: {what}", file=sys.stderr)
+            print(f"gpubroker: a report of this command cannot be read: {problem}", file=sys.stderr)
 
 
 def remove_reports_of(instance: str, key: RunKey) -> None:

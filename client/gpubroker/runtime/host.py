@@ -97,13 +97,13 @@ class RunHost:
             task.give_notice()
 
     def go(self, key: RunKey, rank_zero_address: str) -> None:
-        """All ranks are ready. Nothing happens if the run has begun or ended."""
+        """Begin the run, since all ranks are ready. Nothing happens if the run has begun or ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.go(rank_zero_address)
 
     def change_world(self, key: RunKey, ranks: Iterable[int], number: int | None = None) -> None:
-        """Ranks have joined, or have left. Nothing happens if the run has ended."""
+        """Tell the run that ranks have joined, or have left. Nothing happens if the run has ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.resize(ranks, number)
@@ -120,7 +120,8 @@ class RunHost:
             objects.take(id, shared, failure)
 
     def answer_part(self, key: RunKey, digest: str, stored_bytes: int, failure: str) -> None:
-        """So much of a result that becomes an object is stored. Nothing happens if the run has ended."""
+        """Note how much of a result that becomes an object is stored. Nothing happens if the run has
+        ended."""
         if (objects := self._objects.get(key)) is not None:
             objects.answer_part(digest, stored_bytes, failure)
 
@@ -184,7 +185,7 @@ class RunHost:
                 sys.stdout.flush()
 
     def _wait_for_all(self, task: RunningTask, key: RunKey) -> bool:
-        """Back when all ranks are ready; False if the run has to stop instead."""
+        """Return True when all ranks are ready; False if the run has to stop instead."""
         assert self._rendezvous is not None
         self._offer = self._rendezvous.address
         self._journal.add(ready(key, self._offer))

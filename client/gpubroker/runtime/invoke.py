@@ -16,7 +16,7 @@ from gpubroker.runtime.outcome import Store, describe, raised, succeeded, trace_
 from gpubroker.runtime.task import RunningTask
 
 PLAIN_FUNCTION = "__gpubroker_function__"
-"""Attribute under which a decorated task keeps the function itself."""
+"""The attribute under which a decorated task keeps the function itself."""
 
 _MOST_PLACES = 6
 """An error names at most so many of the directories that are not Python's own."""
@@ -60,7 +60,7 @@ def called(call: Invocation, order: RunOrder, store: Store, task: RunningTask) -
 
 
 def with_objects(call: Invocation, fetch: Callable[[str], Any]) -> Invocation:
-    """With objects in place of the arguments that name them. Raises what `fetch` raises."""
+    """Put objects in place of the arguments that name them. Raises what `fetch` raises."""
     args = tuple(with_object(value, fetch) for value in call.args)
     return Invocation(
         call.function, args, {name: with_object(value, fetch) for name, value in call.kwargs.items()}
@@ -99,7 +99,8 @@ def _opened_entrypoint(order: RunOrder) -> Invocation:
 
 
 def _check_home(entrypoint: str, function: Any) -> None:
-    """Permission for a module covers its own functions and those of its package, not what it imports."""
+    """Refuse a function that the module only imports: permission for a module covers its own functions and
+    those of its package."""
     module_name, _, path = entrypoint.partition(":")
     home = getattr(function, "__module__", None) or "builtins"
     if home == module_name or home.startswith(f"{module_name}."):
@@ -114,13 +115,13 @@ def _check_home(entrypoint: str, function: Any) -> None:
 
 
 def _opened_function(order: RunOrder) -> Invocation:
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if order.python and order.python != here:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if order.python and order.python != version:
         raise CannotOpen(
             failed(
                 "import_failed",
-                f"the function was pickled by Python {order.python} and this node runs {here}; submit it "
-                f"from Python {here}, or submit an entrypoint",
+                f"the function was pickled by Python {order.python} and this node runs {version}; submit it "
+                f"from Python {version}, or submit an entrypoint",
             )
         )
     try:

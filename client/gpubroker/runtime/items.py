@@ -46,18 +46,18 @@ REPORT_SECONDS = 0.5
 LOW_SECONDS = 0.1
 """... or when there is only so much work, in which the answer comes."""
 AHEAD_SECONDS = 1.0
-"""So much work is wanted here, so that no report has to be waited for."""
+"""The seconds of work that are wanted here, so that no report has to be waited for."""
 AGAIN_SECONDS = 2.0
 """A report without an answer is repeated: it may have been lost."""
 MOST_UNANSWERED_BYTES = 16 * 2**20
-"""With more results on their way, the next item waits."""
+"""The next item waits while more results than this are not acknowledged."""
 TRACEBACK_CHARS = 4096
 STUCK_SECONDS = 2.0
 """An item that does not end after its time limit, because it is not in Python code, ends with its process."""
 PLACEHOLDER = "{}"
-"""In the words of a command, an item takes its place; without it, the item is the last word."""
+"""The part of a command's words that an item replaces; without it, the item becomes the last word."""
 IMPORT_FAILED = "array_import_failed"
-"""Failure kind of a worker that would fail as often as it is tried."""
+"""The failure kind of a worker that would fail as often as it is tried."""
 FAILURE, TIMEOUT = "failure", "timeout"
 """The causes that may use a retry of an item; the second is also the kind of its failure at its time
 limit."""
@@ -65,7 +65,7 @@ _LENGTH_BYTES = 8
 
 
 class ItemTimeout(BaseException):
-    """Raised in the function whose item takes too long."""
+    """The exception that is raised in the function whose item takes too long."""
 
 
 class _Stuck(Exception):
@@ -110,7 +110,7 @@ class ItemWorker:
         self._current: int | None = None
         self._tries = 0
         self._results: deque[tuple[int, ItemResult]] = deque()
-        """Not answered yet, with the number of the first report that had them."""
+        """The results that are not answered yet, with the number of the first report that had them."""
         self._unanswered_bytes = 0
         self._number = 0
         """The number of the last report."""
@@ -134,13 +134,13 @@ class ItemWorker:
                 _, result = self._results.popleft()
                 self._unanswered_bytes -= _size_bytes(result)
             finished = {result[0] for _, result in self._results}
-            mine = (n for first, behind in held for n in range(first, behind))
-            self._todo = deque(n for n in mine if n not in finished and n != self._current)
+            own_numbers = (n for first, end in held for n in range(first, end))
+            self._todo = deque(n for n in own_numbers if n not in finished and n != self._current)
             self._is_over = is_over and number == self._number
         self._news.set()
 
     def work(self) -> RunOutcome:
-        """Until no item is left for it, or it has to stop."""
+        """Work until no item is left for this worker, or it has to stop."""
         self._task.call_on_stop(self._on_stop)
         try:
             values, call = self._opened()
@@ -221,17 +221,17 @@ class ItemWorker:
 
     @property
     def _runs_low(self) -> bool:
-        """Since the item that was just done; so once for each answer."""
+        """True right after the item with which the work becomes little, so once for each answer."""
         left = len(self._todo)
         return left > 0 and left * self._each_seconds <= LOW_SECONDS < (left + 1) * self._each_seconds
 
     @property
     def _each_seconds(self) -> float:
-        """Of an item."""
+        """The mean time of an item."""
         return self._seconds / self._done if self._done else AHEAD_SECONDS
 
     def _report(self, *, leaving: bool = False) -> None:
-        """All that was not answered, in place of the report before."""
+        """Report all results that are not answered, in place of the report before."""
         with self._lock:
             self._number += 1
             self._reported_at = time.monotonic()
@@ -243,7 +243,7 @@ class ItemWorker:
             self._journal.note(self._order.key, report, AT_ONCE)
 
     def _result_of(self, number: int, values: Sequence[Any], call: Invocation | None) -> ItemResult | None:
-        """None if it was broken off by a notice to stop."""
+        """Return the result of an item; None if a notice to stop broke it off."""
         began, self._tries = time.perf_counter(), 0
         while True:
             self._tries += 1
@@ -272,19 +272,19 @@ class ItemWorker:
             return RunOutcome("stopped")
 
     def _call(self, number: int, call: Invocation, value: Any) -> RunOutcome:
-        one = Invocation(call.function, (value, *call.args), call.kwargs)
+        invocation = Invocation(call.function, (value, *call.args), call.kwargs)
         if self._watch is None:
-            return self._called(one)
+            return self._called(invocation)
         try:
             self._watch.begin(number)
-            outcome = self._called(one)
+            outcome = self._called(invocation)
             is_over = self._watch.end()
         except ItemTimeout:
             is_over, outcome = self._watch.end() or True, self._timed_out()
         return self._timed_out() if is_over else outcome
 
-    def _called(self, one: Invocation) -> RunOutcome:
-        outcome = called(one, self._order, self._objects.store, self._task)
+    def _called(self, invocation: Invocation) -> RunOutcome:
+        outcome = called(invocation, self._order, self._objects.store, self._task)
         if outcome.result_format != "object" or self._order.result_format != "cloudpickle":
             return outcome
         named = ObjectRef(json.loads(outcome.result or b"")["object"])
@@ -311,9 +311,9 @@ class ItemWorker:
         words = [part.replace(PLACEHOLDER, word) for part in command]
         if not any(PLACEHOLDER in part for part in command):
             words.append(word)
-        one = self._command = Command(words, self._order.key, self._task)
+        running = self._command = Command(words, self._order.key, self._task)
         try:
-            return one.run(self._timeout_seconds)
+            return running.run(self._timeout_seconds)
         except CommandTimeout:
             return self._timed_out()
 
@@ -343,7 +343,8 @@ class _Watch:
             self._ends_at = time.monotonic() + self._seconds
 
     def end(self) -> bool:
-        """Whether its time was over. Raises _Stuck if the run has been given up meanwhile."""
+        """End the watch, and return True if the time was over. Raises _Stuck if the run has been given up
+        meanwhile."""
         with self._lock:
             self._ends_at = math.inf
             if self._was_interrupted:
@@ -367,7 +368,8 @@ class _Watch:
 
 
 def _raise_in(thread: int, fault: type[BaseException] | None) -> None:
-    """At its next step in Python code. None: take back what has not been raised yet."""
+    """Raise an exception in a thread, at its next step in Python code. None: take back what has not been
+    raised yet."""
     given = None if fault is None else ctypes.py_object(fault)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
 
@@ -387,9 +389,10 @@ def _size_bytes(result: ItemResult) -> int:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Of numbers in order: the first, and the one after the last, of each range without gaps."""
+    """Yield the first number of each range without gaps, and the number after its last. `numbers` are in
+    order."""
     first = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-            yield numbers[first], numbers[at - 1] + 1
-            first = at
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[first], numbers[index - 1] + 1
+            first = index

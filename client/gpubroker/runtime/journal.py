@@ -13,11 +13,11 @@ LAZILY = 0.1
 """Progress is sent at most this often; only the newest of a run is kept."""
 
 START_OVER = -1
-"""Acknowledged by a reader that does not know what the reader before it got."""
+"""The number acknowledged by a reader that does not know what the reader before it got."""
 
 
 class Journal:
-    """Any thread may write; one reader at a time takes.
+    """The reports that wait for their reader. Any thread may write; one reader at a time takes.
 
     `wake(delay_seconds)` is called from the writing thread when reports should be taken within that delay and
     no earlier wake-up is due.
@@ -28,7 +28,8 @@ class Journal:
         self._lock = threading.Lock()
         self._entries: deque[tuple[int, Report]] = deque()
         self._news: dict[Hashable, dict[str, Report | Callable[[], Report]]] = {}
-        """Noted and not taken yet: key -> kind -> the newest, or what makes it when it is taken."""
+        """The news that are noted and not taken yet: key -> kind -> the newest, or what makes it when it is
+        taken."""
         self._last = 0
         self._taken = 0
         self._due: float | None = None
@@ -86,7 +87,7 @@ class Journal:
             return self._taken < self._last or bool(self._news)
 
     def is_received(self, acknowledged: int) -> bool:
-        """Whether its reader has everything, having acknowledged so much."""
+        """Return True if its reader, having acknowledged so much, has everything."""
         with self._lock:
             return not self._news and self._last <= acknowledged
 
@@ -95,7 +96,8 @@ class Journal:
         self._entries.append((self._last, report() if callable(report) else report))
 
     def _untaken(self) -> Iterator[tuple[int, Report]]:
-        """News get their numbers when they are taken: until then newer ones replace them."""
+        """Return the news that are not taken yet. They get their numbers when they are taken: until then
+        newer ones replace them."""
         yield from [entry for entry in self._entries if entry[0] > self._taken]
         while self._news:
             key = next(iter(self._news))

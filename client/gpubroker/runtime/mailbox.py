@@ -10,7 +10,8 @@ BATCH_BYTES = 32 * 1024 * 1024
 
 
 class Mailbox:
-    """Belongs to the event loop it is made in. Its journal may be written from any thread."""
+    """A mailbox for the reader of reports. It belongs to the event loop it is made in. Its journal may be
+    written from any thread."""
 
     def __init__(self) -> None:
         self.journal = Journal(self._wake)

@@ -12,21 +12,21 @@ from functools import cache
 from typing import Any, NamedTuple
 
 PROTOCOL = 8
-"""Number of the form in which agent and run process speak; first value of every call of the agent."""
+"""The number of the form in which agent and run process speak; first value of every call of the agent."""
 SPOKEN = (5, 6, 7, PROTOCOL)
 """The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
 an agent starts processes of the software that is installed by then, so a release also speaks the forms since
 the last release. Both sides take the newest that they share."""
 
 TELLS_OUTPUT = 6
-"""From this form on, a shared process reports what its runs print."""
+"""The first form in which a shared process reports what its runs print."""
 
 RESIZES = 6
-"""From this form on, a process knows that ranks may join its task."""
+"""The first form in which a process knows that ranks may join its task."""
 
 KNOWS_NOTICE = 7
-"""From this form on, a process says that a command which ended after the stop notice was stopped, unless the
-command reported completion. Before, exit code 0 was success in any case."""
+"""The first form in which a process says that a command which ended after the stop notice was stopped, unless
+the command reported completion. Before, exit code 0 was success in any case."""
 
 KNOWS_UPLOADS = 8
 """From this form on, a process knows that its directory is a copy of an upload, whose modules come first."""
@@ -40,7 +40,7 @@ PROGRESS_CHARS = 500
 MESSAGE_CHARS = 4096
 TRACEBACK_BYTES = 64 * 1024
 MOST_HELD = 20_000
-"""Items of an array that one run holds."""
+"""The most items of an array that one run holds."""
 
 Report = tuple[Any, ...]
 ItemResult = tuple[int, float, int, bytes | None, tuple[str, str, str] | None]
@@ -92,7 +92,7 @@ class RunOrder:
     barrier: bool = False
     """Report when ready, and begin user code when all ranks are ready."""
     memory_mb: int = 0
-    """Host memory that it asked for."""
+    """The host memory that the run asked for."""
     upload: str = ""
     """Id of the object with the directory that it works in; `working_directory` is the run's copy."""
     outputs: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True)
 class RunFault:
-    """Why a run failed. `kind` is a stable token; `message` says what to do, if that is known."""
+    """The reason why a run failed. `kind` is a stable token; `message` says what to do, if that is known."""
 
     kind: str
     message: str
@@ -124,16 +124,18 @@ class RunFault:
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     ending: str
-    """succeeded, failed or stopped; an agent also writes lost and never_started."""
+    """The way in which it ended: succeeded, failed or stopped; an agent also writes lost and
+    never_started."""
     result: bytes | None = None
     result_format: str = "json"
-    """json, cloudpickle or object: JSON with `object`, the id of the object that the result has become."""
+    """The form of the result: json, cloudpickle or object, which is JSON with `object`, the id of the object
+    that the result has become."""
     fault: RunFault | None = None
 
 
 def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a constructor takes of a message that another release may have written: a field that this release
-    does not know is left out, and one that the other did not know gets its default."""
+    """Return the fields of a message that a constructor takes. Another release may have written it: a field
+    that this release does not know is left out, and one that the other did not know gets its default."""
     return {name: given[name] for name in _names_of(cls) if name in given}
 
 
@@ -153,7 +155,8 @@ def failed(kind: str, message: str, traceback: str = "") -> RunOutcome:
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Text that every wire, database and screen takes: no surrogates, no NUL, at most `limit` characters."""
+    """Return the text as every wire, database and screen takes it: no surrogates, no NUL, at most `limit`
+    characters."""
     return text[:limit].encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -171,7 +174,8 @@ def progressed(key: RunKey, fraction: float | None, message: str) -> Report:
 
 
 def loaded(key: RunKey, running: int, waiting: int, cpu_percent: float, answered: int) -> Report:
-    """Of a worker of a set: its calls, what it uses of one core, and how many calls it has answered."""
+    """Report the load of a worker of a set: its calls, its use of one core, and the number of calls it has
+    answered."""
     return ("loaded", *key, time.time(), running, waiting, cpu_percent, answered)
 
 
@@ -195,12 +199,12 @@ def wanted(key: RunKey, id: str) -> Report:
 
 
 def part(key: RunKey, digest: str, size_bytes: int, first_byte: int, data: bytes) -> Report:
-    """Of a result that becomes an object with this digest and size."""
+    """Report a part of a result that becomes an object with this digest and size."""
     return ("part", *key, time.time(), digest, size_bytes, first_byte, data)
 
 
 def printed(key: RunKey, output: bytes, errors: bytes) -> Report:
-    """What a run in a shared process wrote to its two streams since the last such report."""
+    """Report what a run in a shared process wrote to its two streams since the last such report."""
     return ("printed", *key, time.time(), output, errors)
 
 
@@ -333,12 +337,12 @@ def _are_items(value: Any) -> bool:
 
 def _are_ranges(value: Any) -> bool:
     if type(value) is not tuple or not all(
-        type(it) is tuple and len(it) == 2 and all(map(_is_number, it)) for it in value
+        type(pair) is tuple and len(pair) == 2 and all(map(_is_number, pair)) for pair in value
     ):
         return False
-    edges = [edge for it in value for edge in it]
-    is_ascending = edges == sorted(edges) and all(first < behind for first, behind in value)
-    return is_ascending and sum(behind - first for first, behind in value) <= MOST_HELD
+    edges = [edge for pair in value for edge in pair]
+    is_ascending = edges == sorted(edges) and all(first < end for first, end in value)
+    return is_ascending and sum(end - first for first, end in value) <= MOST_HELD
 
 
 _FIELDS: Mapping[str, tuple[Fits, ...]] = {

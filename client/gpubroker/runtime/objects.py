@@ -18,13 +18,13 @@ from typing import Any
 import cloudpickle
 
 ARRAY_MARK = b"\x93NUMPY"
-"""How a .npy file begins."""
+"""The beginning of a .npy file."""
 PICKLE_MARK = b"\x93GPUBROKER1\n"
 JSON_MARK = b"\x93GPUBROKERJ\n"
 _PYTHON_BYTES = 8
 _NUMBER_BYTES = 8
 _ALIGNED_TO = 64
-"""Buffers begin at multiples of it, as vector instructions like."""
+"""Buffers begin at multiples of this, for vector instructions."""
 
 _ID = re.compile("[0-9a-f]{64}")
 
@@ -61,7 +61,8 @@ def named_object(value: Any) -> str | None:
 
 
 def object_buffers(value: Any) -> Sequence[bytes | memoryview]:
-    """Bytes as they are, a numpy array as a .npy file, anything else pickled, with its arrays beside.
+    """Return the buffers of a value: bytes as they are, a numpy array as a .npy file, anything else pickled,
+    with its arrays beside.
 
     Large values are not copied. Raises what pickling raises.
     """
@@ -155,33 +156,33 @@ def _array(view: memoryview) -> Any:
 
 
 def _unpickled(view: memoryview) -> Any:
-    at = len(PICKLE_MARK)
-    python = bytes(view[at : at + _PYTHON_BYTES]).decode(errors="replace").strip()
+    offset = len(PICKLE_MARK)
+    python = bytes(view[offset : offset + _PYTHON_BYTES]).decode(errors="replace").strip()
     if python != _python():
         raise UnreadableObject(
             f"Python {python} pickled it and this node runs {_python()}; store it from Python {_python()}, "
             "or store arrays or bytes"
         )
     try:
-        packed, *buffers = _parts(view, at + _PYTHON_BYTES)
+        packed, *buffers = _parts(view, offset + _PYTHON_BYTES)
         return cloudpickle.loads(packed, buffers=buffers)
     except Exception as fault:
         raise UnreadableObject(f"its pickle cannot be opened: {type(fault).__name__}: {fault}") from None
 
 
-def _parts(view: memoryview, at: int) -> Sequence[memoryview]:
+def _parts(view: memoryview, offset: int) -> Sequence[memoryview]:
     def number() -> int:
-        nonlocal at
-        at += _NUMBER_BYTES
-        return int.from_bytes(view[at - _NUMBER_BYTES : at], "little")
+        nonlocal offset
+        offset += _NUMBER_BYTES
+        return int.from_bytes(view[offset - _NUMBER_BYTES : offset], "little")
 
     count = number()
     lengths = [number() for _ in range(min(count, len(view) // _NUMBER_BYTES))]
     parts = []
     for length in lengths:
-        at += -at % _ALIGNED_TO
-        parts.append(view[at : at + length])
-        at += length
+        offset += -offset % _ALIGNED_TO
+        parts.append(view[offset : offset + length])
+        offset += length
     return parts
 
 

@@ -57,7 +57,7 @@ def raised(fault: BaseException) -> RunOutcome:
 
 
 def describe(fault: BaseException) -> str:
-    """`ValueError: text`, even if the exception's own `__str__` raises."""
+    """Return `ValueError: text`, even if the exception's own `__str__` raises."""
     name = type(fault).__qualname__
     try:
         text = str(fault)
@@ -92,13 +92,13 @@ def _cannot_carry(value: Any, result_format: str, fault: Exception) -> str:
         [("the result", value)], is_not_pickled if result_format == "cloudpickle" else is_not_json
     )
     inside = f", because of {part}" if part not in (None, "the result") else ""
-    what = (
+    problem = (
         f"a result of type {type(value).__qualname__} cannot be carried as {result_format}{inside}: {fault}"
     )
     if result_format == "cloudpickle":
-        return f"{what}; return plain data instead of open files, locks or connections"[:MESSAGE_CHARS]
+        return f"{problem}; return plain data instead of open files, locks or connections"[:MESSAGE_CHARS]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"{what}; return dicts with text keys, lists, text, finite numbers, booleans or None, or submit with "
-        f"result_format=cloudpickle, which the SDK opens under Python {python}"
+        f"{problem}; return dicts with text keys, lists, text, finite numbers, booleans or None, or submit "
+        f"with result_format=cloudpickle, which the SDK opens under Python {python}"
     )[:MESSAGE_CHARS]

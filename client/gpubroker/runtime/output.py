@@ -61,15 +61,16 @@ def _opened(path: Path) -> int:
 
 
 def _tail_of(*descriptors: int) -> bytes:
-    """Of the last file at most half, as what went wrong often stands there; the others get the rest.
-    Nothing of one that cannot be read: user code may have closed it, or the disk may be damaged."""
+    """Return the ends of these files: of the last one at most half, as what went wrong often stands there;
+    the others get the rest. A file that cannot be read adds nothing: user code may have closed it, or the
+    disk may be damaged."""
     tails: list[bytes] = []
     for descriptor in reversed(descriptors):
         room = TAIL_BYTES - sum(map(len, tails))
-        most = room // 2 if not tails and len(descriptors) > 1 else room
+        limit = room // 2 if not tails and len(descriptors) > 1 else room
         with contextlib.suppress(OSError):
             size = os.fstat(descriptor).st_size
-            tails.insert(0, os.pread(descriptor, most, max(0, size - most)))
+            tails.insert(0, os.pread(descriptor, limit, max(0, size - limit)))
     return b"".join(tails)
 
 
@@ -79,7 +80,7 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 class MemoryOutput:
-    """What one of several runs in this process prints through `sys.stdout` and `sys.stderr`."""
+    """The output that one of several runs in this process prints through `sys.stdout` and `sys.stderr`."""
 
     def __init__(self, on_print: Callable[[], None] | None = None) -> None:
         """`on_print` is called when there is something to take. None: nothing will be taken."""
@@ -88,20 +89,20 @@ class MemoryOutput:
         self._kept = bytearray()
         self._unsent: Mapping[Stream, bytearray] = {stream: bytearray() for stream in STREAMS}
         self._lost_bytes: Counter[Stream] = Counter()
-        """Printed while nothing was taken, and not kept."""
+        """The bytes that were printed while nothing was taken, and that are not kept."""
 
     def write(self, data: bytes, stream: Stream = "stdout") -> None:
         with self._lock:
             _append(self._kept, data, TAIL_BYTES)
             if self._on_print is None:
                 return
-            had_some = any(self._unsent.values())
+            had_output = any(self._unsent.values())
             self._lost_bytes[stream] += _append(self._unsent[stream], data, UNSENT_BYTES)
-        if not had_some:
+        if not had_output:
             self._on_print()
 
     def take(self) -> tuple[bytes, bytes]:
-        """What was printed since the last call, by stream."""
+        """Return what was printed since the last call, by stream."""
         with self._lock:
             marks = (_mark(self._lost_bytes.pop(stream, 0)) for stream in STREAMS)
             output, errors = (
@@ -142,8 +143,8 @@ def leave_output(token: contextvars.Token[MemoryOutput | None]) -> None:
 class SortedStream(io.TextIOBase):
     """Replaces `sys.stdout`: the output of a run goes to that run, all other output where it went before."""
 
-    def __init__(self, otherwise: IO[str], stream: Stream = "stdout") -> None:
-        self._otherwise = otherwise
+    def __init__(self, default: IO[str], stream: Stream = "stdout") -> None:
+        self._otherwise = default
         self._stream = stream
 
     @property

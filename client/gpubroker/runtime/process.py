@@ -31,12 +31,13 @@ KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYT
 operator names."""
 
 _OF_THE_CLUSTER = frozenset({"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
-"""How the node's processes know their Ray. No run inherits it, even if it is named."""
+"""The variables by which the node's processes know their Ray. No run inherits them, even if they are
+named."""
 
 _DEFAULT_ENV = {"LOG_LEVEL": "INFO", "RANK": "0", "WORLD_SIZE": "1"}
 
 _SITE = Path(__file__).with_name("site")
-"""On the PYTHONPATH of a run with a share of a GPU."""
+"""The directory that a run with a share of a GPU has on its PYTHONPATH."""
 
 _MPS_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  # CUDA's own default
 
@@ -55,18 +56,18 @@ class NoDirectory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """What a process gets besides its order."""
+    """The data that a process gets besides its order."""
 
     instance: str
     user: str = ""
-    """System user to become; empty keeps the service's own."""
+    """The system user to become; empty keeps the service's own."""
     host: str = ""
-    """Where other nodes reach this one, for a run that is one of several ranks."""
+    """The address at which other nodes reach this one, for a run that is one of several ranks."""
     node: str = ""
 
 
 def is_kept(name: str, inherited: Iterable[str]) -> bool:
-    """Whether a run may have this variable of its node. `inherited`: those that the operator names."""
+    """Return True if a run may have this variable of its node. `inherited`: those that the operator names."""
     return name in KEPT_ENV or name.startswith("LC_") or name in inherited
 
 
@@ -83,7 +84,8 @@ def settle_environment(inherited: Iterable[str], given: Mapping[str, str]) -> No
 
 
 def _ray_of_its_own() -> dict[str, str]:
-    """With these `ray.init()` in a child process starts a Ray of its own, whatever runs on the machine.
+    """Return variables with which `ray.init()` in a child process starts a Ray of its own, whatever runs on
+    the machine.
 
     Otherwise it would look for the address of a running one in /tmp/ray and among all processes. The token is
     for that Ray alone: otherwise Ray would use, or make, the one in the user's home.
@@ -92,19 +94,20 @@ def _ray_of_its_own() -> dict[str, str]:
 
 
 def _erase_initial_environment(kept: Iterable[str]) -> None:
-    """/proc/<pid>/environ shows the environment that a process was started with, whatever became of it."""
+    """Erase the environment that the process was started with: /proc/<pid>/environ shows it, whatever became
+    of it."""
     words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    at, end = int(words[_ENV_START]), int(words[_ENV_START + 1])
+    address, end = int(words[_ENV_START]), int(words[_ENV_START + 1])
     names = {os.fsencode(name) for name in kept}
     # The C library still reads the kept ones in this place.
-    for item in ctypes.string_at(at, end - at).split(b"\0") if at else ():
+    for item in ctypes.string_at(address, end - address).split(b"\0") if address else ():
         if item.partition(b"=")[0] not in names:
-            ctypes.memset(at, 0, len(item))
-        at += len(item) + 1
+            ctypes.memset(address, 0, len(item))
+        address += len(item) + 1
 
 
 def hide_devices() -> None:
-    """Until a run comes, no library in this process may see a GPU, and so use its memory."""
+    """Hide the GPUs until a run comes: no library in this process may see a GPU, and so use its memory."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -114,8 +117,8 @@ def look_for_modules_in(directories: Sequence[str]) -> None:
 
 
 def take_process(order: RunOrder, given: ProcessSetup) -> None:
-    """Once per process, before user code. Raises OSError or KeyError if a part of it is refused, and
-    NoDirectory."""
+    """Make this the process of a run. Called once, before user code. Raises OSError or KeyError if a part of
+    it is refused, and NoDirectory."""
     os.environ.update(order.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)

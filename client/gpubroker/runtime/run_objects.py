@@ -1,4 +1,4 @@
-"""What one run reads of the node's objects, and the results that it makes objects of."""
+"""Reads the node's objects for one run, and makes objects of its results."""
 
 import hashlib
 from collections.abc import Callable
@@ -46,8 +46,8 @@ class RunObjects:
         try:
             return opened_object(self._open_shared(shared), unpickles=unpickles)
         except UnreadableObject as fault:
-            why = f"object {id} cannot be opened: {fault}"
-            raise CannotOpen(failed("object_unreadable", why)) from None
+            message = f"object {id} cannot be opened: {fault}"
+            raise CannotOpen(failed("object_unreadable", message)) from None
 
     def store(self, data: bytes) -> str:
         """The id of a new object of the run's tenant. Raises NotStored, Stopped."""

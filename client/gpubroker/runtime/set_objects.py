@@ -17,7 +17,8 @@ Objects = Mapping[str, Any]
 
 
 class SetObjects:
-    """One thread makes the objects and checks them: what a constructor makes may belong to its thread."""
+    """The objects of a worker set. One thread makes and checks them: what a constructor makes may belong to
+    its thread."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class SetObjects:
         return self._made
 
     def why_unhealthy(self, now: float) -> str:
-        """Why the worker cannot go on; empty while it can. Begins a check that is due."""
+        """Return why the worker cannot go on; empty while it can. Begins a check that is due."""
         terms = self._health
         if terms is None:
             return ""
@@ -88,7 +89,8 @@ class SetObjects:
         return f"{terms['method']} failed {self._failures} times in a row; the last time: {fault}"
 
     def _fault(self, name: str) -> str:
-        """Of the objects of all roles that have the method; that of the set itself must have it."""
+        """Check the objects of all roles that have the method, and return the first fault. The object of the
+        set itself must have it."""
         for role, made in self._made.items():
             about = f"role {role}: " if role else ""
             try:

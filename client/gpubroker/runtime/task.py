@@ -22,7 +22,7 @@ from gpubroker.runtime.messages import (
 )
 
 _PLAIN, _PICKLED = b"\x00", b"\x01"
-"""First byte of a saved state: bytes as given, or a cloudpickle."""
+"""The first byte of a saved state: bytes as given, or a cloudpickle."""
 
 
 class Stopped(BaseException):
@@ -60,7 +60,8 @@ def current_task() -> "RunningTask":
 
 
 def environment() -> Mapping[str, str]:
-    """This process's, and that of the current task, which it lacks if several share the process."""
+    """Return this process's environment, and that of the current task, which it lacks if several share the
+    process."""
     task = _CURRENT.get(None) or _only_task
     return os.environ if task is None else {**os.environ, **task.env}
 
@@ -112,7 +113,7 @@ class RunningTask:
 
     @property
     def attempt(self) -> int:
-        """1 for the first start; one more for every later start."""
+        """The number of the attempt: 1 for the first start; one more for every later start."""
         return self._order.attempt
 
     @property
@@ -130,12 +131,12 @@ class RunningTask:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """UUIDs of its GPUs; the first is `cuda:0` in this process."""
+        """The UUIDs of its GPUs; the first is `cuda:0` in this process."""
         return tuple(uuid for uuid, _mb in self._order.leases)
 
     @property
     def rank(self) -> int:
-        """Its place among the processes of the task, from 0; always 0 if there is only one."""
+        """The task's place among its processes, from 0; always 0 if there is only one."""
         return self._order.rank
 
     @property
@@ -156,7 +157,7 @@ class RunningTask:
 
     @property
     def world_changed(self) -> bool:
-        """Ranks have joined or left since the start, or since `accept_world` was last called."""
+        """True if ranks have joined or left since the start, or since `accept_world` was last called."""
         return self._world_changed.is_set()
 
     def accept_world(self) -> tuple[int, ...]:
@@ -228,7 +229,7 @@ class RunningTask:
         return self._stop.wait(timeout_seconds)
 
     def give_notice(self) -> None:
-        """For the process that runs the task, not for the task."""
+        """Give the stop notice. This is for the process that runs the task, not for the task."""
         with self._lock:
             self._stop.set()
             callbacks, self._on_stop = self._on_stop, []
@@ -237,14 +238,15 @@ class RunningTask:
             callback()
 
     def go(self, rank_zero_address: str) -> None:
-        """All ranks are ready; for the process that runs the task. Only the first call counts."""
+        """Let the task begin, since all ranks are ready. This is for the process that runs the task. Only the
+        first call counts."""
         if not self._rank_zero_address:
             self._rank_zero_address = rank_zero_address
             self._released.set()
 
     def resize(self, ranks: Iterable[int], number: int | None = None) -> None:
-        """These are at work; for the process that runs the task. Without a number some have only left. An
-        older world than that known is ignored."""
+        """Note the ranks that are at work. This is for the process that runs the task. Without a number some
+        have only left. A world that is older than the known one is ignored."""
         at_work = tuple(sorted(ranks))
         if number is None:
             number = self._order.world_size - len(at_work)
@@ -257,7 +259,7 @@ class RunningTask:
                     self._told_of = number
 
     def wait_for_go(self) -> bool:
-        """Back when all ranks are ready (True), or when the task has to stop instead (False)."""
+        """Return True when all ranks are ready, or False when the task has to stop instead."""
         self._released.wait()
         return bool(self._rank_zero_address)
 
@@ -272,8 +274,8 @@ class RunningTask:
     def _tell_of_resize(self) -> None:
         with self._lock:
             world, callbacks = self._world, tuple(self._on_resize)
-            is_news, self._told_of = world.number > self._told_of, world.number
-        for callback in callbacks if is_news else ():
+            is_newer, self._told_of = world.number > self._told_of, world.number
+        for callback in callbacks if is_newer else ():
             callback(world)
 
     @property

@@ -42,25 +42,26 @@ _BAR_WIDTH = 30
 
 
 class ArrayOptions(SubmitOptions, total=False):
-    """What `map` and `submit_array` take by name. All may be left out. Resources are those of one worker."""
+    """The keyword arguments of `map` and `submit_array`. All may be left out. Resources are those of one
+    worker."""
 
     max_parallel: int
-    """How many workers run at once, if there is room. Default: 4."""
+    """The number of workers that run at once, if there is room. Default: 4."""
     chunk: int
-    """How many items are handed to a worker together. Default: about 100 ms of work."""
+    """The number of items that are handed to a worker together. Default: about 100 ms of work."""
     item_timeout_seconds: float
-    """Time limit of one item."""
+    """The time limit of one item."""
     item_retries: int
-    """How often an item is tried again, as `retry_on` says."""
+    """The number of times that an item is tried again, as `retry_on` says."""
 
 
 class ItemFilter(TypedDict, total=False):
-    """Which results `array_items` fetches, and in which order."""
+    """The results that `array_items` fetches, and their order."""
 
     state: str
-    """succeeded or failed."""
+    """The state of the items: succeeded or failed."""
     order: str
-    """number (default), or completed: as they were done."""
+    """The order: number (default), or completed, as they were done."""
 
 
 AnyArray = Array | str
@@ -68,7 +69,7 @@ AnyArray = Array | str
 
 
 class ArrayItem(Answer, frozen=True):
-    """How one item ended. `result` is the JSON result; a pickled one stays bytes in `data`."""
+    """The outcome of one item. `result` is the JSON result; a pickled one stays bytes in `data`."""
 
     result: Any = None
     error: Failure | None = None  # type: ignore[assignment]  # None for what the service leaves out
@@ -101,8 +102,8 @@ class ArrayItem(Answer, frozen=True):
     def failed(self) -> ItemFailed | None:
         if self.error is None:
             return None
-        why = self.error.kind, self.error.message, self.error.traceback
-        return ItemFailed(self.number, *why, array=self.array)
+        failure = self.error.kind, self.error.message, self.error.traceback
+        return ItemFailed(self.number, *failure, array=self.array)
 
 
 class ArrayApi(Operations):
@@ -257,7 +258,7 @@ class _Mapped:
     def __init__(self, ordered: bool, return_exceptions: bool) -> None:
         self.array: Array | None = None
         self.has_more = True
-        """There may be others already, so that none need be waited for."""
+        """True while there may be results already, so that none need be waited for."""
         self._ordered = ordered
         self._return_exceptions = return_exceptions
         self._early: dict[int, ArrayItem] = {}
@@ -328,7 +329,7 @@ def progress_bar() -> Callable[[Array], None]:
 
 
 def bar_line(array: Array, width: int = _BAR_WIDTH) -> str:
-    """`[#####.....] 50/100, 2 failed, 25/s`."""
+    """Return the line of a progress bar: `[#####.....] 50/100, 2 failed, 25/s`."""
     filled = int(array.fraction * width)
     failed = f", {array.failed} failed" if array.failed else ""
     rate = f", {array.items_per_second:.0f}/s" if array.items_per_second else ""

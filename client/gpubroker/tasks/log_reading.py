@@ -40,10 +40,10 @@ class LogLine(str):
 
 
 class LogOptions(TypedDict, total=False):
-    """Which output of a task."""
+    """Selects the output of a task."""
 
     attempt: int
-    """Left out: the newest; with `follow`, that one and all later ones."""
+    """The attempt. Default: the newest; with `follow`, that one and all later ones."""
     stream: Stream
     """stdout or stderr. Left out: both; each line says of which it is (`line.stream`)."""
     rank: int
@@ -154,7 +154,8 @@ class LogReading(Reading[LogLine]):
         return (self._counted(line),)
 
     def _note_break(self, broken: bool) -> None:
-        """One that stayed open for long and had nothing to tell may have been ended by a proxy."""
+        """Count breaks that follow one another. A call that stayed open for long with nothing to tell may
+        have been ended by a proxy, and does not count."""
         now = time.monotonic()
         at_once = self._offset == self._called_for and now - self._called_at < LONGEST_PAUSE_SECONDS
         if not broken or not at_once:

@@ -30,59 +30,61 @@ is pickled with its arguments."""
 
 
 class SubmitOptions(TypedDict, total=False):
-    """What `submit` takes by name. All may be left out."""
+    """The keyword arguments of `submit`. All may be left out."""
 
     kwargs: Mapping[str, Any]
     """The task's own keyword arguments."""
     name: str
-    """Shown in lists."""
+    """The name in lists."""
     priority: int | str
-    """0 to 100, or the name of a band: critical, interactive, batch (default), background, idle."""
+    """The priority from 0 to 100, or the name of a band: critical, interactive, batch (default), background,
+    idle."""
     gpu_mb: int | Literal["learned"]
-    """MiB per device; without `gpus`, of one device. `"learned"`: what earlier runs of the same model type
-    (else name, else entrypoint) used, plus a margin; whole devices while too few runs are known."""
+    """The MiB per device; without `gpus`, of one device. `"learned"` stands for what earlier runs of the same
+    model type (else name, else entrypoint) used, plus a margin; whole devices while too few runs are
+    known."""
     gpus: int
-    """Number of devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
+    """The number of devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
     gpu_fraction: float
-    """Fraction of each device's memory, instead of `gpu_mb`."""
+    """The fraction of each device's memory, instead of `gpu_mb`."""
     exclusive: bool
-    """Share the devices with no other holder."""
+    """True to share the devices with no other holder."""
     cpu: float
-    """Default: 1, and 0 for tasks with a GPU."""
+    """The number of CPUs. Default: 1, and 0 for tasks with a GPU."""
     memory_mb: int
-    """Host memory, in MiB."""
+    """The host memory, in MiB."""
     custom: Mapping[str, float]
-    """Amounts of custom resources that the operator defined."""
+    """The amounts of custom resources that the operator defined."""
     kinds: Sequence[str]
-    """Only GPUs of one of these kinds, such as `["H100", "A100"]`."""
+    """The kinds of GPU that the task may use, such as `["H100", "A100"]`."""
     min_power: int
-    """Only kinds of at least this rank; the operator ranks them."""
+    """The lowest rank of kinds that the task may use; the operator ranks them."""
     min_device_mb: int
-    """Only GPUs with at least this much memory in total, in MiB."""
+    """The least memory in total, in MiB, of a GPU that the task may use."""
     nodes: Mapping[str, Sequence[str]]
-    """Only nodes that have one of the values for each label; the label `node` is the node's name."""
+    """The values of each label of which a node must have one; the label `node` is the node's name."""
     prefer_kinds: Sequence[str]
-    """Preferred kinds, best first."""
+    """The preferred kinds, best first."""
     prefer_nodes: Mapping[str, Sequence[str]]
-    """Preferred nodes, in the form of `nodes`."""
+    """The preferred nodes, in the form of `nodes`."""
     pool: str
     """The operator's pool to take devices and custom resources from."""
     roles: Mapping[str, Mapping[str, Any]]
-    """Instead of sizes: the sizes of several roles that take turns, such as
-    `{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. It gets the largest of each."""
+    """The sizes of several roles that take turns, instead of one task's sizes, such as `{"train": {"gpu_mb":
+    40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. The task gets the largest of each."""
     bundles: Sequence[Mapping[str, Any]]
     """A gang: the demand of each rank, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
     or none does. `gpu_mb` of a rank may be `"learned"`."""
     strategy: str
-    """How ranks are placed: `pack` (default) on as few nodes as possible, `spread` on as many as possible,
-    `strict_pack` on one node, `strict_spread` each on its own node."""
+    """The way in which ranks are placed: `pack` (default) on as few nodes as possible, `spread` on as many as
+    possible, `strict_pack` on one node, `strict_spread` each on its own node."""
     min_ranks: int
     """The gang may start with only this many ranks, counted from the first."""
     placement: str
     """`pack` (default) fills devices that are in use; `spread` takes those with the
     fewest holders, then those of which the smallest share is taken."""
     model_type: str
-    """Kind of model, for statistics."""
+    """The kind of model, for statistics."""
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
@@ -91,38 +93,38 @@ class SubmitOptions(TypedDict, total=False):
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
-    """To find the task by."""
+    """The labels by which the task can be found."""
     env: Mapping[str, str]
-    """Environment variables of the task's process."""
+    """The environment variables of the task's process."""
     max_retries: int
-    """How often a failed run is retried; a preemption does not count."""
+    """The number of times that a failed run is retried; a preemption does not count."""
     retry_on: Sequence[str]
     """The causes that use a retry: `failure` (default), `timeout` (its time limit ended the run), or both. Of
     an array it is about its items, and the default is both."""
     timeout_seconds: float
-    """Time limit of one run; time in the queue does not count."""
+    """The time limit of one run; time in the queue does not count."""
     grace_seconds: float
-    """Time to stop after the notice."""
+    """The time to stop after the notice."""
     after: Sequence[Any]
-    """Tasks, or their ids, that must end first; in `submit_many` also tasks before it, by index (from 0) or
-    by name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}` starts it
+    """The tasks, or their ids, that must end first; in `submit_many` also tasks before it, by index (from 0)
+    or by name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}` starts it
     anyway."""
     held: bool
-    """It stays in the queue until it is released: `change(task, held=False)`."""
+    """The task stays in the queue until it is released: `change(task, held=False)`."""
     not_before: datetime | str
     """The earliest start: an aware datetime, or RFC 3339 with an offset or Z."""
     queue_ttl_seconds: float
-    """How long it waits for its first start, counted from `not_before`; then it expires."""
+    """The longest wait for the first start, counted from `not_before`; then the task expires."""
     deadline_at: datetime | str
-    """At this time it expires if it waits, and is asked to stop if it runs."""
+    """The time at which the task expires if it waits, and is asked to stop if it runs."""
     deadline_seconds: float
-    """`deadline_at`, counted from now."""
+    """The same as `deadline_at`, counted from now."""
     expected_seconds: float
-    """How long one run takes, for forecasts only."""
+    """The time that one run takes, for forecasts only."""
     result_format: str
-    """`json` (default) or `cloudpickle` (default for functions)."""
+    """The format of the result: `json` (default) or `cloudpickle` (default for functions)."""
     working_directory: str
-    """A directory of the nodes, only for commands."""
+    """The working directory of a command, on the nodes."""
     upload: str | os.PathLike[str] | ObjectRef
     """A directory that travels with the task, such as `"."`: each run works in a copy of its own, which is
     first on Python's path. Or what `put_directory` returned."""
@@ -131,7 +133,7 @@ class SubmitOptions(TypedDict, total=False):
     outputs: Sequence[str]
     """Patterns of files in the run's directory that are collected at its end, such as `["runs/**"]`."""
     idempotency_key: str
-    """Submits with the same key and body make one task. Default: a new key."""
+    """A key: submits with the same key and body make one task. Default: a new key."""
 
 
 _RESOURCES = (
@@ -140,7 +142,7 @@ _RESOURCES = (
     "bundles", "strategy", "min_ranks",
 )  # fmt: skip
 _OF_THE_RUN = ("kwargs", "working_directory", "modules", "idempotency_key")
-"""Options that the body has elsewhere, or that are a header."""
+"""The options that the body has elsewhere, or that are a header."""
 _TOP_LEVEL = tuple(name for name in SubmitOptions.__annotations__ if name not in (*_RESOURCES, *_OF_THE_RUN))
 
 
@@ -165,7 +167,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "cwd": "working_directory",
     "key": "idempotency_key",
 }
-"""Names of these options on the command line and in other systems."""
+"""The names of these options on the command line and in other systems."""
 
 
 DEFAULTS = "_gpubroker_options"
@@ -206,9 +208,9 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
 
 def parted_options(options: Mapping[str, Any], kind: Any) -> tuple[SubmitOptions, dict[str, Any]]:
     """The options of a submit, and those that only this kind of options has."""
-    own = kind.__annotations__.keys() - SubmitOptions.__annotations__.keys()
-    of_kind = {name: value for name, value in options.items() if name in own and value is not None}
-    rest = {name: value for name, value in options.items() if name not in own}
+    own_names = kind.__annotations__.keys() - SubmitOptions.__annotations__.keys()
+    of_kind = {name: value for name, value in options.items() if name in own_names and value is not None}
+    rest = {name: value for name, value in options.items() if name not in own_names}
     return cast("SubmitOptions", rest), of_kind
 
 
@@ -220,7 +222,7 @@ def check_options(options: SubmitOptions) -> None:
 
 
 def plain(name: str, value: Any) -> Any:
-    """Times, tasks and lists in the form of the HTTP API."""
+    """Return times, tasks and lists in the form of the HTTP API."""
     if name == "retry_on":
         if isinstance(value, str):
             raise WrongArgument(f"retry_on must be a list; write retry_on=[{value!r}]")
@@ -245,8 +247,8 @@ def plain(name: str, value: Any) -> Any:
 
 
 def _unknown_option(name: str) -> str:
-    near = get_close_matches(_OTHER_NAMES.get(name, name), SubmitOptions.__annotations__, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    suggestions = get_close_matches(_OTHER_NAMES.get(name, name), SubmitOptions.__annotations__, n=1)
+    hint = f"; did you mean {suggestions[0]}?" if suggestions else "."
     return (
         f"submit() has no option {name}{hint} Pass keyword arguments of the task itself as "
         f"kwargs={{{name!r}: ...}}"
@@ -408,14 +410,15 @@ def batches(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 def parts_of(bodies: Sequence[bytes], *, together: bool) -> list[list[bytes]]:
-    """In parts for one request each; in one if tasks run after others of them. Raises WrongArgument."""
+    """Divide the tasks into parts for one request each; into one part if tasks run after others of them.
+    Raises WrongArgument."""
     refer = not together and any(b'"after"' in body and _refers_to_batch(body) for body in bodies)
     if (together or refer) and len(bodies) > MOST_TASKS_TOGETHER:
-        why = (
+        reason = (
             "tasks that run after others by index or name are sent" if refer else "all_or_nothing sends them"
         )
         raise WrongArgument(
-            f"{why} in one request, of at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}"
+            f"{reason} in one request, of at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}"
         )
     return [list(bodies)] if bodies and (together or refer) else list(batches(bodies))
 

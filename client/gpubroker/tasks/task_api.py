@@ -57,22 +57,22 @@ _FOLLOW_PAUSE_SECONDS = 0.5
 
 
 class Filters(TypedDict, total=False):
-    """Which tasks; a task must match all that are given."""
+    """Selects tasks; a task must match all filters that are given."""
 
     state: Sequence[str] | str
     kind: str
-    """entrypoint, command, function, inference, model, or external (a lease of a program that the broker does
-    not start)."""
+    """The kind: entrypoint, command, function, inference, model, or external (a lease of a program that the
+    broker does not start)."""
     min_priority: int
     max_priority: int
     labels: Mapping[str, str]
     name: str
     tenant: str
-    """Another tenant, or `*` for all: needs the scope admin."""
+    """The tenant: another one, or `*` for all, needs the scope admin."""
     model_type: str
     stream: str
     after: AnyTask
-    """Only tasks that run after this one."""
+    """The task after which the tasks run."""
     submitted_from: datetime
     submitted_before: datetime
     finished_from: datetime
@@ -83,30 +83,30 @@ class ListOptions(Filters, total=False):
     """The filters of `list`."""
 
     order: str
-    """newest (first; the default), or turn: what runs, then what waits in the order of the queue, then what
-    ended last, in one page."""
+    """The order: newest (first; the default), or turn: what runs, then what waits in the order of the queue,
+    then what ended last, in one page."""
     sort: str
-    """submitted, finished (only ended tasks) or priority; with a `-` before it, the latest or highest first.
-    Without it: -submitted."""
+    """The sort key: submitted, finished (only ended tasks) or priority; with a `-` before it, the latest or
+    highest first. Default: -submitted."""
     limit: int
-    """Tasks per page; all pages are fetched as they are used."""
+    """The tasks per page; all pages are fetched as they are used."""
 
 
 class ChangeOptions(TypedDict, total=False):
-    """What `change` changes. None removes a time; what is left out stays."""
+    """The changes that `change` makes. None removes a time; what is left out stays."""
 
     priority: int | str
-    """0 to 100, or the name of a band."""
+    """The priority from 0 to 100, or the name of a band."""
     held: bool
     """A held task stays in the queue until it is released (False)."""
     not_before: datetime | str | None
     queue_ttl_seconds: float | None
-    """Counted from the change, or from `not_before`."""
+    """The longest wait for the first start, counted from the change, or from `not_before`."""
     deadline_at: datetime | str | None
 
 
 class EventStart(TypedDict, total=False):
-    """Where `events` begins: at one of these."""
+    """The position where `events` begins: one of these."""
 
     after: int
     last: int
@@ -208,10 +208,10 @@ class TaskApi(ObjectApi):
     def simulate(
         self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]
     ) -> Steps[Simulation]:
-        """What would become of this task if it were submitted now; nothing is stored.
+        """Return what would become of this task if it were submitted now; nothing is stored.
 
-        Without a target, of a demand alone. A refusal is part of the answer; raises Refused if the token may
-        not ask.
+        Without a target it is about a demand alone. A refusal is part of the answer; raises Refused if the
+        token may not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
         if is_to_upload(options, target):  # nothing is stored, and the directory has no say in it
@@ -254,7 +254,7 @@ class TaskApi(ObjectApi):
 
     @operation
     def outcome(self, task: AnyTask) -> Steps[Outcome]:
-        """How a finished task ended, with its pickled result as bytes and the end of its log."""
+        """Return how a finished task ended, with its pickled result as bytes and the end of its log."""
         return (yield from self._outcome(task))
 
     @operation
@@ -296,7 +296,7 @@ class TaskApi(ObjectApi):
         if everything == bool(given):
             raise WrongArgument("give one filter or more, such as labels={...}, or everything=True")
         given |= without_none({"grace_seconds": grace_seconds, "reason": reason})
-        given |= {name: True for name, is_so in (("all", everything), ("dry_run", dry_run)) if is_so}
+        given |= {name: True for name, is_set in (("all", everything), ("dry_run", dry_run)) if is_set}
         found: Cancelled | None = None
         while True:
             call = Call("POST", "/tasks/cancel", body=json_body(given), patience_seconds=_BATCH_SECONDS)
@@ -315,10 +315,10 @@ class TaskApi(ObjectApi):
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
-        """All tasks that match, fetched page by page as they are used; newest first, if not sorted."""
+        """Return all tasks that match, fetched page by page as they are used; newest first, if not sorted."""
         params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
-        return self._pages(Task, "/tasks", told={"told_by": ref(self)}, **params)
+        return self._pages(Task, "/tasks", context={"told_by": ref(self)}, **params)
 
     @operation
     def explain(self, task: AnyTask) -> Steps[Explanation]:
@@ -386,7 +386,7 @@ class TaskApi(ObjectApi):
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
-        """What your past runs used, by model type (else name, else entrypoint) and kind of device."""
+        """Return what your past runs used, by model type (else name, else entrypoint) and kind of device."""
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
 
     @operation
@@ -444,7 +444,7 @@ class TaskApi(ObjectApi):
 
 
 def opened_result(data: bytes) -> Any:
-    """Of a result that has become an object."""
+    """Return a result that has become an object."""
     is_pickled = data[: len(PICKLE_MARK)] == PICKLE_MARK
     return opened_object(memoryview(data), unpickles=True) if is_pickled else json.loads(data)
 
@@ -464,7 +464,7 @@ def _opened(task: str, unpickle: Callable[[], Any]) -> Any:
 
 
 def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are given. States are a list."""
+    """Return the filters that are given. States are a list."""
     given = {
         name: id_of(value) if name == "after" else plain(name, value)
         for name, value in wanted.items()

@@ -19,18 +19,20 @@ from gpubroker.wire.worker_sets import WorkerSet
 
 
 class WorkerSetOptions(SubmitOptions, total=False):
-    """What `create_worker_set` takes by name. All may be left out. Resources are those of one worker."""
+    """The keyword arguments of `create_worker_set`. All may be left out. Resources are those of one
+    worker."""
 
     count: int
-    """How many workers are wanted. Default: 1."""
+    """The number of workers that are wanted. Default: 1."""
     min_count: int
-    """Default: `count`."""
+    """The least number of workers. Default: `count`."""
     max_count: int
     """The set gets so many places, each a task, and never more. Default: `count`."""
     scale: Mapping[str, Any]
     """The signal that the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
     health: Mapping[str, Any]
-    """`{"method": "check_health", "period_seconds": 10}`; a worker that is unhealthy is restarted."""
+    """The check of a worker's health: `{"method": "check_health", "period_seconds": 10}`. An unhealthy worker
+    is restarted."""
     start_timeout_seconds: float
     """A worker that has not made its objects within this time has failed to start. Default: 3600."""
     max_restarts: int

@@ -13,12 +13,12 @@ class Body(Protocol):
     size_bytes: int
 
     def parts(self) -> Iterator[bytes]:
-        """All of it, anew at each call: a request may be sent again."""
+        """Yield all of it, anew at each call: a request may be sent again."""
 
 
 class FileBody:
     def __init__(self, file: BinaryIO) -> None:
-        """From the beginning to the end of the file. Raises WrongArgument."""
+        """The body is the file from its beginning to its end. Raises WrongArgument."""
         if not file.seekable():
             raise WrongArgument("the file cannot be read twice, as a retry may need; copy it to a real file")
         self._file = file

@@ -22,7 +22,7 @@ class Connection:
     url: str
     token: str | None = field(repr=False)
     source: str
-    """Where the address came from, for error messages."""
+    """The source of the address, for error messages."""
 
 
 def find_service(
@@ -93,7 +93,8 @@ def _check_token(token: str | None, given: str | None, name: str) -> None:
 
 
 def _environment() -> Mapping[str, str]:
-    """Of the task that this code runs in, if the runtime of tasks is loaded; else of the process."""
+    """Return the environment of the task that this code runs in, if the runtime of tasks is loaded; else of
+    the process."""
     runtime = sys.modules.get("gpubroker.runtime.task")
     return os.environ if runtime is None else runtime.environment()
 

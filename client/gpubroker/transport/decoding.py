@@ -1,4 +1,4 @@
-"""From the service's JSON to the types of `gpubroker.wire`, by field name.
+"""Decodes the service's JSON to the types of `gpubroker.wire`, by field name.
 
 Nothing is validated: a newer service may send fields and values that this version does not know, and an older
 one may leave fields out.
@@ -77,7 +77,7 @@ def _reader_of(hint: Any) -> Callable[[Any], Any]:
         return lambda value: tuple(map(read_item, value))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         read_value = _reader_of(parts[1])
-        return lambda value: {name: read_value(each) for name, each in value.items()}
+        return lambda value: {name: read_value(entry) for name, entry in value.items()}
     if not isinstance(hint, type):
         return _unchanged
     if issubclass(hint, Time):

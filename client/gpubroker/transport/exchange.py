@@ -18,10 +18,10 @@ from gpubroker.transport.bodies import Body
 T = TypeVar("T")
 
 _MODEL_CODES = frozenset({"model-not-ready", "model-not-loaded", "model-queue-timeout"})
-"""Problem codes about one model: the service itself is well."""
+"""The problem codes about one model: the service itself is well."""
 
 _CALL_CODES = frozenset({"call-failed", "call-timeout", "worker-lost"})
-"""Problem codes about one call of a worker's method."""
+"""The problem codes about one call of a worker's method."""
 
 UNTRUSTED, WRONG_SCHEME = "untrusted-certificate", "wrong-scheme"
 _HOPELESS = frozenset({UNTRUSTED, WRONG_SCHEME})
@@ -30,11 +30,11 @@ _HOPELESS = frozenset({UNTRUSTED, WRONG_SCHEME})
 _FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 _NOTHING_DONE = frozenset({429, 503})
-"""Statuses which promise that nothing was done and that a retry may help."""
+"""The statuses which promise that nothing was done and that a retry may help."""
 _UNKNOWN_OUTCOME = frozenset({502, 504})
-"""Statuses of a proxy: the service may have carried out the request."""
+"""The statuses of a proxy: the service may have carried out the request."""
 _LOAD_FAILED = "model-not-loaded"
-"""Sent with 502 by the service itself: a retry would fail the same way."""
+"""The code that the service itself sends with 502: a retry would fail the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
 
 
 def pause_seconds(attempt: int) -> float:
-    """Before the next, of attempts counted from 0."""
+    """Return the pause after an attempt, counted from 0."""
     longest = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(attempt, 16), LONGEST_PAUSE_SECONDS)
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
 
@@ -155,7 +155,7 @@ def _error_class(code: str, status: int) -> type[BrokerError]:
 
 
 def _retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """Seconds from `Retry-After`; a date counts as absent."""
+    """Return the seconds of `Retry-After`; a date counts as absent."""
     try:
         return max(0.0, float(headers["retry-after"]))
     except (KeyError, ValueError):

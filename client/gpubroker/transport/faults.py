@@ -25,7 +25,8 @@ def unreachable(connection: Connection, error: Exception) -> Unreachable:
             f"{where} does not speak TLS; write http:// instead of https://, or put a proxy with TLS there"
         )
         return Unreachable(detail, code=WRONG_SCHEME)
-    if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError) and _speaks_tls(connection.url):
+    is_cut_off = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
+    if is_cut_off and connection.url.startswith("http://") and _speaks_tls(connection.url):
         return Unreachable(f"{where} speaks TLS; write https:// instead of http://", code=WRONG_SCHEME)
     return Unreachable(
         f"no answer from {where}: {str(error) or type(error).__name__}; is the service running? "

@@ -83,23 +83,23 @@ class SyncHttp(SyncCaller):
         check_scheme(self.connection, response)
         return _answer_of(response)
 
-    def _items(self, of: Listed[T]) -> Iterator[T]:
-        if isinstance(of, Reading):
-            while (call := self._carry_out(of.next_call())) is not None:
-                yield from self._read_on(of, call)
+    def _items(self, listed: Listed[T]) -> Iterator[T]:
+        if isinstance(listed, Reading):
+            while (call := self._carry_out(listed.next_call())) is not None:
+                yield from self._read_on(listed, call)
             return
         try:
             cursor: str | None = None
             while True:
-                page = self._carry_out(of.fetch(cursor))
+                page = self._carry_out(listed.fetch(cursor))
                 yield from page.items
                 cursor = page.next_cursor
                 if cursor is None:
                     return
         except BaseException as fault:
-            if of.leave is not None and not isinstance(fault, Unreachable):
+            if listed.leave is not None and not isinstance(fault, Unreachable):
                 with suppress(BrokerError):  # what ended the iteration says more
-                    self._carry_out(of.leave())
+                    self._carry_out(listed.leave())
             raise
 
     def _read_on(self, reading: Reading[T], call: Call) -> Iterator[T]:
@@ -179,25 +179,25 @@ class AsyncHttp(AsyncCaller):
         check_scheme(self.connection, response)
         return _answer_of(response)
 
-    async def _items(self, of: Listed[T]) -> AsyncIterator[T]:
-        if isinstance(of, Reading):
-            while (call := await self._carry_out(of.next_call())) is not None:
-                async for each in self._read_on(of, call):
-                    yield each
+    async def _items(self, listed: Listed[T]) -> AsyncIterator[T]:
+        if isinstance(listed, Reading):
+            while (call := await self._carry_out(listed.next_call())) is not None:
+                async for line in self._read_on(listed, call):
+                    yield line
             return
         try:
             cursor: str | None = None
             while True:
-                page = await self._carry_out(of.fetch(cursor))
+                page = await self._carry_out(listed.fetch(cursor))
                 for item in page.items:
                     yield item
                 cursor = page.next_cursor
                 if cursor is None:
                     return
         except BaseException as fault:
-            if of.leave is not None and not isinstance(fault, Unreachable):
+            if listed.leave is not None and not isinstance(fault, Unreachable):
                 with suppress(BrokerError):
-                    await self._carry_out(of.leave())
+                    await self._carry_out(listed.leave())
             raise
 
     async def _read_on(self, reading: Reading[T], call: Call) -> AsyncIterator[T]:
@@ -209,8 +209,8 @@ class AsyncHttp(AsyncCaller):
                     await response.aread()
                     raise error_of(_answer_of(response, _EVENT))
                 async for data in response.aiter_bytes():
-                    for each in reading.take(data):
-                        yield each
+                    for item in reading.take(data):
+                        yield item
         except httpx.TransportError as error:
             fault = await _looked_at(self.connection, error)
         for each in reading.end(fault):
@@ -262,7 +262,7 @@ async def _looked_at(connection: Connection, error: httpx.TransportError) -> Unr
 
 
 async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Reading a file may block."""
+    """Yield the parts, each read in a thread, since reading a file may block."""
     from asyncio import to_thread
 
     while (part := await to_thread(next, parts, None)) is not None:
@@ -279,7 +279,7 @@ def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
 
 
 def check_listening(http: SyncHttp) -> None:
-    """Whether the address takes connections at all, at once. Raises Unreachable if it refuses them; knows
+    """Check at once that the address takes connections at all. Raises Unreachable if it refuses them; knows
     nothing of an address that is reached through a proxy, or by a transport of one's own."""
     connection = http.connection
     url = httpx.URL(connection.url)

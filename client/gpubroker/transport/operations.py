@@ -83,7 +83,7 @@ Listed = Pages[T] | Reading[T]
 
 
 class Operations:
-    """What the operations share."""
+    """The methods that all operations use."""
 
     _retry_seconds: float
 
@@ -112,13 +112,13 @@ class Operations:
         return (yield from self._send(call)).json()
 
     def _pages(
-        self, model: type[S], path: str, *, told: Mapping[str, Any] | None = None, **params: Any
+        self, model: type[S], path: str, *, context: Mapping[str, Any] | None = None, **params: Any
     ) -> Pages[S]:
-        """A list of the service that has a cursor. `told`: as in `page_of`."""
+        """Return a list of the service that has a cursor. `context`: further fields of each item."""
 
         def fetch(cursor: str | None) -> Steps[Page[S]]:
             raw = yield from self._ask("GET", path, **params, cursor=cursor)
-            return page_of(model, raw, **(told or {}))
+            return page_of(model, raw, **(context or {}))
 
         return Pages(fetch)
 
@@ -156,8 +156,8 @@ class SyncCaller(ABC):
     def _carry_out(self, steps: Steps[T]) -> T: ...
 
     @abstractmethod
-    def _items(self, of: Listed[T]) -> Iterator[T]:
-        """Of all pages, each fetched when it is needed, or of all lines as they come."""
+    def _items(self, listed: Listed[T]) -> Iterator[T]:
+        """Yield the items of all pages, each fetched when it is needed, or all lines as they come."""
 
 
 class AsyncCaller(ABC):
@@ -167,7 +167,7 @@ class AsyncCaller(ABC):
     async def _carry_out(self, steps: Steps[T]) -> T: ...
 
     @abstractmethod
-    def _items(self, of: Listed[T]) -> AsyncIterator[T]: ...
+    def _items(self, listed: Listed[T]) -> AsyncIterator[T]: ...
 
 
 class operation(Generic[P, T]):  # noqa: N801  # a decorator

@@ -1,4 +1,4 @@
-"""What the service answers: one Struct for each answer, used by the server, the SDK and the command line.
+"""The answers of the service: one Struct for each, used by the server, the SDK and the command line.
 
 The server encodes these types, `openapi.yaml` is generated from them, and the SDK hands them to its users.
 Values that answers show unchanged live here too, as plain Structs, and the service's core imports them from

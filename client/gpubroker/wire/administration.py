@@ -43,7 +43,7 @@ class Health(Answered, frozen=True):
 
 
 class Readiness(Answered, frozen=True):
-    """Each part is `ok`, or begins with one word for what it is instead.
+    """The readiness of the process. Each part is `ok`, or begins with one word for what it is instead.
 
     While `nodes` are `paused` the process is ready: all other nodes work. So it is while the `clock` is
     `contradicted`: all but pruning goes on.

@@ -44,7 +44,8 @@ class Answered(Struct, frozen=True, dict=True):
 
     @property
     def raw(self) -> Raw:
-        """All that the service answered, fields that this version of the SDK does not know included."""
+        """All fields that the service answered, including those that this version of the SDK does not
+        know."""
         raw: Raw | None = self.__dict__.get("raw")
         return to_builtins(self, enc_hook=plain) if raw is None else raw
 
@@ -89,8 +90,10 @@ class Page(Listed[T], Generic[T], frozen=True):
 class AsOf(Answered, frozen=True):
     """An overview of the cluster, which may be a little older than the answer."""
 
-    as_of: Annotated[Time, Meta(description="When the newest event in this overview was committed.")]
-    age_seconds: Annotated[float, Meta(description="Since the overview was last known to be current.")]
+    as_of: Annotated[Time, Meta(description="The commit time of the newest event in this overview.")]
+    age_seconds: Annotated[
+        float, Meta(description="The time since the overview was last known to be current.")
+    ]
     position: Annotated[int, Meta(description="Log position of the newest event in this overview.")]
 
 

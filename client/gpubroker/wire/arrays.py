@@ -13,7 +13,7 @@ class ArrayState(SettledState):
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """Items failed, or are left although no worker is."""
+    """Some items failed, or are left although no worker is."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 
@@ -39,20 +39,20 @@ class Array(Answered, frozen=True):
         ArrayState, Meta(description="`failed`: items failed, or are left although no worker is.")
     ]
     total: int
-    done: Annotated[int, Meta(description="Of them, those that have a result or an error.")]
-    failed: Annotated[int, Meta(description="Of those, the ones with an error.")]
+    done: Annotated[int, Meta(description="The number of them that have a result or an error.")]
+    failed: Annotated[int, Meta(description="The number of those with an error.")]
     fraction: float
-    items_per_second: Annotated[float | None, Meta(description="On average since the first result.")]
-    eta_at: Annotated[Time | None, Meta(description="When all are done, at this rate.")]
+    items_per_second: Annotated[float | None, Meta(description="The average since the first result.")]
+    eta_at: Annotated[Time | None, Meta(description="The time when all are done, at this rate.")]
     chunk: int | None
     item_timeout_seconds: float | None
     item_retries: int
-    retry_on: Annotated[tuple[RetryCause, ...], Meta(description="What uses a retry of an item.")]
+    retry_on: Annotated[tuple[RetryCause, ...], Meta(description="The causes that use a retry of an item.")]
     result_format: Literal["json", "cloudpickle"]
     workers: tuple[ArrayWorker, ...]
     submitted_at: Time
     last_item_at: Time | None
-    retry_of: Annotated[str | None, Meta(description="The array of which it does the failed items again.")]
+    retry_of: Annotated[str | None, Meta(description="The array whose failed items this one does again.")]
 
     @property
     def is_finished(self) -> bool:
@@ -64,7 +64,7 @@ class ArrayItem(Answered, frozen=True):
 
     number: Annotated[int, Meta(description="The item's place in the list, from 0.")]
     state: Literal["succeeded", "failed"]
-    seconds: Annotated[float, Meta(description="How long it took, all tries together.")]
+    seconds: Annotated[float, Meta(description="The time that it took, all tries together.")]
     tries: int
     result: Any = UNSET
     data_base64: Annotated[

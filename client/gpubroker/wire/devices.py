@@ -18,8 +18,9 @@ class History(Answered, frozen=True):
     values: Annotated[
         Mapping[str, Sequence[float | None]],
         Meta(
-            description="Of a GPU `utilization` (0 to 1), `used_mb`, `power_watts`, `temperature_celsius`; "
-            "of a node `cpu` and `disk` (0 to 1) and `memory_used_mb`. What was never measured is left out."
+            description="A GPU has `utilization` (0 to 1), `used_mb`, `power_watts` and "
+            "`temperature_celsius`; a node has `cpu` and `disk` (0 to 1) and `memory_used_mb`. A value that "
+            "was never measured is left out."
         ),
     ]
 
@@ -35,13 +36,15 @@ class Holder(Answered, frozen=True):
     priority: int
     band: str
     gpu_mb: int
-    context_mb: Annotated[int, Meta(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
+    context_mb: Annotated[
+        int, Meta(description="The part of `gpu_mb` that is the process's own cost beyond its demand.")
+    ]
     measured_mb: int
     overused_mb: Overused
     state: str
     since: Time
     stopping: bool
-    quarantine: Annotated[Awaited | None, Meta(description="While its state is quarantined.")]
+    quarantine: Annotated[Awaited | None, Meta(description="Set while its state is quarantined.")]
 
 
 class Pledge(Answered, frozen=True):
@@ -49,7 +52,9 @@ class Pledge(Answered, frozen=True):
 
     task: str | None
     gpu_mb: int
-    arrived_mb: Annotated[int, Meta(description="How much of it is already free, and kept for the task.")]
+    arrived_mb: Annotated[
+        int, Meta(description="The part of it that is already free, and kept for the task.")
+    ]
     priority: int
     deadline_at: Time
 
@@ -61,7 +66,9 @@ class GpuHealth(Struct, frozen=True):
     temperature_celsius: float | None = None
     sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
-    ecc_errors: Annotated[int | None, Meta(description="Uncorrected, since the driver was loaded.")] = None
+    ecc_errors: Annotated[
+        int | None, Meta(description="The number of uncorrected errors since the driver was loaded.")
+    ] = None
     xid: Annotated[
         int | None, Meta(description="The last critical error that the driver told the agent.")
     ] = None
@@ -105,27 +112,35 @@ class Gpu(Answered, frozen=True, kw_only=True):
     index: int
     simulated: bool
     parent: Annotated[str, Meta(description="UUID of the GPU of which it is an instance; empty for GPUs.")]
-    split: Annotated[bool, Meta(description="It has instances, which are leased instead of it.")]
-    power: Annotated[int, Meta(description="Rank of its kind; more is stronger, 0 is not ranked.")]
-    context_mb: Annotated[int, Meta(description="What each process takes beyond what it asked for.")]
+    split: Annotated[bool, Meta(description="True if it has instances, which are leased instead of it.")]
+    power: Annotated[int, Meta(description="The rank of its kind; more is stronger, 0 is not ranked.")]
+    context_mb: Annotated[
+        int, Meta(description="The memory that each process takes beyond what it asked for.")
+    ]
     present: Annotated[bool, Meta(description="False if its node no longer has it; kept while leased.")] = (
         True
     )
     physical_mb: int
-    reserve_mb: Annotated[int, Meta(description="Never leased.")]
+    reserve_mb: Annotated[int, Meta(description="The memory that is never leased.")]
     leased_mb: int
-    used_mb: Annotated[int | None, Meta(description="As measured; null before the first sample.")]
-    foreign_mb: Annotated[int, Meta(description="Used by processes without a lease.")]
-    unaccounted_mb: Annotated[int, Meta(description="Used beyond what holders and processes explain.")]
+    used_mb: Annotated[int | None, Meta(description="The measured use; null before the first sample.")]
+    foreign_mb: Annotated[int, Meta(description="The memory used by processes without a lease.")]
+    unaccounted_mb: Annotated[
+        int, Meta(description="The memory used beyond what holders and processes explain.")
+    ]
     pledged_mb: int
-    free_mb: Annotated[int, Meta(description="What a task without a pledge could take now.")]
-    stranded_mb: Annotated[int, Meta(description="Of that, what the usual demands cannot use.")]
-    utilization: Annotated[float | None, Meta(description="0 to 1, as last measured.")]
+    free_mb: Annotated[int, Meta(description="The memory that a task without a pledge could take now.")]
+    stranded_mb: Annotated[int, Meta(description="The part of it that the usual demands cannot use.")]
+    utilization: Annotated[float | None, Meta(description="The last measured value, 0 to 1.")]
     health: Annotated[
         GpuHealth | None,
-        Meta(description="Null of a simulated device, of an instance, and while its driver does not answer."),
+        Meta(
+            description="Null for a simulated device, for an instance, and while its driver does not answer."
+        ),
     ]
-    idle_seconds: Annotated[float | None, Meta(description="How long it has been idle; null: it is not.")]
+    idle_seconds: Annotated[
+        float | None, Meta(description="The time for which it has been idle; null if it is not.")
+    ]
     sampled_at: Time | None
     stale: Annotated[bool, Meta(description="Not measured recently: takes nothing new.")]
     closed: Annotated[ClosedGpu | None, Meta(description="Nothing new starts on it, and why.")] = None

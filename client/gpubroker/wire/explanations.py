@@ -1,4 +1,4 @@
-"""Why a task waits, what would help, and what would become of a task if it were submitted."""
+"""The reasons why a task waits, what would help, and what would become of a task if it were submitted."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ class PlacedDevice(Answered, frozen=True):
 
 
 class Place(Answered, frozen=True):
-    """Where a task, or a rank of one, would run."""
+    """The place where a task, or a rank of one, would run."""
 
     node: str
     devices: tuple[PlacedDevice, ...]
@@ -49,15 +49,15 @@ class DeviceHolder(MemoryHolder, frozen=True):
     token is an admin's."""
 
     stopping: bool
-    quarantine: Annotated[Awaited | None, Meta(description="What ends its quarantine; else null.")]
-    ends: Annotated[Expected | None, Meta(description="Expected; null if unknown.")]
+    quarantine: Annotated[Awaited | None, Meta(description="The proofs that end its quarantine; else null.")]
+    ends: Annotated[Expected | None, Meta(description="The expected end; null if unknown.")]
 
 
 class OtherRun(MemoryHolder, frozen=True):
     """A run that would be stopped, or that would not be. `id` and `name` are null for another tenant's."""
 
     node: str | None
-    lost_gpu_seconds: Annotated[float, Meta(description="Work that is lost if it is stopped.")]
+    lost_gpu_seconds: Annotated[float, Meta(description="The work that is lost if it is stopped.")]
 
 
 class ProtectedRun(OtherRun, frozen=True):
@@ -66,23 +66,28 @@ class ProtectedRun(OtherRun, frozen=True):
     shield: Annotated[
         str,
         Meta(
-            description="Stable: none, would_not_help, young, budget, turn, guaranteed, priority or leaving."
+            description="A stable token: none, would_not_help, young, budget, turn, guaranteed, priority or "
+            "leaving."
         ),
     ]
 
 
 class PreemptionCounts(Answered, frozen=True):
-    """Why no run is stopped for a task, or that some would be."""
+    """The reason why no run is stopped for a task, or the statement that some would be."""
 
     why: Annotated[str, Meta(description="A stable token, such as all_shielded or not_enough.")]
     message: str
-    counts: Annotated[Mapping[str, int], Meta(description="Runs on nodes that it may use, by their shield.")]
+    counts: Annotated[
+        Mapping[str, int], Meta(description="The number of runs on nodes that it may use, by their shield.")
+    ]
 
 
 class Preemption(PreemptionCounts, frozen=True):
-    """Why no run is stopped for a task, or which runs would be."""
+    """The reason why no run is stopped for a task, or the runs that would be."""
 
-    runs: Annotated[tuple[ProtectedRun, ...], Meta(description="The most relevant of them, at most 20.")]
+    runs: Annotated[
+        tuple[ProtectedRun, ...], Meta(description="The most relevant of these runs, at most 20.")
+    ]
 
 
 class Remedy(Answered, frozen=True):
@@ -91,16 +96,16 @@ class Remedy(Answered, frozen=True):
     change: Annotated[
         Mapping[str, Any],
         Meta(
-            description="What to ask for instead, under `bundles` in each rank (of `gpu_mb`: that asks for "
-            "more); empty: waiting is enough."
+            description="The fields to ask for instead, under `bundles` in each rank (of `gpu_mb`: in ranks "
+            "that ask for more); empty if waiting is enough."
         ),
     ]
-    effect: Annotated[str, Meta(description="starts, preempts or starts_later.")]
+    effect: Annotated[str, Meta(description="One of starts, preempts and starts_later.")]
     message: str
     places: Annotated[tuple[Place, ...], Meta(description="One per rank; none if runs must leave first.")]
     victims: tuple[OtherRun, ...]
-    after: Annotated[OtherRun | None, Meta(description="It starts when this run has ended.")]
-    within: Annotated[Expected | None, Meta(description="When that end is expected.")]
+    after: Annotated[OtherRun | None, Meta(description="The run whose end lets the task start.")]
+    within: Annotated[Expected | None, Meta(description="The expected time of that end.")]
 
 
 class Quota(Answered, frozen=True):
@@ -109,26 +114,30 @@ class Quota(Answered, frozen=True):
     tenant: str
     cohort: Annotated[str | None, Meta(description="Its members lend each other what they do not use.")]
     guaranteed_mb: int
-    used_mb: Annotated[int, Meta(description="What it holds, and what is being freed for its tasks.")]
-    borrowed_mb: Annotated[int, Meta(description="Of that, what is beyond its guarantee.")]
-    lent_mb: Annotated[int, Meta(description="What its cohort would lend it now, beyond what it holds.")]
-    left_mb: Annotated[int, Meta(description="What it may still take, borrowed or not.")]
+    used_mb: Annotated[
+        int, Meta(description="The memory that it holds, and that is being freed for its tasks.")
+    ]
+    borrowed_mb: Annotated[int, Meta(description="The part of it beyond its guarantee.")]
+    lent_mb: Annotated[
+        int, Meta(description="The memory that its cohort would lend it now, beyond what it holds.")
+    ]
+    left_mb: Annotated[int, Meta(description="The memory that it may still take, borrowed or not.")]
     counts_mb: Annotated[
         int,
         Meta(
-            description="What the task would count: on the largest GPUs that it may use; of a gang, the "
-            "ranks that it needs at least."
+            description="The memory that the task would count, on the largest GPUs that it may use. A gang "
+            "counts the ranks that it needs at least."
         ),
     ]
 
 
 class RankVerdict(Answered, frozen=True):
-    """One rank of a gang. Ranks are judged together as long as they have room together; after the first that
-    has none, each one by itself."""
+    """The verdict on one rank of a gang. Ranks are judged together as long as they have room together; after
+    the first that has none, each is judged by itself."""
 
     rank: int
-    place: Annotated[Place | None, Meta(description="Where there is room for it.")]
-    reason: Annotated[str | None, Meta(description="Null as well for a rank that can be missing.")]
+    place: Annotated[Place | None, Meta(description="The place with room for it.")]
+    reason: Annotated[str | None, Meta(description="Null also for a rank that can be missing.")]
     message: str
 
 
@@ -142,11 +151,13 @@ class DeviceVerdict(Answered, frozen=True):
     verdict: Annotated[str, Meta(description="A stable token, such as fits, no_room, too_small.")]
     message: str
     need_mb: int | None
-    free_mb: Annotated[int, Meta(description="For this task: memory kept for it counts as free.")]
+    free_mb: Annotated[
+        int, Meta(description="The memory that is free for this task: memory kept for it counts as free.")
+    ]
     allocatable_mb: int
     free_in: Annotated[
         Expected | None,
-        Meta(description="When it has enough, unless another task takes it first; null if unknown."),
+        Meta(description="The time when it has enough, unless another task takes it first; null if unknown."),
     ]
     holders: tuple[DeviceHolder, ...]
 
@@ -154,24 +165,32 @@ class DeviceVerdict(Answered, frozen=True):
 class Outlook(Answered, frozen=True, kw_only=True):
     """The part that explanations and simulations share."""
 
-    reason: Annotated[str | None, Meta(description="Of the most structural blocker, if it waits.")]
+    reason: Annotated[str | None, Meta(description="The reason of the most structural blocker, if it waits.")]
     message: str
     position: Annotated[int | None, Meta(description="Place in the queue; 1 is next.")]
     start: Annotated[
         Expected | None,
-        Meta(description="When it has room, unless another waiting task takes it first. Null if unknown."),
+        Meta(
+            description="The time when it has room, unless another waiting task takes it first; null if "
+            "unknown."
+        ),
     ]
     start_record: Annotated[
         ForecastsKept | None,
-        Meta(description="How accurate forecasts on the same basis have been; null if there were none."),
+        Meta(description="The accuracy of earlier forecasts on the same basis; null if there were none."),
     ]
     preemption: Preemption | None
-    remedies: Annotated[tuple[Remedy, ...], Meta(description="What would help; the smallest change first.")]
+    remedies: Annotated[
+        tuple[Remedy, ...], Meta(description="The changes that would help; the smallest change first.")
+    ]
     blockers: tuple[Blocker, ...]
     quota: Annotated[Quota | None, Meta(description="Null without GPUs, or without a quota.")]
-    ranks: Annotated[tuple[RankVerdict, ...] | None, Meta(description="Of a gang that waits.")]
+    ranks: Annotated[
+        tuple[RankVerdict, ...] | None, Meta(description="The verdicts on the ranks of a gang that waits.")
+    ]
     devices: Annotated[
-        tuple[DeviceVerdict, ...], Meta(description="Of a gang: for its first rank without room.")
+        tuple[DeviceVerdict, ...],
+        Meta(description="The verdicts on devices; for a gang, they are about its first rank without room."),
     ]
     evaluated_at: Time
     queue_length: int
@@ -181,8 +200,8 @@ class Outlook(Answered, frozen=True, kw_only=True):
 
 
 class Explanation(Outlook, frozen=True, kw_only=True):
-    """Why a task waits, or what it is doing. `blockers` has everything that it waits for, `remedies` what
-    would help, each found by planning the task again with that change."""
+    """The reasons why a task waits, or what it is doing. `blockers` has everything that it waits for,
+    `remedies` the changes that would help, each found by planning the task again with that change."""
 
     id: str
     name: str
@@ -190,8 +209,8 @@ class Explanation(Outlook, frozen=True, kw_only=True):
     worker: Annotated[
         str | None,
         Meta(
-            description="Of an array or a worker set of several workers: the first that waits, which all but "
-            "the id, the state and the message is about; else null."
+            description="The first waiting worker of an array or a worker set with several workers. All but "
+            "the id, the state and the message is about it. Null for other tasks."
         ),
     ] = None
     inherits: Annotated[Inherited | None, Meta(description="Null if it has its own priority.")]
@@ -210,14 +229,21 @@ class Simulation(Outlook, frozen=True, kw_only=True):
 
     verdict: Annotated[
         str,
-        Meta(description="refused; starts: there is room; preempts: `victims` are stopped first; or waits."),
+        Meta(
+            description="One of refused, starts (there is room), preempts (`victims` are stopped first) and "
+            "waits."
+        ),
     ]
     refusal: Refusal | None
     priority: int | None
-    resources: Annotated[Demand | None, Meta(description="With all defaults; null if refused early.")]
-    sizing: Annotated[Sizing | None, Meta(description="How its size would be settled, if it states none.")]
-    places: Annotated[tuple[Place, ...], Meta(description="Where it would start now.")]
-    victims: Annotated[tuple[OtherRun, ...], Meta(description="Runs that would be asked to leave.")]
+    resources: Annotated[
+        Demand | None, Meta(description="The resources with all defaults; null if refused early.")
+    ]
+    sizing: Annotated[
+        Sizing | None, Meta(description="The way in which its size would be settled, if it states none.")
+    ]
+    places: Annotated[tuple[Place, ...], Meta(description="The places where it would start now.")]
+    victims: Annotated[tuple[OtherRun, ...], Meta(description="The runs that would be asked to leave.")]
 
     @property
     def starts(self) -> bool:

@@ -1,4 +1,5 @@
-"""What is wrong with the fleet, what fills it when it is idle, and what an autoscaler should know of it."""
+"""Findings about the fleet, the templates that fill it when it is idle, and the demand that an autoscaler
+should know."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -14,9 +15,9 @@ class Diagnosis(Struct, frozen=True):
     kind: Annotated[str, Meta(description="A stable token; clients must expect new ones.")]
     subject: Annotated[str, Meta(description="The device, node, task, model or part that it is about.")]
     severity: Annotated[str, Meta(description="`critical`, `warning` or `note`.")]
-    cause: Annotated[str, Meta(description="A sentence.")]
-    evidence: Annotated[Mapping[str, str | float], Meta(description="What was measured.")]
-    remedy: Annotated[str, Meta(description="A command, or what to do where none helps.")]
+    cause: Annotated[str, Meta(description="The cause in one sentence.")]
+    evidence: Annotated[Mapping[str, str | float], Meta(description="The measured values.")]
+    remedy: Annotated[str, Meta(description="A command, or advice where no command helps.")]
 
 
 class Finding(Diagnosis, Answered, frozen=True):
@@ -34,21 +35,23 @@ class IdleTemplate(Answered, frozen=True):
     tenant: str
     weight: int
     max_running: int
-    made_by: Annotated[str, Meta(description="Name of the token that made it; its tasks are that token's.")]
+    made_by: Annotated[
+        str, Meta(description="The name of the token that made it; its tasks are that token's.")
+    ]
     made_at: Time
-    running: Annotated[int, Meta(description="How many of its tasks hold something now.")]
+    running: Annotated[int, Meta(description="The number of its tasks that hold something now.")]
     waiting: int
     stopped: Annotated[
         str | None,
         Meta(
-            description="Why nothing of it is submitted now, such as a deleted token, or a task that failed; "
-            "null: it goes on."
+            description="The reason why no task of it is submitted now, such as a deleted token, or a task "
+            "that failed; null while it goes on."
         ),
     ]
 
 
 class Capacity(Answered, frozen=True):
-    gpus: Annotated[int, Meta(description="Whole ones, and as many as parts of GPUs fill.")]
+    gpus: Annotated[int, Meta(description="The number of whole GPUs, and of GPUs that parts fill.")]
     gpu_mb: int
     cpu: float
     memory_mb: int
@@ -56,12 +59,14 @@ class Capacity(Answered, frozen=True):
 
 class Unmet(Capacity, frozen=True):
     tasks: int
-    waiting_seconds: Annotated[float, Meta(description="Of the task that has waited longest.")]
+    waiting_seconds: Annotated[float, Meta(description="The time that the longest waiting task has waited.")]
 
 
 class UnmetGroup(Unmet, frozen=True):
-    pool: Annotated[str, Meta(description="Empty: the tasks name none.")]
-    kinds: Annotated[tuple[str, ...], Meta(description="Any of these; empty: any kind, or no GPU.")]
+    pool: Annotated[str, Meta(description="The pool that the tasks name; empty if they name none.")]
+    kinds: Annotated[
+        tuple[str, ...], Meta(description="The kinds of which any will do; empty for any kind, or no GPU.")
+    ]
 
 
 class SpareNode(Capacity, frozen=True):
@@ -76,15 +81,20 @@ class Spare(Capacity, frozen=True):
 
 
 class AutoscalingDemand(AsOf, frozen=True):
-    """What waiting tasks lack, what all tasks need together, and what could be given back."""
+    """The demand that waiting tasks lack, the capacity that all tasks need together, and what could be given
+    back."""
 
     unmet: Annotated[
-        Unmet, Meta(description="Of tasks that wait for room, each in full, and of missing ranks.")
+        Unmet,
+        Meta(description="The demands of tasks that wait for room, each in full, and of missing ranks."),
     ]
-    used: Annotated[Capacity, Meta(description="Held now: GPUs in whole or in part.")]
-    needed: Annotated[Capacity, Meta(description="`used` and `unmet`: what the cluster should have.")]
-    groups: Annotated[tuple[UnmetGroup, ...], Meta(description="`unmet` by pool and kinds.")]
+    used: Annotated[Capacity, Meta(description="The capacity that is held now: GPUs in whole or in part.")]
+    needed: Annotated[
+        Capacity, Meta(description="The capacity that the cluster should have: `used` and `unmet`.")
+    ]
+    groups: Annotated[tuple[UnmetGroup, ...], Meta(description="The demands of `unmet`, by pool and kinds.")]
     limited_tasks: Annotated[
-        int, Meta(description="They wait for a quota or a limit, which no node would raise.")
+        int,
+        Meta(description="The number of tasks that wait for a quota or a limit, which no node would raise."),
     ]
     spare: Spare

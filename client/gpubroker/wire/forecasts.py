@@ -1,4 +1,4 @@
-"""What is expected, from earlier runs and stated times."""
+"""Forecasts from earlier runs and stated times."""
 
 from typing import Annotated
 
@@ -8,28 +8,32 @@ from gpubroker.wire.answered import Answered, Time
 
 
 class Expected(Answered, frozen=True):
-    """When something is likely to happen; the same for every forecast of the API."""
+    """The time at which something is likely to happen; the same for every forecast of the API."""
 
     p50_at: Time
     p90_at: Time
-    p50_seconds: Annotated[float, Meta(description="From now; one in two takes no longer.")]
-    p90_seconds: Annotated[float, Meta(description="From now; nine in ten take no longer.")]
-    n: Annotated[int, Meta(description="The number of runs behind it; 0: none.")]
+    p50_seconds: Annotated[float, Meta(description="The seconds from now that one in two does not exceed.")]
+    p90_seconds: Annotated[float, Meta(description="The seconds from now that nine in ten do not exceed.")]
+    n: Annotated[int, Meta(description="The number of runs behind it; 0 for none.")]
     basis: Annotated[
         str,
         Meta(
-            description="What it rests on: `stated` run times, limits and grace periods; `learned` run "
-            "times; or a `guess` at runs of unknown length."
+            description="The basis of the forecast: `stated` run times, limits and grace periods; `learned` "
+            "run times; or a `guess` at runs of unknown length."
         ),
     ]
 
 
 class ForecastsKept(Answered, frozen=True):
-    """How accurate the first forecasts of starts were, by what they rested on."""
+    """The accuracy of the first forecasts of starts, by what they rested on."""
 
-    basis: Annotated[str, Meta(description="stated, learned or guess.")]
-    n: Annotated[int, Meta(description="Starts with a forecast, at most 1000; recent ones count more.")]
-    median_error_seconds: Annotated[float, Meta(description="From the forecast start, either way.")]
+    basis: Annotated[str, Meta(description="One of stated, learned and guess.")]
+    n: Annotated[
+        int, Meta(description="The number of starts with a forecast, at most 1000; recent ones count more.")
+    ]
+    median_error_seconds: Annotated[
+        float, Meta(description="The distance from the forecast start, either way.")
+    ]
     within_p90: Annotated[float, Meta(description="The share that started by the p90; 0.9 is right.")]
 
 
@@ -46,20 +50,22 @@ class Estimate(Answered, frozen=True):
     """The memory and the time that the runs of one subject took on one kind of device."""
 
     subject: Annotated[str, Meta(description="A model type, else a name, else an entrypoint.")]
-    kind: Annotated[str, Meta(description="Of device; empty for runs without one.")]
+    kind: Annotated[str, Meta(description="The kind of device; empty for runs without one.")]
     gpu_mb: Annotated[Quantiles | None, Meta(description="The most used of one device, in MiB.")]
-    seconds: Annotated[Quantiles | None, Meta(description="How long runs took that did all the work.")]
-    needed_runs: Annotated[int, Meta(description="So many must be measured before a size is learned.")]
+    seconds: Annotated[Quantiles | None, Meta(description="The time that runs took that did all the work.")]
+    needed_runs: Annotated[
+        int, Meta(description="The number of runs that must be measured before a size is learned.")
+    ]
 
 
 class Sizing(Struct, frozen=True):
-    """How the size of a task, or of the ranks of a gang, was learned from earlier runs when it was submitted.
+    """The size of a task, or of the ranks of a gang, as it was learned from earlier runs at submit.
 
-    Of ranks that may use different devices: the largest, and the message has each.
+    If the ranks may use different devices, it is the largest size, and the message has each.
     """
 
-    gpu_mb: Annotated[int | None, Meta(description="Per device; null: whole devices.")]
-    p95_mb: Annotated[int | None, Meta(description="95 of 100 runs used less.")]
-    n: Annotated[int, Meta(description="Runs, or ranks, that had been measured.")]
-    kind: Annotated[str | None, Meta(description="Of their devices.")]
+    gpu_mb: Annotated[int | None, Meta(description="The size per device; null for whole devices.")]
+    p95_mb: Annotated[int | None, Meta(description="The memory that 95 of 100 runs did not exceed.")]
+    n: Annotated[int, Meta(description="The number of runs, or ranks, that had been measured.")]
+    kind: Annotated[str | None, Meta(description="The kind of their devices.")]
     message: str

@@ -17,15 +17,17 @@ class LeaseState(KnownState):
     STOPPING = "stopping"
     """The holder is asked to leave."""
     QUARANTINED = "quarantined"
-    """It has ended without a release: its memory still counts as used."""
+    """The lease has ended without a release: its memory still counts as used."""
     ENDED = "ended"
     UNKNOWN = "unknown"
 
 
 class Notice(Answered, frozen=True):
-    """Why and by when the holder must free its memory and release the lease."""
+    """The reason and the deadline for the holder to free its memory and release the lease."""
 
-    reason: Annotated[str, Meta(description="preempt, deadline (it was not renewed), cancel or overuse.")]
+    reason: Annotated[
+        str, Meta(description="One of preempt, deadline (it was not renewed), cancel and overuse.")
+    ]
     deadline_at: Time
     cause: Annotated[
         str | None,
@@ -56,16 +58,16 @@ class Lease(Answered, frozen=True):
     pid: int | None
     labels: Mapping[str, str]
     node: str | None
-    devices: Annotated[tuple[TaskDevice, ...], Meta(description="What it holds now.")]
+    devices: Annotated[tuple[TaskDevice, ...], Meta(description="The devices that it holds now.")]
     ttl_seconds: float
     grace_seconds: float
     requested_at: Time
     held_at: Time | None
-    deadline_at: Annotated[Time | None, Meta(description="Renew it before then.")]
+    deadline_at: Annotated[Time | None, Meta(description="The time before which it must be renewed.")]
     ended_at: Time | None
     notice: Notice | None
     pending: Pending | None
-    error: Annotated[Failure | None, Meta(description="Why it ended without a release.")]
+    error: Annotated[Failure | None, Meta(description="The reason why it ended without a release.")]
     urls: LeaseUrls
 
     @property

@@ -29,18 +29,20 @@ class ServedModel(Answered, frozen=True):
             "cold model, and on a server outside the ledger."
         ),
     ]
-    priority: Annotated[int | None, Meta(description="Higher ones may take its memory; 100 if pinned.")]
+    priority: Annotated[
+        int | None, Meta(description="The priority of its memory: higher ones may take it; 100 if pinned.")
+    ]
     pinned: bool
     gpu_mb: int | None
     node: str | None
-    load_seconds: Annotated[float | None, Meta(description="How long its last load took.")]
+    load_seconds: Annotated[float | None, Meta(description="The time that its last load took.")]
     loaded_at: Time | None
     wanted_until_at: Annotated[Time | None, Meta(description="Null while it is pinned, or cold.")]
     reason: Annotated[
         str,
         Meta(
-            description="Why it cannot be loaded, or did not load; of a step, which ensemble has loaded it; "
-            "else empty."
+            description="The reason why it cannot be loaded, or did not load; for a step, the ensemble that "
+            "has loaded it; else empty."
         ),
     ]
 
@@ -53,8 +55,9 @@ class MeasuredModel(Answered, frozen=True):
     device: Annotated[str, Meta(description="UUID of the GPU.")]
     kind: str
     batch_sizes: Annotated[
-        tuple[int, ...], Meta(description="Empty: its requests have no dimension for rows.")
+        tuple[int, ...],
+        Meta(description="The measured batch sizes; empty if its requests have no dimension for rows."),
     ]
-    measured_mb: Annotated[int, Meta(description="The most that it took, within 2 %.")]
-    next_mb: Annotated[int, Meta(description="What its next load leases.")]
-    configured: Annotated[bool, Meta(description="`next_mb` is the `gpu_mb` of the settings.")]
+    measured_mb: Annotated[int, Meta(description="The most memory that it took, within 2 %.")]
+    next_mb: Annotated[int, Meta(description="The memory that its next load leases.")]
+    configured: Annotated[bool, Meta(description="True if `next_mb` is the `gpu_mb` of the settings.")]

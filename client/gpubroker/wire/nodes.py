@@ -10,7 +10,7 @@ from gpubroker.wire.devices import Gpu, History
 
 
 class Amount(Answered, frozen=True):
-    """`used`: held by what runs there, whatever it really uses."""
+    """An amount that a node has. `used`: held by what runs there, whatever it really uses."""
 
     total: float
     used: float
@@ -29,13 +29,16 @@ class RunAmount(Answered, frozen=True):
 
 
 class NodeAgent(Answered, frozen=True, kw_only=True):
-    release: Annotated[str | None, Meta(description="Of gpubroker; null if it does not say.")]
+    release: Annotated[str | None, Meta(description="The release of gpubroker; null if it does not say.")]
     protocol: Annotated[int, Meta(description="The version of its protocol with the leader.")]
-    outdated: Annotated[bool, Meta(description="It is of an earlier release than the leader.")]
-    message: Annotated[str | None, Meta(description="What happens to it, and what to do.")]
+    outdated: Annotated[bool, Meta(description="True if it is of an earlier release than the leader.")]
+    message: Annotated[str | None, Meta(description="The text says what happens to it, and what to do.")]
     gpu_faults: Annotated[
         Mapping[str, str] | UnsetType,
-        Meta(description="GPUs that it cannot use, by UUID or else by number, and why."),
+        Meta(description="The GPUs that it cannot use, by UUID or else by number, and the reasons."),
+    ] = UNSET
+    python: Annotated[
+        str | UnsetType, Meta(description="The version of Python there; `ray` is that of Ray.")
     ] = UNSET
     gpu_absence: Annotated[
         str | UnsetType | None,
@@ -43,10 +46,9 @@ class NodeAgent(Answered, frozen=True, kw_only=True):
             description="Why its machine shows no GPU at all; the driver is asked again about once a minute."
         ),
     ] = UNSET
-    python: Annotated[str | UnsetType, Meta(description="Its version there; as `ray`.")] = UNSET
     ray: str | UnsetType = UNSET
     clock_ahead_seconds: Annotated[
-        int | UnsetType, Meta(description="How far the node's clock is ahead of the leader's.")
+        int | UnsetType, Meta(description="The seconds by which the node's clock is ahead of the leader's.")
     ] = UNSET
 
 
@@ -55,12 +57,14 @@ class Drain(Answered, frozen=True):
 
     since: Time
     deadline_at: Annotated[
-        Time | None, Meta(description="By when all that is left is ended, whatever its priority.")
+        Time | None,
+        Meta(description="The time when everything that is left is ended, whatever its priority."),
     ]
     left: Annotated[
-        int, Meta(description="Runs, models and leases that are there, or not proven to be gone.")
+        int,
+        Meta(description="The number of runs, models and leases that are there, or not proven to be gone."),
     ]
-    done: Annotated[bool, Meta(description="Nothing is left: the machine can be taken away.")]
+    done: Annotated[bool, Meta(description="True if nothing is left: the machine can be taken away.")]
 
 
 class Disk(Answered, frozen=True):
@@ -70,68 +74,87 @@ class Disk(Answered, frozen=True):
 
 
 class ObjectStore(Answered, frozen=True):
-    """Ray's, which does not say how much of it is in use."""
+    """The object store of Ray, which does not say how much of it is in use."""
 
     total_mb: int
-    spilled_mb: Annotated[int | None, Meta(description="On disk for lack of memory; null if unknown.")]
+    spilled_mb: Annotated[
+        int | None, Meta(description="The memory that was moved to disk for lack of room; null if unknown.")
+    ]
 
 
 class MeasuredNode(Answered, frozen=True):
     """The machine as last measured, whatever uses it."""
 
     sampled_at: Time
-    stale: Annotated[bool, Meta(description="Not measured recently.")]
-    cpu: Annotated[float, Meta(description="Share of its CPUs that was busy: 0 to 1.")]
+    stale: Annotated[bool, Meta(description="True if it was not measured recently.")]
+    cpu: Annotated[float, Meta(description="The share of its CPUs that was busy: 0 to 1.")]
     memory_total_mb: int
     memory_available_mb: int
     memory_pressure: Annotated[
         float | None,
-        Meta(description="Share of the last 10 s in which processes waited for memory (PSI); null: unknown."),
+        Meta(
+            description="The share of the last 10 s in which processes waited for memory (PSI); null if "
+            "unknown."
+        ),
     ]
     disks: Annotated[
         tuple[Disk, ...],
-        Meta(description="Of Ray's session and of `fleet.watched_directories`, if they answer."),
+        Meta(description="The disks of Ray's session and of `fleet.watched_directories`, if they answer."),
     ]
-    received_bytes: Annotated[int, Meta(description="By all interfaces but loopback, since it booted.")]
+    received_bytes: Annotated[
+        int, Meta(description="The bytes that all interfaces but loopback received since it booted.")
+    ]
     sent_bytes: int
     object_store: ObjectStore | None
 
 
 class NodeHolder(Answered, frozen=True):
-    """`id` and `name` are null for other tenants' holders, unless the token is an admin's."""
+    """A holder on a node. `id` and `name` are null for other tenants' holders, unless the token is an
+    admin's."""
 
     kind: str
     id: str | None
     name: str | None
     tenant: str
-    gpus: Annotated[int, Meta(description="Devices on which it has a lease; 0: it has CPU and memory only.")]
+    gpus: Annotated[
+        int,
+        Meta(description="The number of devices on which it has a lease; 0 if it has CPU and memory only."),
+    ]
     gpu_mb: int
 
 
 class Node(Answered, frozen=True, kw_only=True):
     name: str
-    ready: Annotated[bool, Meta(description="Its agent has answered the leader.")] = True
+    ready: Annotated[bool, Meta(description="True if its agent has answered the leader.")] = True
     silent_since: Annotated[
         Time | None,
-        Meta(description="The last heartbeat of its agent, if more than two are overdue; null otherwise."),
+        Meta(
+            description="The time of its agent's last heartbeat, if more than two are overdue; null "
+            "otherwise."
+        ),
     ]
     cordoned: Annotated[bool, Meta(description="An operator says that nothing new starts on it.")]
     cordon_reason: Annotated[str, Meta(description="In the operator's words; often empty.")]
     cordoned_by: Annotated[str, Meta(description="Name of the operator's token; empty if it is open.")] = ""
     cordoned_at: Time | None = None
     drain: Annotated[Drain | None, Meta(description="Null if it is not being drained.")]
-    disk_full: Annotated[str | None, Meta(description="Nothing starts on it: which disk is too full.")]
-    incarnation: Annotated[str, Meta(description="Changes with each start of the node's agent.")]
+    disk_full: Annotated[
+        str | None,
+        Meta(description="The disk that is too full, because of which nothing starts on the node."),
+    ]
+    incarnation: Annotated[str, Meta(description="A text that changes with each start of the node's agent.")]
     cpu: Amount
     memory_mb: MebibyteAmount
     runs: RunAmount
     gpus: int
-    gpu_mb: Annotated[MebibyteAmount, Meta(description="Of its GPUs that take tasks; `used`: leased.")]
+    gpu_mb: Annotated[
+        MebibyteAmount, Meta(description="The memory of its GPUs that take tasks; `used` is leased.")
+    ]
     measured: Annotated[MeasuredNode | None, Meta(description="Null before the first sample.")]
     holders: tuple[NodeHolder, ...]
     history: History
     idle_seconds: Annotated[
-        float | None, Meta(description="How long its CPUs have been idle; null: they are not.")
+        float | None, Meta(description="The time for which its CPUs have been idle; null if they are not.")
     ]
     labels: Mapping[str, str]
     task_user: Annotated[str, Meta(description="System user that runs become; empty: unknown.")] = ""
@@ -170,18 +193,21 @@ class NodeDisk(Answered, frozen=True):
 
     node: str
     taken_at: Time
-    disks: Annotated[tuple[DiskUse, ...], Meta(description="Those that are watched, as last measured.")]
-    roots: Annotated[tuple[DiskRoot, ...], Meta(description="Empty: the guard only reports.")]
-    deleted: Annotated[bool, Meta(description="Whether `files` are gone, or would go.")]
+    disks: Annotated[tuple[DiskUse, ...], Meta(description="The disks that are watched, as last measured.")]
+    roots: Annotated[
+        tuple[DiskRoot, ...],
+        Meta(description="The directories that the guard cleans; empty if it only reports."),
+    ]
+    deleted: Annotated[bool, Meta(description="True if `files` are gone; false if they would go.")]
     first_pass: Annotated[
         bool,
-        Meta(description="The first pass after a change of configuration, which deletes nothing."),
+        Meta(description="True for the first pass after a change of configuration, which deletes nothing."),
     ]
     files: Annotated[
-        tuple[CleanedFile, ...], Meta(description="In the order in which they go; at most 1000.")
+        tuple[CleanedFile, ...], Meta(description="The files in the order in which they go; at most 1000.")
     ]
     freed_bytes: int
     kept: Annotated[
-        Mapping[str, int], Meta(description="Why other files stay, and how many for each reason.")
+        Mapping[str, int], Meta(description="The reasons why other files stay, and how many for each.")
     ]
-    message: Annotated[str, Meta(description="What went wrong; empty if nothing did.")]
+    message: Annotated[str, Meta(description="The text says what went wrong; empty if nothing did.")]

@@ -13,7 +13,7 @@ class StoredObject(Answered, frozen=True):
     id: Annotated[str, Meta(description="The sha256 of its bytes, in hexadecimal.")]
     size_bytes: int
     created_at: Time
-    expires_at: Annotated[Time, Meta(description="Each use moves it on.")]
+    expires_at: Annotated[Time, Meta(description="The time when it is deleted. Each use moves it on.")]
 
 
 class ObjectUsage(Answered, frozen=True):
@@ -22,11 +22,13 @@ class ObjectUsage(Answered, frozen=True):
     counted_bytes: Annotated[
         int | None,
         Meta(
-            description="Of all the tenant's objects, each at least 4096. Only on the first page, null on "
-            "others."
+            description="The bytes of all the tenant's objects, each at least 4096. Only on the first page, "
+            "null on others."
         ),
     ]
-    most_bytes: Annotated[int, Meta(description="The maximum of it (`limits.tenant_object_bytes`).")]
+    most_bytes: Annotated[
+        int, Meta(description="The most that `counted_bytes` may be (`limits.tenant_object_bytes`).")
+    ]
 
 
 class ObjectPage(ObjectUsage, frozen=True):

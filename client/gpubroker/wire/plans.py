@@ -15,32 +15,37 @@ class ComponentPlan(Answered, frozen=True):
     name: str
     count: int
     placed: int
-    missing: Annotated[int, Meta(description="How many of them have no place.")]
-    reason: Annotated[str | None, Meta(description="Why the first of those has none; a stable token.")]
+    missing: Annotated[int, Meta(description="The number of them that have no place.")]
+    reason: Annotated[
+        str | None, Meta(description="The reason why the first of those has none; a stable token.")
+    ]
     message: str | None
 
 
 class ComponentPlace(Place, frozen=True):
-    """Where one task of a component, or one rank of it, would run."""
+    """The place where one task of a component, or one rank of it, would run."""
 
     component: str
-    number: Annotated[int, Meta(description="Which of the component's tasks, from 0.")]
-    rank: Annotated[int | None, Meta(description="Which rank of a gang.")]
-    displaces: Annotated[int, Meta(description="Runs that would have to leave, or give up ranks, first.")]
+    number: Annotated[int, Meta(description="The number of the task in its component, from 0.")]
+    rank: Annotated[int | None, Meta(description="The rank of a gang.")]
+    displaces: Annotated[
+        int, Meta(description="The number of runs that would have to leave, or give up ranks, first.")
+    ]
 
 
 class DisplacedRun(OtherRun, frozen=True):
     """A run that would have to leave, or some ranks of a gang that goes on."""
 
     ranks: Annotated[
-        tuple[int, ...] | None, Meta(description="Of a gang that goes on; null: all of it leaves.")
+        tuple[int, ...] | None,
+        Meta(description="The ranks that leave a gang that goes on; null if all of it leaves."),
     ]
 
 
 class MissingGpus(Answered, frozen=True):
-    kinds: Annotated[tuple[str, ...], Meta(description="Any of these; empty: any kind.")]
+    kinds: Annotated[tuple[str, ...], Meta(description="The kinds of which any will do; empty for any kind.")]
     whole_gpus: int
-    gpu_mb: Annotated[int, Meta(description="For demands of less than whole GPUs.")]
+    gpu_mb: Annotated[int, Meta(description="The memory for demands of less than whole GPUs.")]
 
 
 class Missing(Answered, frozen=True):
@@ -55,9 +60,10 @@ class Missing(Answered, frozen=True):
 class Totals(Capacity, frozen=True):
     """The amounts that all components ask for together."""
 
-    gpus: Annotated[int, Meta(description="Whole or in part, one for each part.")]
+    gpus: Annotated[int, Meta(description="The number of GPUs, whole or in part, one for each part.")]
     gpu_mb: Annotated[
-        int, Meta(description="Of those that are not whole; fractions of the largest usable GPU.")
+        int,
+        Meta(description="The memory of those that are not whole; fractions are of the largest usable GPU."),
     ]
     whole_gpus: int
 
@@ -73,5 +79,5 @@ class FleetPlan(Answered, frozen=True):
     missing: Missing
     totals: Totals
     totals_without_colocation: Annotated[
-        Totals, Meta(description="If roles did not share a process, but each ran by itself.")
+        Totals, Meta(description="The totals if roles did not share a process, but each ran by itself.")
     ]

@@ -1,4 +1,4 @@
-"""What the operator has configured, and what each tenant has of it.
+"""The operator's configuration, and each tenant's part of it.
 
 The settings are read into `GpuKind`, `Pool`, `TaskMaximum`, `TenantPolicy` and `Profile`: the bounds of their
 fields are those of the settings.
@@ -19,32 +19,39 @@ class Tenant(Answered, frozen=True):
 
     name: str
     cohort: Annotated[str | None, Meta(description="Its members lend each other what they do not use.")]
-    guaranteed_mb: Annotated[int | None, Meta(description="Of GPU memory, in MiB; null: no quota.")]
-    borrow_mb: Annotated[int | None, Meta(description="Beyond its guarantee; null: what the cohort leaves.")]
-    held_mb: Annotated[int, Meta(description="Leased, until it is confirmed to be free.")]
-    borrowed_mb: Annotated[int, Meta(description="Of that, what is beyond its guarantee.")]
-    pledged_mb: Annotated[int, Meta(description="What is being freed for its tasks.")]
+    guaranteed_mb: Annotated[
+        int | None, Meta(description="The guaranteed GPU memory, in MiB; null for no quota.")
+    ]
+    borrow_mb: Annotated[
+        int | None, Meta(description="The most beyond its guarantee; null for what the cohort leaves.")
+    ]
+    held_mb: Annotated[int, Meta(description="The memory that is leased, until it is confirmed to be free.")]
+    borrowed_mb: Annotated[int, Meta(description="The part of it beyond its guarantee.")]
+    pledged_mb: Annotated[int, Meta(description="The memory that is being freed for its tasks.")]
     usage_mb_seconds: Annotated[
         float, Meta(description="Memory held, times seconds, decaying with policy.usage_half_life_seconds.")
     ]
     weight: float
     fair_share: Annotated[float, Meta(description="Its part of the weights of all known tenants, 0 to 1.")]
     level: Annotated[
-        float, Meta(description="Usage and holding by fair share; in a band the lowest goes first.")
+        float,
+        Meta(description="Usage and holding divided by fair share; in a band the lowest level goes first."),
     ]
     max_priority: int
     pending: int
-    active: Annotated[int, Meta(description="Tasks admitted, running or stopping.")]
-    paused: Annotated[Paused | None, Meta(description="While its queue starts nothing.")]
+    active: Annotated[int, Meta(description="The number of tasks that are admitted, running or stopping.")]
+    paused: Annotated[Paused | None, Meta(description="Set while its queue starts nothing.")]
 
 
 class Cohort(Struct, frozen=True):
     """The memory that the members of a cohort hold, and their guarantees together."""
 
     name: str
-    guaranteed_mb: Annotated[int, Meta(description="The guarantees of its members together.")]
+    guaranteed_mb: Annotated[int, Meta(description="The sum of its members' guarantees.")]
     held_mb: int
-    message: Annotated[str | None, Meta(description="Why it holds more than that; null if it does not.")]
+    message: Annotated[
+        str | None, Meta(description="The reason why it holds more than that; null if it does not.")
+    ]
 
 
 class Tenants(Overview[Tenant], frozen=True):
@@ -57,11 +64,11 @@ class Profile(Answered, frozen=True):
     name: str = ""
     priority: Priority | None = None
     gpus: Annotated[
-        Count | None, Meta(description="Of a task that does not say how many; only roles have it.")
+        Count | None, Meta(description="The GPUs of a task that does not say how many; only roles have it.")
     ] = None
     gpu_mb: Annotated[
         PositiveCount | Literal["learned"] | None,
-        Meta(description="Of a task that does not mention GPUs."),
+        Meta(description="The GPU memory of a task that does not mention GPUs."),
     ] = None
     cpu: Amount | None = None
     memory_mb: Count | None = None
@@ -86,7 +93,7 @@ class GpuKind(Struct, frozen=True, order=True):
     name: str
     power: Count = 0
     context_mb: Annotated[
-        Count, Meta(description="Of a process's CUDA context, on top of what was asked for.")
+        Count, Meta(description="The memory of a process's CUDA context, on top of what was asked for.")
     ] = 0
 
 
@@ -98,23 +105,30 @@ class Pool(Struct, frozen=True):
     nodes: Annotated[
         Mapping[str, tuple[str, ...]], Meta(description="Labels, each with the values that it may have.")
     ] = field(default_factory=dict)
-    fractions: Annotated[bool, Meta(description="Shares of a GPU are allowed, not only whole ones.")] = True
+    fractions: Annotated[
+        bool, Meta(description="True if shares of a GPU are allowed, not only whole ones.")
+    ] = True
     cpu: Annotated[
         Amount | None,
-        Meta(description="As the following: at most, of all tasks of the pool together; null: no limit."),
+        Meta(
+            description="The most CPUs of all tasks of the pool together; null for no limit. The following "
+            "limits count in the same way."
+        ),
     ] = None
     gpus: Count | None = None
     gpu_mb: Count | None = None
     memory_mb: Count | None = None
-    custom: Annotated[Mapping[str, Amount], Meta(description="Of custom resources, such as storage.")] = (
-        field(default_factory=dict)
-    )
+    custom: Annotated[
+        Mapping[str, Amount], Meta(description="The limits of custom resources, such as storage.")
+    ] = field(default_factory=dict)
 
 
 class CustomLimit(Answered, frozen=True):
     name: str
     limit: float
-    per: Annotated[str, Meta(description="`cluster`, or `node`: each node has this much.")]
+    per: Annotated[
+        str, Meta(description="One of `cluster` and `node`: with `node`, each node has this much.")
+    ]
     priority_threshold: Annotated[int, Meta(description="Tasks of lower priority get none.")]
 
 
@@ -127,7 +141,7 @@ class TaskMaximum(Struct, frozen=True):
     """The most that one task may ask for, whatever the cluster has; null: no limit."""
 
     gpus: Count | None = None
-    gpu_mb: Annotated[PositiveCount | None, Meta(description="Per GPU.")] = None
+    gpu_mb: Annotated[PositiveCount | None, Meta(description="The most memory of one GPU.")] = None
     cpu: Amount | None = None
     memory_mb: Count | None = None
     timeout_seconds: Annotated[float, Meta(gt=0)] | None = None
@@ -149,16 +163,18 @@ class TaskDefaults(TaskLimits, frozen=True):
 
 
 class TenantPolicy(Struct, frozen=True):
-    name: Annotated[str, Meta(description="`*`: each tenant that is not listed.")]
+    name: Annotated[str, Meta(description="The tenant; `*` is each tenant that is not listed.")]
     cohort: Annotated[
         str | None,
         Meta(description="Its members borrow what the others' guarantees leave unused."),
     ] = None
     guaranteed_mb: Annotated[
-        Count | None, Meta(description="Of GPU memory; null: no quota, neither guarantee nor limit.")
+        Count | None,
+        Meta(description="The guaranteed GPU memory; null for no quota, neither guarantee nor limit."),
     ] = None
     borrow_mb: Annotated[
-        Count | None, Meta(description="The most beyond its guarantee; null: as much as its cohort leaves.")
+        Count | None,
+        Meta(description="The most beyond its guarantee; null for as much as its cohort leaves."),
     ] = None
     weight: Annotated[float, Meta(gt=0, le=1_000_000)] = 1.0
     max_priority: Priority = MOST_PRIORITY
@@ -174,14 +190,16 @@ class PreemptionRules(Answered, frozen=True):
 
 
 class Policy(Answered, frozen=True):
-    """What the operator has configured, as far as it concerns this token's tenant; with the scope
-    cluster:read all of it."""
+    """The operator's configuration, as far as it concerns this token's tenant; with the scope cluster:read
+    all of it."""
 
     bands: tuple[Band, ...]
     ageing_seconds_per_point: float
     placement: str
     preemption: PreemptionRules
-    overuse: Annotated[str, Meta(description="`report` or `stop`: what is done to a run above its lease.")]
+    overuse: Annotated[
+        str, Meta(description="One of `report` and `stop`: what is done to a run above its lease.")
+    ]
     overuse_tolerance: float
     learned_margin: float
     kinds: tuple[GpuKind, ...]
@@ -192,9 +210,9 @@ class Policy(Answered, frozen=True):
     defaults: TaskDefaults
     model_types: tuple[Profile, ...]
     tenants: tuple[TenantPolicy, ...]
-    streams: Annotated[Mapping[str, float], Meta(description="Weights of work streams.")]
+    streams: Annotated[Mapping[str, float], Meta(description="The weights of work streams.")]
     body_bytes: int
-    batch_body_bytes: Annotated[int, Meta(description="The same for `POST /tasks/batch`.")]
+    batch_body_bytes: Annotated[int, Meta(description="The most bytes of a body of `POST /tasks/batch`.")]
     upload_bytes: Annotated[int, Meta(description="The most of a directory that travels with a task.")] = (
         512 * 2**20
     )

@@ -12,13 +12,15 @@ class Paused(Answered, frozen=True):
 
     queue: Annotated[str, Meta(description="`tenant:NAME` or `stream:NAME`.")]
     since: Time
-    by: Annotated[str, Meta(description="Name of the token that paused it.")]
+    by: Annotated[str, Meta(description="The name of the token that paused it.")]
     reason: str
-    waiting: Annotated[int, Meta(description="Tasks that nothing but this pause keeps from being planned.")]
+    waiting: Annotated[
+        int, Meta(description="The number of tasks that nothing but this pause keeps from being planned.")
+    ]
 
 
 class Queue(Answered, frozen=True):
     """The queue of a tenant or of a work stream."""
 
     queue: Annotated[str, Meta(description="`tenant:NAME` or `stream:NAME`.")]
-    paused: Annotated[Paused | None, Meta(description="Null: it is not paused.")]
+    paused: Annotated[Paused | None, Meta(description="The pause; null if the queue is not paused.")]

@@ -20,21 +20,30 @@ class KindPieces(Answered, frozen=True):
 
 
 class Scattered(Struct, frozen=True):
-    """What most waiting GPU tasks ask for is free in total, but on no GPU in one piece."""
+    """The demand that most waiting GPU tasks have, if it is free in total, but on no GPU in one piece."""
 
     gpus: int
-    gpu_mb: Annotated[int, Meta(description="Needed on each, with the cost of a process.")]
-    waiting: Annotated[int, Meta(description="How many tasks ask for exactly this.")]
-    free_mb: Annotated[int, Meta(description="On all GPUs that could host it.")]
-    largest_mb: Annotated[int, Meta(description="The largest piece of that.")]
+    gpu_mb: Annotated[int, Meta(description="The memory needed on each, with the cost of a process.")]
+    waiting: Annotated[int, Meta(description="The number of tasks that ask for exactly this.")]
+    free_mb: Annotated[int, Meta(description="The free memory on all GPUs that could host it.")]
+    largest_mb: Annotated[int, Meta(description="The largest piece of that memory.")]
 
 
 class Fragmentation(Answered, frozen=True):
-    """Of the GPUs that take tasks now: what is free, and what of that the usual demands cannot use."""
+    """The free memory of the GPUs that take tasks now, and the part of it that the usual demands cannot
+    use."""
 
     free_mb: int
-    stranded_mb: Annotated[int, Meta(description="Each usual demand counts by its share of recent submits.")]
-    share: Annotated[float | None, Meta(description="Of what is free, 0 to 1; null if nothing is.")]
+    stranded_mb: Annotated[
+        int,
+        Meta(
+            description="The free memory that usual demands cannot use. Each demand counts by its share of "
+            "recent submits."
+        ),
+    ]
+    share: Annotated[
+        float | None, Meta(description="The share of the free memory, 0 to 1; null if nothing is free.")
+    ]
     kinds: tuple[KindPieces, ...]
     scattered: Scattered | None
 
@@ -83,15 +92,15 @@ class ModelCounts(Answered, frozen=True):
 class NodeCounts(Answered, frozen=True):
     total: int
     ready: int
-    cordoned: Annotated[int, Meta(description="With those that are drained.")]
-    draining: Annotated[int, Meta(description="Of which something is left.")]
+    cordoned: Annotated[int, Meta(description="The number of cordoned nodes, with those that are drained.")]
+    draining: Annotated[int, Meta(description="The number of drained nodes on which something is left.")]
 
 
 class WorkerSetCounts(Answered, frozen=True):
     """The numbers of the worker sets that are not over."""
 
     sets: int
-    wanted: Annotated[int, Meta(description="Workers, in all sets together.")]
+    wanted: Annotated[int, Meta(description="The number of workers, in all sets together.")]
     running: int
 
 
@@ -111,8 +120,10 @@ class Leader(Answered, frozen=True):
 class ProtocolState(Answered, frozen=True):
     """The state of a model server by one protocol."""
 
-    up: Annotated[bool, Meta(description="Requests are sent to it; false after several failures in a row.")]
-    fault: Annotated[str, Meta(description="How the last request or check failed; empty if it did not.")]
+    up: Annotated[
+        bool, Meta(description="True if requests are sent to it; false after several failures in a row.")
+    ]
+    fault: Annotated[str, Meta(description="The fault of the last request or check; empty if it succeeded.")]
 
 
 class ModelServer(Answered, frozen=True):
@@ -120,10 +131,14 @@ class ModelServer(Answered, frozen=True):
 
     name: str
     node: Annotated[str | None, Meta(description="Null if its models are not in the ledger.")]
-    node_fault: Annotated[str, Meta(description="Why its node or GPUs are not there; empty if they are.")]
+    node_fault: Annotated[
+        str, Meta(description="The reason why its node or GPUs are not there; empty if they are.")
+    ]
     http: ProtocolState
     grpc: Annotated[ProtocolState | None, Meta(description="Null where gRPC is not used.")]
-    requests_in_flight: Annotated[int, Meta(description="Sent to it, and not yet answered.")]
+    requests_in_flight: Annotated[
+        int, Meta(description="The number of requests that were sent to it, and are not answered yet.")
+    ]
 
 
 class Stats(AsOf, frozen=True):
@@ -140,5 +155,7 @@ class Stats(AsOf, frozen=True):
     leader: Leader
     detection: Detection
     paused: Annotated[tuple[Paused, ...], Meta(description="Queues that start nothing.")]
-    disk_full: Annotated[str, Meta(description="Of the process that answers: which disk, and why; or empty.")]
+    disk_full: Annotated[
+        str, Meta(description="The full disk of the process that answers, and the reason; or empty.")
+    ]
     model_servers: tuple[ModelServer, ...]

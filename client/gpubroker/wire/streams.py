@@ -8,11 +8,11 @@ from gpubroker.wire.answered import Answered, Time
 
 
 class Factors(Answered, frozen=True):
-    """What multiplies to the weight of a work stream."""
+    """The factors whose product is the weight of a work stream."""
 
     curriculum: Annotated[float, Meta(description="The weight that an operator has given it.")]
-    velocity: Annotated[float, Meta(description="Above 1 while its progress rises.")]
-    staleness: Annotated[float, Meta(description="Rises with the age of its data.")]
+    velocity: Annotated[float, Meta(description="The factor is above 1 while its progress rises.")]
+    staleness: Annotated[float, Meta(description="The factor rises with the age of its data.")]
     quality: float
 
     @property
@@ -25,14 +25,18 @@ class WorkStream(Answered, frozen=True):
     """A work stream, and what it counts now."""
 
     name: str
-    progress: Annotated[float | None, Meta(description="As last told; null: nothing was told.")]
+    progress: Annotated[
+        float | None, Meta(description="The progress as last reported; null if none was reported.")
+    ]
     progress_at: Time | None
-    velocity_per_hour: Annotated[float, Meta(description="Of the progress.")]
-    data_age_seconds: Annotated[float | None, Meta(description="Of its newest data, as they age since.")]
-    quality: Annotated[float, Meta(description="0 to 1; 1 if nothing was told.")]
+    velocity_per_hour: Annotated[float, Meta(description="The velocity of the progress.")]
+    data_age_seconds: Annotated[
+        float | None, Meta(description="The age of its newest data, which has grown since the report.")
+    ]
+    quality: Annotated[float, Meta(description="The quality, 0 to 1; 1 if none was reported.")]
     factors: Factors
     weight: Annotated[float, Meta(description="The product of the factors.")]
-    probability: Annotated[float, Meta(description="That it is drawn; 0 while it is paused.")]
+    probability: Annotated[float, Meta(description="The probability that it is drawn; 0 while it is paused.")]
     paused: bool
 
 

@@ -8,20 +8,27 @@ from gpubroker.wire.answered import Answered, Overview, Time
 
 
 class Target(Answered, frozen=True):
-    """Where a measure of a part of the fleet shall be."""
+    """The bounds within which a measure of a part of the fleet shall stay."""
 
     scope: Annotated[str, Meta(description="`all`, `pool:NAME`, `label:KEY=VALUE` or `node:NAME`.")]
     measure: Annotated[str, Meta(description="`gpu_utilization`, `gpu_memory`, `host_memory` or `disk`.")]
-    least: Annotated[float, Meta(description="0 to 1, as all shares here.")]
+    least: Annotated[float, Meta(description="The lower bound; like all shares here, from 0 to 1.")]
     most: float
-    value: Annotated[float | None, Meta(description="As last measured; null if nothing of it is measured.")]
+    value: Annotated[
+        float | None, Meta(description="The last measured value; null if nothing of it is measured.")
+    ]
     state: Annotated[str, Meta(description="`in` or `out`.")]
-    changed_at: Annotated[Time, Meta(description="Since when it is in, or out.")]
+    changed_at: Annotated[Time, Meta(description="The time since when it is in, or out.")]
     background_share: Annotated[
         float | None,
-        Meta(description="What background and idle work may take of it; null if nothing holds it back."),
+        Meta(
+            description="The share that background and idle work may take of it; null if nothing holds it "
+            "back."
+        ),
     ]
-    background_left_mb: Annotated[int | None, Meta(description="What of that may still be started.")]
+    background_left_mb: Annotated[
+        int | None, Meta(description="The part of that memory which may still be started.")
+    ]
 
 
 class Pressure(Answered, frozen=True):

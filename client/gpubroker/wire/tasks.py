@@ -25,7 +25,8 @@ class TaskState(KnownState):
     """Memory is leased; the run is being started."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """Asked to stop, by a cancel, a preemption, its time limit or its deadline; still holds its memory."""
+    """The task is asked to stop, by a cancel, a preemption, its time limit or its deadline; it still holds
+    its memory."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -50,7 +51,7 @@ class Amounts(Answered, frozen=True):
 
 
 class RankDemand(Amounts, frozen=True):
-    """What each of `count` ranks of a gang asks for."""
+    """The demand of each of `count` ranks of a gang."""
 
     count: int
 
@@ -61,7 +62,9 @@ class Demand(Amounts, frozen=True):
     prefer_kinds: tuple[str, ...]
     prefer_nodes: Mapping[str, tuple[str, ...]]
     pool: str
-    bundles: Annotated[tuple[RankDemand, ...] | None, Meta(description="Of a gang; null for other tasks.")]
+    bundles: Annotated[
+        tuple[RankDemand, ...] | None, Meta(description="The ranks of a gang; null for other tasks.")
+    ]
     strategy: str | None
     min_ranks: int | None
 
@@ -75,8 +78,10 @@ class TaskDevice(Answered, frozen=True):
 
     uuid: str
     gpu_mb: int
-    context_mb: Annotated[int, Meta(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
-    state: Annotated[str, Meta(description="reserved, held, releasing or quarantined.")]
+    context_mb: Annotated[
+        int, Meta(description="The part of `gpu_mb` that is the process's own cost beyond its demand.")
+    ]
+    state: Annotated[str, Meta(description="One of reserved, held, releasing and quarantined.")]
     overused_mb: Overused
 
 
@@ -85,15 +90,19 @@ class TaskRank(Answered, frozen=True):
 
     rank: int
     node: str
-    state: Annotated[str, Meta(description="placed, ready, running, leaving, left, succeeded or ended.")]
+    state: Annotated[
+        str, Meta(description="One of placed, ready, running, leaving, left, succeeded and ended.")
+    ]
     devices: tuple[TaskDevice, ...]
 
 
 class Run(Answered, frozen=True):
-    kind: Annotated[str, Meta(description="entrypoint, command, function, inference, model or external.")]
+    kind: Annotated[
+        str, Meta(description="One of entrypoint, command, function, inference, model and external.")
+    ]
     entrypoint: str | None
     command: tuple[str, ...] | None
-    model: Annotated[str | None, Meta(description="Of an inference: the model that answers it.")]
+    model: Annotated[str | None, Meta(description="The model that answers an inference.")]
 
 
 class Progress(Answered, frozen=True):
@@ -102,27 +111,32 @@ class Progress(Answered, frozen=True):
     at: Time
     rate_per_second: Annotated[
         float | None,
-        Meta(description="Of the fraction, on average since the run first reported one; null before that."),
+        Meta(
+            description="The average rate of the fraction since the run first reported one; null before that."
+        ),
     ]
-    eta_at: Annotated[Time | None, Meta(description="When the fraction reaches 1 at this rate.")]
+    eta_at: Annotated[Time | None, Meta(description="The time when the fraction reaches 1 at this rate.")]
 
 
 class Phases(Answered, frozen=True):
-    """How long the task has been in each phase, over all its attempts; the present one counts until now."""
+    """The time that the task has spent in each phase, over all its attempts; the present one counts until
+    now."""
 
-    queued_seconds: Annotated[float, Meta(description="In the queue; for whatever reason it waited.")]
+    queued_seconds: Annotated[
+        float, Meta(description="The time in the queue, for whatever reason it waited.")
+    ]
     admitted_seconds: Annotated[
         float,
         Meta(
-            description="From its admission until its node's agent had the order to start it. The agent says "
-            "so when it has started; until then all of the time counts here."
+            description="The time from its admission until its node's agent had the order to start it. The "
+            "agent says so when it has started; until then all of the time counts here."
         ),
     ]
     starting_seconds: Annotated[
-        float, Meta(description="From then until its code began; of a model, all of its load.")
+        float, Meta(description="The time from then until its code began; for a model, all of its load.")
     ]
     running_seconds: float
-    stopping_seconds: Annotated[float, Meta(description="From a notice to stop until it was gone.")]
+    stopping_seconds: Annotated[float, Meta(description="The time from a notice to stop until it was gone.")]
 
 
 class Inherited(Answered, frozen=True):
@@ -134,13 +148,15 @@ class Inherited(Answered, frozen=True):
 
 
 class Pending(Answered, frozen=True):
-    """Why a task waits."""
+    """The reason why a task waits."""
 
     reason: Annotated[str, Meta(description="A stable token.")]
     message: str
-    position: Annotated[int | None, Meta(description="1 is next.")]
+    position: Annotated[int | None, Meta(description="The place in the queue; 1 is next.")]
     inherits: Annotated[Inherited | None, Meta(description="Null if it has its own priority.")]
-    start: Annotated[Expected | None, Meta(description="Only for the first tasks of the queue.")]
+    start: Annotated[
+        Expected | None, Meta(description="The expected start, known only for the first tasks of the queue.")
+    ]
 
 
 class Failure(Answered, frozen=True):
@@ -151,7 +167,7 @@ class Failure(Answered, frozen=True):
 
 class Dependency(Answered, frozen=True):
     task: str
-    on_failure: Annotated[str, Meta(description="fail or ignore.")]
+    on_failure: Annotated[str, Meta(description="One of fail and ignore.")]
 
 
 class TaskUrls(Answered, frozen=True):
@@ -176,13 +192,15 @@ class Task(Answered, frozen=True, kw_only=True):
     band: str
     run: Run
     resources: TaskResources
-    sizing: Annotated[Sizing | None, Meta(description="How its size was learned at submit, if it was.")]
+    sizing: Annotated[
+        Sizing | None, Meta(description="The way in which its size was learned at submit, if it was.")
+    ]
     placement: str
     max_retries: int
-    retry_on: Annotated[tuple[RetryCause, ...], Meta(description="What uses a retry.")]
+    retry_on: Annotated[tuple[RetryCause, ...], Meta(description="The causes that use a retry.")]
     timeout_seconds: float | None
     grace_seconds: float
-    expected_seconds: Annotated[float | None, Meta(description="Of one run, as stated at submit.")]
+    expected_seconds: Annotated[float | None, Meta(description="The time of one run, as stated at submit.")]
     queue_ttl_seconds: float | None
     after: Annotated[tuple[Dependency, ...], Meta(description="The tasks that must end before it.")]
     failed_by: Annotated[str | None, Meta(description="The first task in its chain that failed.")]
@@ -197,12 +215,12 @@ class Task(Answered, frozen=True, kw_only=True):
     stream: str
     result_format: str
     held: bool
-    attempt: Annotated[int, Meta(description="How often the task has been given devices.")]
-    failures: Annotated[int, Meta(description="Attempts that used up a retry.")]
+    attempt: Annotated[int, Meta(description="The number of times that the task has been given devices.")]
+    failures: Annotated[int, Meta(description="The number of attempts that used up a retry.")]
     preemptions: int
     node: str | None
     devices: tuple[TaskDevice, ...]
-    ranks: Annotated[tuple[TaskRank, ...] | None, Meta(description="Of a gang that is placed.")]
+    ranks: Annotated[tuple[TaskRank, ...] | None, Meta(description="The ranks of a gang that is placed.")]
     submitted_at: Time
     admitted_at: Time | None
     started_at: Time | None
@@ -212,7 +230,9 @@ class Task(Answered, frozen=True, kw_only=True):
         Time | None,
         Meta(description="The end of its wait for a first start; null while it waits for other tasks."),
     ]
-    deadline_at: Annotated[Time | None, Meta(description="When it must have ended, or is stopped.")]
+    deadline_at: Annotated[
+        Time | None, Meta(description="The time by which it must have ended; then it is stopped.")
+    ]
     finished_at: Time | None
     stop_reason: str | None
     stop_cause: Annotated[
@@ -228,7 +248,7 @@ class Task(Answered, frozen=True, kw_only=True):
     ]
     progress: Progress | None
     pending: Pending | None
-    eta: Annotated[Expected | None, Meta(description="When it is likely to end, while it runs.")]
+    eta: Annotated[Expected | None, Meta(description="The time when it is likely to end, while it runs.")]
     error: Failure | None
     quarantine: Annotated[
         tuple[Quarantined, ...],
@@ -269,7 +289,7 @@ class Outcome(Answered, frozen=True, kw_only=True):
 
 
 class Stack(Answered, frozen=True):
-    """Where the process of a running task was."""
+    """The stack of the process of a running task."""
 
     id: str
     attempt: int
@@ -279,20 +299,24 @@ class Stack(Answered, frozen=True):
     stack: Annotated[
         str | None, Meta(description="All Python threads, each with its most recent call last; null: none.")
     ]
-    message: Annotated[str, Meta(description="Why there is no stack, as of a command that is not Python.")]
+    message: Annotated[
+        str, Meta(description="The reason why there is no stack, as for a command that is not Python.")
+    ]
 
 
 class Cancelled(Answered, frozen=True):
     """The numbers of tasks that matched, by what became of them."""
 
     matched: int
-    waiting: Annotated[int, Meta(description="Of them, those that had not started.")]
-    started: Annotated[int, Meta(description="Of them, those that had started and not ended.")]
+    waiting: Annotated[int, Meta(description="The number of them that had not started.")]
+    started: Annotated[int, Meta(description="The number of them that had started and not ended.")]
     cancelled: int
-    stopping: Annotated[int, Meta(description="They have their notice, and end within their grace periods.")]
-    already_ended: Annotated[int, Meta(description="By themselves, before the cancel.")]
-    stored: Annotated[int, Meta(description="The leader will carry out the cancel of these.")]
-    has_more: Annotated[bool, Meta(description="More than 10,000 match: send the same again.")]
+    stopping: Annotated[
+        int, Meta(description="The number that have their notice, and end within their grace periods.")
+    ]
+    already_ended: Annotated[int, Meta(description="The number that had ended before the cancel.")]
+    stored: Annotated[int, Meta(description="The number whose cancel the leader will carry out.")]
+    has_more: Annotated[bool, Meta(description="True if more than 10,000 match: send the same again.")]
 
     def plus(self, more: "Cancelled") -> "Cancelled":
         """Return the sums of both; of the later one, whether there are more."""
@@ -302,10 +326,12 @@ class Cancelled(Answered, frozen=True):
 
 
 class SubmittedTask(Struct, frozen=True, kw_only=True):
-    """What became of one task of a batch: it is on disk and has an `id`, or its `problem` kept it from being
+    """The outcome of one task of a batch: it is on disk and has an `id`, or its `problem` kept it from being
     stored."""
 
-    status: Annotated[int, Meta(description="What it would have got if it were alone.", examples=[202, 422])]
+    status: Annotated[
+        int, Meta(description="The status that it would have got if it were alone.", examples=[202, 422])
+    ]
     id: str | UnsetType = UNSET
     url: str | UnsetType = UNSET
     problem: ProblemDocument | UnsetType = UNSET

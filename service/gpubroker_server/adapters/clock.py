@@ -96,18 +96,20 @@ class DatabaseClock:
         """Ask the database a few times. The quickest answer counts, and half of the time it took as its way
         back: the first one may have waited for a connection. Raises StoreUnavailable."""
         answers = [await self._answer() for _ in range(_ANSWERS)]
-        quickest, there, boot = min(answers)
+        quickest, database_time, boot = min(answers)
         known = self._evidence
-        self._evidence = begin_evidence(there, boot) if known is None else add_reading(known, there, boot)
+        self._evidence = (
+            begin_evidence(database_time, boot) if known is None else add_reading(known, database_time, boot)
+        )
         self._tell(known, self._evidence)
         self.round_trip_seconds = Seconds(quickest)
 
     async def _answer(self) -> tuple[float, Instant, MonotonicSeconds]:
         """(seconds it took, the database's time, ours at that moment)"""
         asked = self._ticks()
-        there = await self._source.database_time()
+        database_time = await self._source.database_time()
         answered = self._ticks()
-        return answered - asked, there, MonotonicSeconds((asked + answered) / 2)
+        return answered - asked, database_time, MonotonicSeconds((asked + answered) / 2)
 
     def _tell(self, before: ClockEvidence | None, now: ClockEvidence) -> None:
         """Once when a contradiction begins, and once when it ends."""

@@ -156,8 +156,10 @@ class WaitingExecutor:
                 case ForgetOrder() if (run := self._runs.get(_key(order))) and run.is_over:
                     del self._runs[_key(order)]
                 case StackOrder():
-                    at, said = self._clock.now(), "a simulated run has no process"
-                    self._report(Stacked(order.task, order.fence, at, order.request, "", said, order.rank))
+                    answered_at, message = self._clock.now(), "a simulated run has no process"
+                    self._report(
+                        Stacked(order.task, order.fence, answered_at, order.request, "", message, order.rank)
+                    )
                 case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
                     pass
 
@@ -170,8 +172,8 @@ class WaitingExecutor:
             self._measure()
 
     def look_at_disks(self, order: DiskOrder) -> None:
-        said = "a simulated node has no disks"
-        self._report(DiskReport(order.node, self._clock.now(), order.request, message=said))
+        message = "a simulated node has no disks"
+        self._report(DiskReport(order.node, self._clock.now(), order.request, message=message))
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
         """Tasks that wait print nothing."""

@@ -33,7 +33,7 @@ _ROWS, _OBJECTS, _ABOUT = "gpubroker.db", "blobs", "backup.json"
 _FORM = 1
 _TRIES = 3
 _RESTORING = ".restoring"
-"""In a directory of objects whose restore broke off, and may begin again."""
+"""The mark in a directory of objects whose restore broke off, and may begin again."""
 
 
 def back_up(settings: Settings, folder: Path, report: Report) -> bool:
@@ -67,7 +67,8 @@ def back_up(settings: Settings, folder: Path, report: Report) -> bool:
 
 
 def restore(settings: Settings, folder: Path, report: Report) -> None:
-    """Into a place without database and objects. Raises StartRefused; nothing can be served then."""
+    """Restore a backup into a place without database and objects. Raises StartRefused; nothing can be served
+    then."""
     with _plain_errors(folder):
         about = _about(folder)
         prepare_data_dir(settings.data_dir)
@@ -75,11 +76,11 @@ def restore(settings: Settings, folder: Path, report: Report) -> None:
         _begin_objects(settings.objects)
         facts = _restore_all(settings, folder, about, report)
         (settings.objects / _RESTORING).unlink()
-    at = _time(about["at"])
-    report(f"restored as of {at}, in a new lineage: {_told(facts)}")
+    taken_at = _time(about["at"])
+    report(f"restored as of {taken_at}, in a new lineage: {_told(facts)}")
     report(
         "start the service. Runs of that time that are alive go on, and the others start again; what began "
-        f"after {at} is ended as nodes answer, and the service's log names each of these runs"
+        f"after {taken_at} is ended as nodes answer, and the service's log names each of these runs"
     )
 
 

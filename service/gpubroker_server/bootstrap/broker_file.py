@@ -22,7 +22,7 @@ LATE_SECONDS = 30.0
 
 
 class BrokerFile:
-    """Of this process; it is there within the `with` block."""
+    """The lock file of this process. It exists within the `with` block."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / f"broker-{os.getpid()}.lock"
@@ -83,12 +83,13 @@ def service_at(data_dir: Path, url: str) -> int | None:
 
 
 def brokers_of(data_dir: Path) -> list[int]:
-    """Process ids of the brokers with this data directory. Files of killed ones are removed."""
+    """Return the process ids of the brokers with this data directory. Files of killed ones are removed."""
     return [_process(path) for path in data_dir.glob("broker-*.lock") if _is_locked(path, remove=True)]
 
 
 def ages_of_brokers(data_dir: Path) -> Iterator[tuple[int, Seconds]]:
-    """Process ids of the brokers with this data directory, and how long ago each renewed its file."""
+    """Return the process ids of the brokers with this data directory, and how long ago each renewed its
+    file."""
     for path in data_dir.glob("broker-*.lock"):
         with suppress(FileNotFoundError):
             if _is_locked(path, remove=False):

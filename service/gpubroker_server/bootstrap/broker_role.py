@@ -145,7 +145,7 @@ class BrokerRole:
             raise StartRefused(fault)
 
     def term(self) -> Term | None:
-        """None while it does not lead."""
+        """Return the term that this process leads; None while it does not lead."""
         return self.candidate.term
 
     def seen(self, term: Term) -> LeaderSeen:
@@ -259,7 +259,7 @@ class BrokerRole:
         clock = self._follower.clock
         world = self._follower.world
         at_once = {given.name: given.loads_at_once for given in self._settings.triton.servers}
-        desk = ModelDispatcher(
+        dispatcher = ModelDispatcher(
             self._hosts,
             clock,
             boot_seconds,
@@ -281,7 +281,7 @@ class BrokerRole:
             world,
             clock,
             self._settings.entrypoints,
-            desk,
+            dispatcher,
             inferences,
             self._runs.env_of,
             secrets_of(self._settings),

@@ -1,4 +1,4 @@
-"""What `gpubroker cluster` does, and its words."""
+"""Carries out `gpubroker cluster`, and words what it prints."""
 
 import os
 import re
@@ -47,11 +47,11 @@ def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> s
         listening_socket(LOCALHOST, layout.port).close()
     address = ""
 
-    def tell(said: Mapping[str, Any]) -> None:
+    def tell(news: Mapping[str, Any]) -> None:
         nonlocal address
-        if "node" in said:
-            address = said["address"]
-            say(in_words(said))
+        if "node" in news:
+            address = news["address"]
+            say(in_words(news))
         else:
             say(f"{_how_to_join(address, token_file)}\nCtrl-C ends the cluster")
 

@@ -1,4 +1,4 @@
-"""What the server's commands do. Imports the whole server, which `gpubroker down` does without."""
+"""Carries out the server's commands. Imports the whole server, which `gpubroker down` does without."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ class ExitDeadline:
         self._timer.daemon = True
 
     def begin(self) -> None:
-        """Once; later calls change nothing."""
+        """Start the deadline. Later calls change nothing."""
         if self._timer.ident is None:
             self._timer.start()
 

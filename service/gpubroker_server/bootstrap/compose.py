@@ -1,4 +1,4 @@
-"""From settings to the parts they describe."""
+"""Builds from settings the parts that they describe."""
 
 import os
 from collections.abc import Iterable
@@ -126,12 +126,14 @@ def hosts_of(settings: Settings) -> list[ModelHost]:
 
 
 def simulated_devices(settings: Settings) -> tuple[ReportedDevice, ...]:
-    """Numbered, with UUIDs that show that they are simulated."""
+    """Return simulated devices, numbered, with UUIDs that show that they are simulated."""
     seen: list[ReportedDevice] = []
     for given in (device for device in settings.simulated_devices for _ in range(device.count)):
         whole = _simulated(settings, len(seen), given)
         seen.append(whole)
-        for instance in (one for one in given.instances for _ in range(one.count)):
+        for instance in (
+            instance_count for instance_count in given.instances for _ in range(instance_count.count)
+        ):
             seen.append(_simulated(settings, len(seen), instance, parent=whole.uuid))
     return tuple(seen)
 
@@ -160,29 +162,29 @@ def limits_of(settings: Settings) -> ServiceLimits:
 
 
 def defaults_of(settings: Settings) -> Defaults:
-    """Defaults are capped by policy.maximum; only values that a client sends are refused."""
-    given, most = settings.defaults, settings.policy.maximum
+    """Return the defaults, capped by policy.maximum; only values that a client sends are refused."""
+    given, maximum = settings.defaults, settings.policy.maximum
     return replace(
         given,
-        max_retries=_capped(given.max_retries, most.max_retries),
-        grace_seconds=_capped(given.grace_seconds, most.grace_seconds),
-        timeout_seconds=most.timeout_seconds,
-        model_types={name: _named(chosen, most) for name, chosen in settings.model_types.items()},
-        profiles={name: _named(chosen, most) for name, chosen in settings.profiles.items()},
+        max_retries=_capped(given.max_retries, maximum.max_retries),
+        grace_seconds=_capped(given.grace_seconds, maximum.grace_seconds),
+        timeout_seconds=maximum.timeout_seconds,
+        model_types={name: _named(chosen, maximum) for name, chosen in settings.model_types.items()},
+        profiles={name: _named(chosen, maximum) for name, chosen in settings.profiles.items()},
     )
 
 
-def _named(chosen: NamedDefaults, most: TaskMaximum) -> NamedDefaults:
+def _named(chosen: NamedDefaults, maximum: TaskMaximum) -> NamedDefaults:
     return replace(
         chosen,
-        timeout_seconds=_capped(chosen.timeout_seconds, most.timeout_seconds),
-        max_retries=_capped(chosen.max_retries, most.max_retries),
+        timeout_seconds=_capped(chosen.timeout_seconds, maximum.timeout_seconds),
+        max_retries=_capped(chosen.max_retries, maximum.max_retries),
     )
 
 
-def _capped(value: Number, most: Number) -> Number:
+def _capped(value: Number, maximum: Number) -> Number:
     """Return the smaller of the two; None is no number, or no limit."""
-    return value if value is None or most is None else min(value, most)
+    return value if value is None or maximum is None else min(value, maximum)
 
 
 def kinds_of(settings: Settings) -> tuple[GpuKind, ...]:
@@ -195,7 +197,7 @@ def fleet_rules_of(settings: Settings) -> FleetRules:
 
 
 def host_use(directories: Iterable[Path]) -> HostUse:
-    """Blocks while a file system does not answer."""
+    """Return the use of this machine. Blocks while a file system does not answer."""
     disks = (used for path in directories if (used := _disk_percent(path)) is not None)
     return HostUse(max(disks, default=None), psutil.virtual_memory().percent)
 

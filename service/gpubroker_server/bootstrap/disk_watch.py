@@ -1,4 +1,5 @@
-"""Whether the local disks that this process writes to have room: said before a write has to fail."""
+"""Checks if the local disks that this process writes to have room, so that it is known before a write
+fails."""
 
 import asyncio
 import errno
@@ -23,13 +24,13 @@ class DiskWatch:
     by what needs the disk."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        """They exist."""
+        """`directories` must exist."""
         self._directories = list({path.stat().st_dev: path for path in reversed(directories)}.values())
         self._full: dict[Path, str] = {}
 
     def full(self) -> str:
         """`disk full: /data (No space left on device)`; empty if there is room."""
-        found = ", ".join(f"{path} ({why})" for path, why in self._full.items())
+        found = ", ".join(f"{path} ({fault})" for path, fault in self._full.items())
         return f"disk full: {found}" if found else ""
 
     def jobs(self) -> list[Job]:
@@ -42,18 +43,18 @@ class DiskWatch:
 
     async def look(self) -> None:
         for path in self._directories:
-            why = await asyncio.to_thread(_why_full, path)
-            if why and path not in self._full:
-                log.error("disk full; make room, nothing is accepted until then", path=str(path), fault=why)
-            elif not why and path in self._full:
+            fault = await asyncio.to_thread(_why_full, path)
+            if fault and path not in self._full:
+                log.error("disk full; make room, nothing is accepted until then", path=str(path), fault=fault)
+            elif not fault and path in self._full:
                 log.info("the disk has room again", path=str(path))
             self._full.pop(path, None)
-            if why:
-                self._full[path] = why
+            if fault:
+                self._full[path] = fault
 
 
 def _why_full(directory: Path) -> str:
-    """Empty if there is room, or something else is wrong."""
+    """Return why the disk is full. Empty if there is room, or something else is wrong."""
     probe = directory / f".room-{os.getpid()}"
     try:
         with probe.open("wb") as file:

@@ -19,7 +19,7 @@ from gpubroker_server.settings.loading import Settings
 ANSWER_SECONDS = 30.0
 CLOSE_SECONDS = 30.0
 TAKEOVER_SECONDS = 1.5
-"""After a leader resigned, another one leads sooner."""
+"""The time within which another process leads after a leader resigned."""
 _LEADER = "SELECT holder FROM leadership WHERE lease_until > extract(epoch FROM clock_timestamp())"
 
 
@@ -109,7 +109,7 @@ def _stop_service(settings: Settings) -> str:
 
 
 def _stop_brokers(data_dir: Path) -> list[str]:
-    """Brokers without HTTP."""
+    """Stop the brokers without HTTP."""
     done: list[str] = []
     for broker in brokers_of(data_dir):
         with suppress(psutil.NoSuchProcess):

@@ -33,7 +33,7 @@ POLL_SECONDS = (0.05, 0.25)
 lost."""
 
 ALONE_POLL_SECONDS = 1.0
-"""If no other process writes, a poll only proves that the World is current."""
+"""The time between two polls if no other process writes: they only prove that the World is current."""
 
 FAR_SECONDS = 0.25
 """The longest supported round trip to the database. To connect takes up to seven, within 2 s; a commit takes
@@ -44,7 +44,7 @@ Job = tuple[str, Coroutine[Any, Any, None]]
 
 
 class LogFollower:
-    """One for all roles of a process. Its listeners get each event after the World."""
+    """Follows the log for all roles of a process. Its listeners get each event after the World."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LogFollower:
         self._listeners: list[EventListener] = []
         self._verified_at = self._ticks()
         self._away_since: float | None = None
-        """When the database was first found to be away."""
+        """The time when the database was first found to be away."""
         self._hinted = asyncio.Event()
         self.is_outgrown = asyncio.Event()
         """The log has events that this software cannot read; the World does not change any more."""
@@ -78,11 +78,11 @@ class LogFollower:
         self._listeners.append(listener)
 
     def age_seconds(self) -> float:
-        """Since the World was last known to be at the head of the log."""
+        """Return the seconds since the World was last known to be at the head of the log."""
         return inf if self._why_outgrown else self._ticks() - self._verified_at
 
     def why_stale(self) -> str:
-        """Why it will not get younger, and what to do; empty otherwise."""
+        """Return why its age will not fall, and what to do; empty otherwise."""
         return self._why_outgrown
 
     @property
@@ -178,8 +178,8 @@ class LogFollower:
         refill(self.world, snapshot)
         self.progress.clear()
         self._rereads += 1
-        for told in self.on_reread:
-            told(fault)
+        for callback in self.on_reread:
+            callback(fault)
         await self._store.go_on_at(snapshot.position, snapshot.lineage)
 
     async def _pause(self) -> None:

@@ -74,16 +74,16 @@ NODES_AT_ONCE = 20
 DATABASE_LOG_SECONDS = 10.0
 """So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
-"""How long a start waits for model servers to list their models."""
+"""The time that a start waits for model servers to list their models."""
 
 
 class GatewayRole:
     _draining: Draining | None = None
-    """Only with models that have leases."""
+    """Set only with models that have leases."""
     _driver: CallingDriver | None = None
-    """Only in a gateway without a broker."""
+    """Set only in a gateway without a broker."""
     _slots: SlotLeases | None = None
-    """Only if several gateways divide the slots of models."""
+    """Set only if several gateways divide the slots of models."""
 
     def __init__(
         self,
@@ -212,8 +212,8 @@ class GatewayRole:
                 await self._driver.close()
 
     def _way_to_workers(self) -> WorkerCalls | None:
-        """Over the driver of the broker in this process, or one of its own for a cluster that the settings
-        name: a local Ray belongs to the process that has started it."""
+        """Return the way to workers: the driver of the broker in this process, or one of its own for a
+        cluster that the settings name. A local Ray belongs to the process that has started it."""
         if self._broker is not None:
             executor = self._broker.executor
             return executor.calls if isinstance(executor, RayExecutor) else None
@@ -282,7 +282,7 @@ class GatewayRole:
         )
 
     def _residencies_of(self, rules: OperatorRules, ids: Ids, lead: LeaderStatus) -> Residencies | None:
-        """None if no model server is in the ledger."""
+        """Return the residencies; None if no model server is in the ledger."""
         world = self._follower.world
         parts = ResidencyParts(
             world=world,

@@ -1,4 +1,4 @@
-"""From settings to Triton's gRPC protocol. Loaded only if it is used: the library is large."""
+"""Builds Triton's gRPC protocol from settings. Loaded only if it is used: the library is large."""
 
 import os
 import ssl
@@ -18,18 +18,18 @@ from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
 CALLS_PER_CONNECTION = 16
-"""Calls at once for each connection that a server may have; more are refused."""
+"""The calls at once for each connection that a server may have; more are refused."""
 
 
 def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
     """Listen for calls of Triton's gRPC protocol. Raises StartRefused."""
     port = settings.triton.grpc_port
     assert port is not None
-    speaking = {given.name: given for given in settings.triton.servers if given.grpc_url}
+    with_grpc = {given.name: given for given in settings.triton.servers if given.grpc_url}
     for server in plane.fleet.servers:
-        if server.name in speaking:
-            server.calls = RpcBackend(rpc_server_of(speaking[server.name]))
-    most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in speaking.values())
+        if server.name in with_grpc:
+            server.calls = RpcBackend(rpc_server_of(with_grpc[server.name]))
+    most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in with_grpc.values())
     try:
         return GrpcPort(GrpcCalls(plane), host, port, most_calls, plane.most_body_bytes, settings.limits)
     except OSError as fault:
@@ -59,7 +59,7 @@ def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
 
 
 def _roots_of(given: TritonServerSettings) -> bytes:
-    """Root certificates of the system, and those of the server's ca_file."""
+    """Return the root certificates of the system, and those of the server's ca_file."""
     known = ssl.get_default_verify_paths().cafile
     try:
         files = [Path(known)] if known else []

@@ -1,4 +1,4 @@
-"""What a process knows of the leader: its own broker, or what another leader last published."""
+"""The leader as a process knows it: its own broker, or what another leader last published."""
 
 import asyncio
 import time
@@ -24,10 +24,10 @@ from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LineageChanged, LogShortened, StoreUnavailable
 
 SILENT_SECONDS = 5.0
-"""After so long without a publication there is no known leader."""
+"""A leader that has published nothing for this time is not known any more."""
 
 PAUSE_FACTOR = 2.0
-"""After each step of forecasting, a pause so many times as long: answers go first."""
+"""Each step of forecasting is followed by a pause of its length times this factor: answers go first."""
 
 
 class LeaderStatus:
@@ -63,9 +63,9 @@ class LeaderStatus:
         return [("last values", self._keep_reading(every_seconds)), ("forecasts", self._keep_forecasting())]
 
     def leader(self) -> LeaderSeen | None:
-        """None if none is known."""
-        if (here := self._here()) is not None:
-            return None if (term := here.term()) is None else here.seen(term)
+        """Return the leader; None if none is known."""
+        if (leader := self._here()) is not None:
+            return None if (term := leader.term()) is None else leader.seen(term)
         last = self._published
         if last is None or self._follower.clock.now() - last.at > SILENT_SECONDS:
             return None
@@ -89,15 +89,15 @@ class LeaderStatus:
     def paused(self) -> PausedDetection | None:
         """Return which silent nodes the leader does not give up. Reads nothing else of the leader, which has
         something of each node."""
-        if (here := self._here()) is not None and here.term() is not None:
-            return here.paused()
-        leader = self.leader()
-        return None if leader is None else leader.paused
+        if (leader := self._here()) is not None and leader.term() is not None:
+            return leader.paused()
+        seen = self.leader()
+        return None if seen is None else seen.paused
 
     def forecasts(self) -> Sequence[Forecast]:
         """Return the forecasts of starts. Each process computes the same ones from the same World."""
-        here = self._here()
-        return self._forecast_rounds.forecasts if here is None else here.forecasts()
+        leader = self._here()
+        return self._forecast_rounds.forecasts if leader is None else leader.forecasts()
 
     def _on_reread(self, _fault: LogShortened | LineageChanged) -> None:
         """The World was read again, without samples; in a database that went back, their numbers did too."""

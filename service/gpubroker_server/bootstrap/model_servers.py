@@ -1,5 +1,5 @@
-"""From settings to the servers of models: as the gateway asks them over HTTP, and as the leader sends queued
-inferences."""
+"""Builds the servers of models from settings: as the gateway asks them over HTTP, and as the leader sends
+queued inferences."""
 
 import ssl
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
 
 
 def server_of(given: TritonServerSettings, address: str = "") -> TritonServer:
-    """`address`: instead of its `http_url`. Reads its files. Raises StartRefused."""
+    """Return the server. `address`: instead of its `http_url`. Reads its files. Raises StartRefused."""
     url = urlsplit(address or given.http_url)
     assert url.hostname is not None
     assert url.port is not None
@@ -134,5 +134,5 @@ def trust_of(given: TritonServerSettings) -> ssl.SSLContext:
 
 
 def _refuse_password() -> str:
-    """Otherwise the library would ask for it on the terminal."""
+    """Refuse a key with a password: otherwise the library would ask for it on the terminal."""
     raise ValueError("the key has a password")

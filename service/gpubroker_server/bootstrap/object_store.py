@@ -28,22 +28,22 @@ async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
     known = await store.blobs() or await store.claim_blobs(f"{secrets.token_hex(8)}{_OPEN}", instead_of="")
     is_first = known.endswith(_OPEN)
     try:
-        own = _id_of(folder) or (_named(folder, known) if is_first else "")
+        own_id = _id_of(folder) or (_named(folder, known) if is_first else "")
     except OSError as error:
         raise StartRefused(
             f"cannot use {folder} for large objects: {error.strerror}; give it to this user, or name another "
             "with blob_dir"
         ) from None
     if is_first:
-        if not (own.startswith(known) or _is_alone(settings)):
+        if not (own_id.startswith(known) or _is_alone(settings)):
             raise StartRefused(
                 f"{folder} holds the large objects of another database, or of this one before it was "
                 f"emptied: its file {_ID} was not created for this database. Name another directory with "
                 "blob_dir. Only if no database needs these objects any more, remove the file; then they are "
                 "deleted"
             )
-        known = await store.claim_blobs(own, instead_of=known)
-    if known != own:
+        known = await store.claim_blobs(own_id, instead_of=known)
+    if known != own_id:
         raise StartRefused(
             f"the objects of this database are not in {folder}, but in a directory whose file {_ID} says "
             f"{known}; name that one with blob_dir: all processes on one database share it"
@@ -61,7 +61,7 @@ def _is_alone(settings: Settings) -> bool:
 
 
 def _id_of(folder: Path) -> str:
-    """Empty if it has none."""
+    """Return the id of the store in a folder; empty if it has none."""
     with suppress(FileNotFoundError):
         return (folder / _ID).read_text(encoding="ascii").strip()
     return ""
@@ -75,10 +75,10 @@ def name_anew(folder: Path) -> str:
 def _named(folder: Path, mark: str) -> str:
     """Name the directory, unless another process is quicker; the name, which is on disk then."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = f"{mark}{secrets.token_hex(8)}"
-    draft = folder / f"{_ID}.{own}"
+    own_id = f"{mark}{secrets.token_hex(8)}"
+    draft = folder / f"{_ID}.{own_id}"
     with draft.open("w", encoding="ascii") as file:
-        file.write(f"{own}\n")
+        file.write(f"{own_id}\n")
         file.flush()
         os.fsync(file.fileno())
     with suppress(FileExistsError):

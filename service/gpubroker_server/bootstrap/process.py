@@ -35,11 +35,11 @@ log = structlog.get_logger("gpubroker")
 
 
 WIND_UP_SECONDS = 0.1
-"""How long the leader may take to commit reports and send orders; another one shall lead within half a
-second. The next leader gets what is left again."""
+"""The time in which the leader commits reports and sends orders before it stops; another one shall lead
+within half a second. The next leader gets what is left again."""
 
 MOST_NAMED = 5
-"""Entrypoints that one line of a start names."""
+"""The most entrypoints that one line of a start names."""
 
 CLOSE_SECONDS = 1.0
 """The part of drain_seconds that is reserved for the end itself."""
@@ -72,7 +72,7 @@ class Process:
         self._stop = asyncio.Event()
         self._stop_cluster = False
         self._fault: BaseException | None = None
-        """Why this process must stop."""
+        """The reason why this process must stop."""
         half_life_seconds = settings.policy.usage_half_life_seconds
         self._follower = follower = LogFollower(store, half_life_seconds, self._fail)
         self._runs = runs = RunAccess(settings, listener)
@@ -80,7 +80,7 @@ class Process:
         self._lead = LeaderStatus(store, follower, policy_of(settings), broker)
         self._disks = DiskWatch([settings.data_dir, settings.objects])
         self._gateway: GatewayRole | None = None
-        """Loaded once the roles that decide run."""
+        """The gateway, loaded once the roles that decide run."""
 
     async def run(self) -> int:
         """Work until asked to stop; the exit code.
@@ -149,17 +149,17 @@ class Process:
         request."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        is_well = self._fault is None
+        has_no_fault = self._fault is None
         if self._gateway is not None:
             self._gateway.drain()
-        if is_well and self._broker is not None:
+        if has_no_fault and self._broker is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WIND_UP_SECONDS):
                     await self._broker.wind_up()
         await _end(leading)
         if self._gateway is None:
             return
-        if is_well:
+        if has_no_fault:
             await asyncio.sleep(max(0.0, began + self._settings.drain_notice_seconds - loop.time()))
         self._gateway.stop(began + self._settings.drain_seconds - CLOSE_SECONDS - loop.time())
         await asyncio.wait(serving)
@@ -207,7 +207,7 @@ class Process:
             loop.add_signal_handler(number, self._shut_down, False)
 
     def _say(self, *lines: str) -> None:
-        """Lines for people; with JSON, one value each like all others."""
+        """Write lines for people; with JSON, one value each like all others."""
         if self._settings.log_format == "json":
             for line in lines:
                 log.info(line.strip())

@@ -1,4 +1,5 @@
-"""How tasks reach the service to submit others, if the operator lets them, and their tenants' secrets."""
+"""Gives tasks access to the service, to submit others, if the operator lets them, and their tenants'
+secrets."""
 
 import socket
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ class RunAccess:
 
 
 def secrets_of(settings: Settings) -> SecretFiles:
-    """Beside the objects, which all processes on one database share."""
+    """Return the store of secrets. It lies beside the objects, which all processes on one database share."""
     return SecretFiles(settings.objects / "secrets")
 
 

@@ -26,7 +26,7 @@ from gpubroker_server.settings.ray import client_server_refused
 log = structlog.get_logger("gpubroker.start")
 
 OTHER_FILES = 1024
-"""Databases, model servers, runs' files."""
+"""The files besides connections: databases, model servers, runs' files."""
 
 
 _OUR_FILES = frozenset({"client.json", "gpubroker.db", "blobs", "ray-head.log", ".gpubroker"})
@@ -38,8 +38,8 @@ class StartRefused(Exception):
 
 
 def process_name() -> str:
-    """Unique among processes on one database: containers may share a host name, and all may have process id
-    1."""
+    """Return a name that is unique among processes on one database: containers may share a host name, and all
+    may have process id 1."""
     return f"{socket.gethostname()}:{token_hex(3)}:{os.getpid()}"
 
 
@@ -84,11 +84,11 @@ def check_installed(settings: Settings, *, leads: bool) -> None:
         raise StartRefused(
             "ray.dashboard needs more to be installed: pip install 'ray[default]'; or set it to false"
         )
-    missing = [(extra, why) for module, extra, why in needed if find_spec(module) is None]
+    missing = [(extra, purpose) for module, extra, purpose in needed if find_spec(module) is None]
     if missing:
         extras = ",".join(extra for extra, _ in missing)
         raise StartRefused(
-            f"{' and '.join(why for _, why in missing)} more has to be installed: pip install "
+            f"{' and '.join(purpose for _, purpose in missing)} more has to be installed: pip install "
             f"'gpubroker-server[{extras}]'"
         )
 
@@ -105,7 +105,7 @@ def check_reach(settings: Settings) -> None:
 
 
 def check_shared(settings: Settings) -> None:
-    """Separate gateways and brokers need PostgreSQL. Raises StartRefused."""
+    """Check that separate gateways and brokers use PostgreSQL. Raises StartRefused."""
     if settings.database.startswith("sqlite"):
         raise StartRefused(
             f"{settings.database.removeprefix('sqlite:///')} is a SQLite file, which belongs to one process: "
@@ -224,30 +224,30 @@ def check_task_surroundings(settings: Settings) -> None:
             )
 
 
-def other_ray(here: Mapping[str, Any], leader: LeaderSeen) -> str:
+def other_ray(own_executor: Mapping[str, Any], leader: LeaderSeen) -> str:
     """All brokers on one database must use one Ray: a broker can neither hear nor stop what another Ray runs.
 
-    Why the Ray of this process cannot be the leader's, and what to do; empty if it can. `here`: the status of
-    its executor. A local Ray is identified by machine and data directory (`home`). A joined Ray may have
-    several addresses, so two of those are not compared.
+    Returns the reason why the Ray of this process cannot be the leader's, and what to do; empty if it can.
+    `own_executor`: the status of this process's executor. A local Ray is identified by machine and data
+    directory (`home`). A joined Ray may have several addresses, so two of those are not compared.
     """
-    there = leader.executor
-    home, leaders = here.get("home"), there.get("home")
+    leader_executor = leader.executor
+    home, leaders = own_executor.get("home"), leader_executor.get("home")
     if home is None or leaders is None or home == leaders:
         return ""
-    if not home and there.get("address") in ("", here.get("address")):
+    if not home and leader_executor.get("address") in ("", own_executor.get("address")):
         return ""
-    mine = f"a local Ray of its own, {home}" if home else f"the Ray at {here.get('address')}"
-    its = f"the local Ray of {leaders}" if leaders else f"the Ray at {there.get('address')}"
+    own_ray = f"a local Ray of its own, {home}" if home else f"the Ray at {own_executor.get('address')}"
+    leaders_ray = f"the local Ray of {leaders}" if leaders else f"the Ray at {leader_executor.get('address')}"
     return (
-        f"this broker would use {mine}, and {leader.holder}, which leads on this database, uses {its}: what "
-        "one of them starts, the other could neither hear nor end. Name one Ray for all of them with "
-        "ray.address, give those on one machine one data_dir, or stop the other one first"
+        f"this broker would use {own_ray}, and {leader.holder}, which leads on this database, uses "
+        f"{leaders_ray}: what one of them starts, the other could neither hear nor end. Name one Ray for all "
+        "of them with ray.address, give those on one machine one data_dir, or stop the other one first"
     )
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound before anything starts. Raises StartRefused."""
+    """Return a socket that is bound before anything starts. Raises StartRefused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -257,9 +257,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         owner = port_owner(port)
-        by = f" ({owner})" if owner else ""
+        owner_text = f" ({owner})" if owner else ""
         raise StartRefused(
-            f"cannot listen on {host}:{port}: {error.strerror}{by}; "
+            f"cannot listen on {host}:{port}: {error.strerror}{owner_text}; "
             "stop that process, or choose another port with --port (0 takes a free one)"
         ) from None
     return listener
@@ -286,7 +286,7 @@ def own_host(bound: str) -> str:
 
 
 def port_owner(port: int) -> str:
-    """Which process listens there; empty if this user may not know it."""
+    """Return which process listens there; empty if this user may not know it."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN

@@ -30,10 +30,12 @@ class Arrays:
     async def drafts(self, reports: Iterable[Report]) -> Mapping[TaskId, ArrayWork]:
         """The arrays that these reports are about, to be changed; and those without work left, some of whose
         workers are still there. Raises StoreUnavailable."""
-        tasks = (self._world.tasks.get(it.task) for it in reports if isinstance(it, ItemsReported))
+        tasks = (
+            self._world.tasks.get(report.task) for report in reports if isinstance(report, ItemsReported)
+        )
         holders = (task.holder for task in tasks if task is not None)
-        heard = {holder.array for holder in holders if isinstance(holder, WorkerSeat)}
-        found = [await self._find(array) for array in sorted(heard)]
+        arrays = {holder.array for holder in holders if isinstance(holder, WorkerSeat)}
+        found = [await self._find(array) for array in sorted(arrays)]
         self._drafts = {work.terms.id: work.copy() for work in found if work is not None}
         over = {array: work for array, work in self._works.items() if work.left == 0}
         return {**over, **self._drafts}
@@ -44,7 +46,8 @@ class Arrays:
             self._works.pop(array, None)
 
     def committed(self) -> None:
-        """All that was decided from the drafts is so. Arrays whose workers have ended are forgotten."""
+        """Keep what was decided from the drafts, which is committed now. Arrays whose workers have ended are
+        forgotten."""
         works = {**self._works, **self._drafts}
         self._works = {array: work for array, work in works.items() if self._is_at_work(work)}
         self._drafts = {}
@@ -64,12 +67,12 @@ class Arrays:
         return work
 
 
-async def ends_of(store: TaskStore, stands: Mapping[TaskId, StoredState]) -> dict[TaskId, TaskEnd]:
+async def ends_of(store: TaskStore, states: Mapping[TaskId, StoredState]) -> dict[TaskId, TaskEnd]:
     """Return how these tasks ended, or stand. The id of an array means all of it: it has ended when its last
     worker has, and succeeded if all its items did."""
-    ends = {task: TaskEnd(at.state, at.failed_by) for task, at in stands.items()}
-    for task, at in stands.items():
-        if at.array == task and at.state.is_terminal:
+    ends = {task: TaskEnd(state.state, state.failed_by) for task, state in states.items()}
+    for task, state in states.items():
+        if state.array == task and state.state.is_terminal:
             ends[task] = await _end_of_array(store, task) or ends[task]
     return ends
 
@@ -81,25 +84,29 @@ async def _end_of_array(store: TaskStore, array: TaskId) -> TaskEnd | None:
         return None
     terms = array_terms_from(json.loads(text))
     workers = await store.states(terms.workers)
-    if not all(at.state.is_terminal for at in workers.values()):
+    if not all(worker.state.is_terminal for worker in workers.values()):
         return TaskEnd(TaskState.RUNNING)
     counts = await store.item_counts(array)
-    state = state_of_array(terms, counts.done, counts.failed, [at.state for at in workers.values()])
-    return TaskEnd(TaskState(state), next((at.failed_by for at in workers.values() if at.failed_by), None))
+    state = state_of_array(terms, counts.done, counts.failed, [worker.state for worker in workers.values()])
+    return TaskEnd(
+        TaskState(state), next((worker.failed_by for worker in workers.values() if worker.failed_by), None)
+    )
 
 
 async def with_pages_stored(
     decisions: Sequence[Decision], blobs: BlobStore, inline_bytes: int
 ) -> list[Decision]:
-    """Large pages become objects, all at once: each waits for the disk. One that is too large for that stays
+    """Make objects of large pages, all at once: each waits for the disk. One that is too large for that stays
     in its row: each item is within the limit of results."""
-    large = [page for one in decisions for page in one.items if len(page.lines) > inline_bytes]
+    large = [page for decision in decisions for page in decision.items if len(page.lines) > inline_bytes]
     stored = dict(
         zip(map(id, large), await asyncio.gather(*(_put(blobs, page) for page in large)), strict=True)
     )
     return [
-        replace(one, items=tuple(stored.get(id(page), page) for page in one.items)) if one.items else one
-        for one in decisions
+        replace(decision, items=tuple(stored.get(id(page), page) for page in decision.items))
+        if decision.items
+        else decision
+        for decision in decisions
     ]
 
 

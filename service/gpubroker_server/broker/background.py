@@ -1,5 +1,5 @@
-"""What the leader does beside its cycles: publish last values, divide slots of models, prune, ask for
-gateways, and ask an autoscaler for room."""
+"""The leader's work beside its cycles: publish last values, divide slots of models, prune, ask for gateways,
+and ask an autoscaler for room."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,13 +43,13 @@ log = structlog.get_logger("gpubroker.retention")
 
 PRUNE_SECONDS = Seconds(60.0)
 PRUNE_PAUSE_SECONDS = Seconds(0.1)
-"""Between two steps, each of which blocks other writes for some milliseconds."""
+"""The time between two steps, each of which blocks other writes for some milliseconds."""
 
 REQUEST_SECONDS = Seconds(5.0)
 USE_SECONDS = Seconds(0.1)
-"""Between two questions to gateways which models are in use."""
+"""The time between two questions to gateways which models are in use."""
 SERVER_GONE_SECONDS = Seconds(2.0)
-"""Between two looks at the processes of servers that left models in quarantine."""
+"""The time between two looks at the processes of servers that left models in quarantine."""
 
 ReadTerm = Callable[[], Term | None]
 """The term of this process; None while it does not lead."""
@@ -97,7 +97,7 @@ class Publisher:
         """The idle devices that were last published."""
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
-        """While there is a term, until cancelled."""
+        """Publish while there is a term, until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             if (leading := term()) is not None:
@@ -141,16 +141,16 @@ async def keep_for_the_next_start(
 ) -> None:
     """Where no other process reads it, publish the leader when the log has heard more of the fleet, or
     something else is wrong, until cancelled. Without what is idle: it may be in use until the next start."""
-    told: tuple[Term, Mapping[str, int], Sequence[FindingDate]] | None = None
+    published: tuple[Term, Mapping[str, int], Sequence[FindingDate]] | None = None
     for number in count(1):
         await asyncio.sleep(every_seconds)
         if (leading := term()) is None:
             continue
         seen, _ = _apart(leader(leading))
-        if seen.fleet is not None and (news := (leading, seen.fleet.events, seen.fleet.dates)) != told:
+        if seen.fleet is not None and (news := (leading, seen.fleet.events, seen.fleet.dates)) != published:
             with suppress(StoreUnavailable):
                 await store.publish(leading, number, LastValues(leader=seen))
-                told = news
+                published = news
 
 
 class SlotDivider:
@@ -171,7 +171,7 @@ class SlotDivider:
         return self._divided if self._slots else None
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
-        """While there is a term, until cancelled."""
+        """Divide the slots while there is a term, until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             await self.divide(term())
@@ -218,7 +218,7 @@ class Pruner:
                 log.warning("pruning was interrupted; it continues later", fault=str(fault))
 
     async def prune(self) -> None:
-        """All that has expired by now. Raises StaleTerm, StoreUnavailable."""
+        """Delete all that has expired by now. Raises StaleTerm, StoreUnavailable."""
         while (term := self.term()) is not None and self.may_prune():
             cutoffs = self.retention.cutoffs(self.clock.now(), self.heard())
             if not await self.store.prune(term, cutoffs):
@@ -245,7 +245,7 @@ async def models_in_use(store: PresenceStore, clock: Clock) -> ModelsInUse | Non
 
 
 async def _present(store: PresenceStore, clock: Clock) -> list[Presence] | None:
-    """Gateways that have not been silent for too long."""
+    """Return the gateways that have not been silent for too long."""
     try:
         presences = await store.presences()
     except StoreUnavailable:

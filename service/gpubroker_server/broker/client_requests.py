@@ -14,7 +14,7 @@ from gpubroker_server.ports.store import BlobStore
 
 
 class ClientRequests:
-    """In one leader's memory: the next leader asks agents again."""
+    """The requests that this leader has asked agents about. The next leader asks them again."""
 
     def __init__(self, world: World, policy: Policy, blobs: BlobStore) -> None:
         self._world = world
@@ -24,13 +24,14 @@ class ClientRequests:
         """The requests that were passed on to an agent."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
-        """All, except those that an agent may still answer."""
+        """Carry out all requests except those that an agent may still answer."""
         given_up = now - STACK_SECONDS
         requests = self._world.requests.values()
         due = [
-            it
-            for it in requests
-            if it.what not in DISK_REQUESTS and (it.id not in self._asked or it.made_at < given_up)
+            request
+            for request in requests
+            if request.what not in DISK_REQUESTS
+            and (request.id not in self._asked or request.made_at < given_up)
         ]
         decisions = carry_out_all(self._world, due, now, self._policy)
         orders = (order for decision in decisions for order in decision.orders)
@@ -43,6 +44,6 @@ class ClientRequests:
         StoreUnavailable."""
         if report.request not in self._world.requests:
             return []
-        told = {"stack": report.stack, "message": report.message, "at": report.at}
-        digest = await self._blobs.put(json.dumps(told).encode(), owner=report.task)
+        stored = {"stack": report.stack, "message": report.message, "at": report.at}
+        digest = await self._blobs.put(json.dumps(stored).encode(), owner=report.task)
         return [Decision(report.task, "stack", requests_done=(report.request,), answer=digest)]

@@ -45,7 +45,7 @@ class PictureDiverged(Exception):
 
 @dataclass(eq=False)
 class Committer:
-    """Of one term."""
+    """Commits the decisions of one term and dispatches their orders."""
 
     leader_term: LeaderTerm
     ticks: ReadTicks
@@ -61,13 +61,13 @@ class Committer:
 
     def __post_init__(self) -> None:
         self._undispatched: list[Decision] = []
-        """Committed, but their orders were not sent yet."""
+        """The decisions that are committed, but whose orders were not sent yet."""
         self._began_at: float | None = None
-        """When the commit began that is under way."""
+        """The time when the commit that is under way began."""
         self._last = (-inf, 0.0)
-        """When the last commit ended, and how long it took."""
+        """The time when the last commit ended, and how long it took."""
         self._refused: set[str] = set()
-        """Subjects that the database refused in this cycle, and did not accept in it either."""
+        """The subjects that the database refused in this cycle, and did not accept in it either."""
         self._refusals: Mapping[str, int] = {}
         """Subject -> cycles in a row in which it was refused."""
 

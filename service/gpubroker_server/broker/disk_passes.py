@@ -52,7 +52,7 @@ class _Pass:
 
 
 class DiskPasses:
-    """In one leader's memory: the next leader asks again."""
+    """The passes of the disk guard that this leader has ordered. The next leader asks for them again."""
 
     def __init__(self, world: World, policy: Policy, guard: DiskGuard, blobs: BlobStore) -> None:
         self._world = world
@@ -63,14 +63,14 @@ class DiskPasses:
         self._passes: dict[str, _Pass] = {}
         """Request -> pass. The leader's own passes are named `auto/` and the node."""
         self._since = Instant(0.0)
-        """When this leader first looked at requests."""
+        """The time when this leader first looked at requests."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
         """The requests of clients."""
         self._since = self._since or now
         requests = self._world.requests
         known = self._passes.items()
-        self._passes = {id: one for id, one in known if id in requests or id.startswith("auto/")}
+        self._passes = {id: disk_pass for id, disk_pass in known if id in requests or id.startswith("auto/")}
         decisions = []
         for request in requests.values():
             if request.what in DISK_REQUESTS:
@@ -111,8 +111,8 @@ class DiskPasses:
                 return []
             notice = Notice("fleet.DISK_DRY_RUN", report.node, _sum_of(report))
             return [Decision(report.node, "clean", notices=(notice,))]
-        told = self._told(report, None if finds else asked.found, asked.caveat)
-        digest = await self._blobs.put(json.dumps(told).encode(), owner=report.node)
+        stored = self._told(report, None if finds else asked.found, asked.caveat)
+        digest = await self._blobs.put(json.dumps(stored).encode(), owner=report.node)
         return [Decision(report.node, "disk", requests_done=(report.request,), answer=digest)]
 
     def _begin(self, request: Request, now: Instant) -> Decision:
@@ -152,8 +152,8 @@ class DiskPasses:
         """`found`: if this is the report of a deletion, what was looked at before it."""
         looked = (report,) if found is None else (found, report)
         kept: Counter[str] = Counter()
-        for one in looked:
-            kept.update(dict(one.kept))
+        for answer in looked:
+            kept.update(dict(answer.kept))
         node, sample = self._world.nodes.get(report.node), self._world.node_samples.get(report.node)
         disks = () if node is None or sample is None else sample.disks
         rules = self._guard if node is None else self._guard.rules_of(node)
@@ -161,7 +161,7 @@ class DiskPasses:
             "at": report.at,
             "deleted": found is not None,
             "first_pass": report.is_first,
-            "message": "; ".join(filter(None, [*(one.message for one in looked), caveat])),
+            "message": "; ".join(filter(None, [*(answer.message for answer in looked), caveat])),
             "kept": dict(kept),
             "roots": [{"path": root.path, "class": root.file_class.value} for root in self._guard.roots],
             "disks": [

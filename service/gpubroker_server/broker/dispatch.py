@@ -44,7 +44,7 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.dispatch")
 
 Start = StartOrder | InferOrder
-"""Orders that need what the task was submitted with."""
+"""The orders that need what the task was submitted with."""
 
 Rows = Mapping[tuple[TaskId, Fence], Task]
 """The task of each claim, as the decision wrote it."""
@@ -74,9 +74,9 @@ class Dispatcher:
     entrypoints: EntrypointPatterns
     """The entrypoints that are allowed now."""
     desk: ModelDispatcher | None = None
-    """For leased models."""
+    """Dispatches the orders of leased models."""
     inferences: InferenceDispatcher | None = None
-    """For queued ones."""
+    """Dispatches queued inferences."""
     env_of: Callable[[Task], Mapping[str, str]] = lambda _: {}
     """Variables that a run gets besides those of its task."""
     secrets: SecretStore | None = None
@@ -134,7 +134,7 @@ class Dispatcher:
             self.inferences.send(order, payloads[order.task].arguments)
 
     def _is_over(self, order: Start) -> bool:
-        """It ended between commit and dispatch: its agent must not start it."""
+        """True if the run ended between commit and dispatch: its agent must not start it."""
         task = self.world.tasks.get(order.task)
         return task is None or task.fence > order.fence or (task.fence == order.fence and not task.is_active)
 
@@ -161,8 +161,8 @@ class Dispatcher:
             except StoreUnavailable as fault:
                 impossible.append(self._put_back(order, fault))
             except (BlobMissing, BlobCorrupt) as fault:
-                why = f"the stored arguments cannot be used: {fault}; submit the task again"
-                impossible += self._never_started(order, Failure("corrupt_order", why))
+                message = f"the stored arguments cannot be used: {fault}; submit the task again"
+                impossible += self._never_started(order, Failure("corrupt_order", message))
         return payloads, impossible
 
     async def _look_at_disks(self, order: DiskOrder) -> None:
@@ -205,7 +205,7 @@ class Dispatcher:
         for name in named.values():
             if name not in texts:
                 raise SecretMissing(tenant, name)
-        return replace(spec, env={**spec.env, **{of: texts[name] for of, name in named.items()}})
+        return replace(spec, env={**spec.env, **{variable: texts[name] for variable, name in named.items()}})
 
     async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
         arguments = spec.arguments

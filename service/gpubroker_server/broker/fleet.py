@@ -63,10 +63,10 @@ _MOVES: Mapping[str, Move] = {f"task.{move}": move for move in Move}
 
 
 class HostUse(NamedTuple):
-    """Of the machine of this process, in percent; None: not known."""
+    """The use of the machine of this process, in percent; None if it is not known."""
 
     disk_percent: float | None
-    """How full the fullest disk is that the service writes to."""
+    """The use of the fullest disk that the service writes to."""
     memory_percent: float | None
 
 
@@ -78,7 +78,7 @@ class FleetKeeper:
     clock: Clock
     host_use: Callable[[], HostUse]
     commit_seconds: Callable[[], float]
-    """How long commits take now."""
+    """Returns how long commits take now."""
     templates: IdleTemplates
     before: InitVar[FleetSeen | None] = None
     """The fleet that the last leader published."""
@@ -137,7 +137,7 @@ class FleetKeeper:
         if self._control.is_idle_check_due(now):
             with suppress(StoreUnavailable):  # the last ones go on to hold
                 found = await self.templates.idle_templates(now)
-                self._control.fill.templates = [one.template for one in found]
+                self._control.fill.templates = [template_found.template for template_found in found]
         return host
 
     def _step(self, host: HostUse) -> None:
@@ -152,7 +152,7 @@ class FleetKeeper:
 
     def take(self) -> Sequence[Decision]:
         """Let the World know what was found since the last cycle; returns what the log is to say of it, until
-        it is `told`."""
+        `told` is called."""
         if self._room is not None:
             self.world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
             self._room = None
@@ -162,15 +162,15 @@ class FleetKeeper:
         return found
 
     def told(self, decisions: Sequence[Decision]) -> None:
-        """These are committed, or refused for good."""
-        told = {id(notice) for one in decisions for notice in one.notices}
-        self._news = [notice for notice in self._news if id(notice) not in told]
+        """Forget the notices of these decisions, which are committed or refused for good."""
+        published = {id(notice) for decision in decisions for notice in decision.notices}
+        self._news = [notice for notice in self._news if id(notice) not in published]
 
     def on_committed(self, decisions: Sequence[Decision]) -> None:
         """Note the fleet's own news, and what became of reports."""
         self.told(decisions)
         self._control.memory_failures.note(decisions)
-        self._throughput.done[ITEMS] += sum(page.count for one in decisions for page in one.items)
+        self._throughput.done[ITEMS] += sum(page.count for decision in decisions for page in decision.items)
 
     def hear(self, reports: Sequence[Report]) -> None:
         """Count what runs have answered, and how they ended. What a run answered before this leader began is
@@ -193,23 +193,23 @@ class FleetKeeper:
                 self._control.failing_gpus.forget(DeviceKey(event.key))
             if event.kind in self._events:
                 self._events[event.kind] += 1
-            what = _MOVES.get(event.kind)
-            if what is None:
+            transition = _MOVES.get(event.kind)
+            if transition is None:
                 continue
             task = event.task or self.world.tasks.get(TaskId(event.key))
             match task:
                 case Task(holder=Model()):
                     pass  # it is no task, though its row moves like one
                 case Task(holder=Inference()):
-                    self._throughput.moved(what, is_inference=True)
+                    self._throughput.moved(transition, is_inference=True)
                 case _:
-                    self._throughput.moved(what, is_inference=False)
+                    self._throughput.moved(transition, is_inference=False)
             if task is None:
                 continue
             if task.is_terminal:
                 self._control.loads.pop(task.id, None)
                 self._control.fill.end(task, event.at)
-            if what is Move.SUBMITTED:
+            if transition is Move.SUBMITTED:
                 self._control.fill.note(task, is_new=True)
 
     def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:
@@ -220,6 +220,10 @@ class FleetKeeper:
             "store_seconds": self.commit_seconds(),
             "disk_percent": host.disk_percent,
             "host_memory_percent": host.memory_percent,
-            **{one.name: 0.0 for one in self._control.seen.pressures if one.name.startswith("queue:")},
+            **{
+                pressure.name: 0.0
+                for pressure in self._control.seen.pressures
+                if pressure.name.startswith("queue:")
+            },
             **{f"queue:{tenant}": float(count) for tenant, count in pending.items()},
         }

@@ -9,7 +9,8 @@ from gpubroker_server.core.domain.orders import Checkpointed, Ended, ItemsReport
 
 MOST_REPORTS = 10_000
 MOST_REPORT_BYTES = 64 * 2**20
-"""With more in the inbox, which happens only while nothing can be committed, no reports are fetched."""
+"""No reports are fetched while the inbox has more than this, which happens only while nothing can be
+committed."""
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
@@ -31,7 +32,8 @@ class Inbox:
         self._reports: deque[Report] = deque()
         self._size_bytes = 0
         self.has_room = asyncio.Event()
-        """Without it no reports are fetched: the executor keeps them, and stops asking agents for more."""
+        """Set while reports may be fetched. Otherwise the executor keeps them, and stops asking agents for
+        more."""
         self.has_room.set()
 
     def __len__(self) -> int:
@@ -46,13 +48,13 @@ class Inbox:
         return next_batch(self._reports)
 
     def replace(self, count: int, reports: Sequence[Report]) -> None:
-        """The first `count` reports by others."""
+        """Replace the first `count` reports."""
         for _ in range(count):
             self._reports.popleft()
         self._reports.extendleft(reversed(reports))
 
     def weigh(self) -> None:
-        """After `replace`."""
+        """Measure the reports again after `replace`."""
         self._size_bytes = sum(map(_size_bytes, self._reports))
         self._set_room()
 
@@ -69,6 +71,6 @@ def _size_bytes(report: Report) -> int:
         case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
             return len(data)
         case ItemsReported():
-            return sum(len(it.result) for it in report.results if it.result is not None)
+            return sum(len(result.result) for result in report.results if result.result is not None)
         case _:
             return 0

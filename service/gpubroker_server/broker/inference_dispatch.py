@@ -37,10 +37,11 @@ Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
 
 BATCHING_SECONDS = 60.0
-"""How long the batch size of a model is cached: it may be loaded again with another configuration."""
+"""The time for which the batch size of a model is cached: it may be loaded again with another
+configuration."""
 
 MOST_QUEUES = 1024
-"""More idle queues are removed: the names of models come from clients."""
+"""Idle queues beyond this number are removed: the names of models come from clients."""
 
 _PART_BYTES = 2 * 2**20
 """The part of an object that is in memory at once."""
@@ -48,7 +49,7 @@ _PART_BYTES = 2 * 2**20
 _OF_ONE = frozenset(
     {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
 )
-"""Faults of a batch that a single request may have caused."""
+"""The faults of a batch that a single request may have caused."""
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class _QueuedInference:
 
 
 class InferenceDispatcher:
-    """Of one leader, for one term."""
+    """Sends queued inferences to model servers for one leader, during one term."""
 
     def __init__(
         self,
@@ -140,14 +141,14 @@ class InferenceDispatcher:
     ) -> None:
         now = self._clock.now()
         reports: list[Report] = []
-        for at, asked in enumerate(batch):
+        for index, asked in enumerate(batch):
             if self._known.pop(asked.claim, None) is None:
                 continue
             if isinstance(outcome, InferenceFailed):
                 ending, failure = _ending(outcome)
                 reports.append(Ended(*asked.claim, now, ending, failure=failure))
             else:
-                result = packed(outcome[at])
+                result = packed(outcome[index])
                 reports.append(Ended(*asked.claim, now, Ending.SUCCEEDED, result, FORMAT))
         if reports:
             self._hear(reports)
@@ -158,7 +159,7 @@ class InferenceDispatcher:
 
 @dataclass(eq=False)
 class _ModelQueue:
-    """One model of one server."""
+    """The queue of one model of one server."""
 
     client: InferenceClient
     model: str
@@ -172,7 +173,7 @@ class _ModelQueue:
         self._is_full = asyncio.Event()
         self._most_rows = 1
         self._asked_at: float | None = None
-        """When `_most_rows` was read."""
+        """The time when `_most_rows` was read."""
         self._answers_by_rows = True
         self._under_way = 0
         self._is_over = False
@@ -204,15 +205,15 @@ class _ModelQueue:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self.rules.delay_seconds):
                             await self._is_full.wait()
-                waiting = [one for one in self._waiting if not one.is_dropped]
+                waiting = [waiter for waiter in self._waiting if not waiter.is_dropped]
                 self._waiting = []
                 self._woken.clear()
-                for batch in batches([one.request for one in waiting], most_rows):
+                for batch in batches([waiter.request for waiter in waiting], most_rows):
                     self._under_way += 1
-                    group.create_task(self._send_batch([waiting[at] for at in batch]))
+                    group.create_task(self._send_batch([waiting[index] for index in batch]))
 
     def _rows(self) -> int:
-        return sum(max(1, one.request.rows) for one in self._waiting)
+        return sum(max(1, waiter.request.rows) for waiter in self._waiting)
 
     async def _batch_size(self) -> int:
         """The batch size. If the model does not answer, the next batch asks again."""
@@ -236,15 +237,15 @@ class _ModelQueue:
     async def _ask(self, batch: Sequence[_QueuedInference]) -> None:
         """Ask in one request; then one by one if one of them may have failed the others."""
         try:
-            self.report(batch, await self._answers([one.request for one in batch]))
+            self.report(batch, await self._answers([waiter.request for waiter in batch]))
         except InferenceFailed as refused:
             if len(batch) == 1 or refused.fault not in _OF_ONE:
                 self.report(batch, refused)
                 return
             log.info("a batch is sent again one by one", model=self.model, fault=str(refused))
-            for one in batch:
-                if not one.is_dropped:
-                    await self._ask([one])
+            for waiter in batch:
+                if not waiter.is_dropped:
+                    await self._ask([waiter])
 
     async def _answers(self, requests: Sequence[InferenceRequest]) -> Sequence[InferenceResponse]:
         try:

@@ -37,13 +37,14 @@ POLL_SECONDS = (0.05, 0.2)
 """A candidate reads the row after a random time between these, and when a leader resigns."""
 
 RETRY_SECONDS = 0.1
-"""From the begin of a failed renewal to the next try; there are one or two seconds to succeed."""
+"""The time from the beginning of a failed renewal to the next try; there are one or two seconds to
+succeed."""
 
 RESIGN_SECONDS = 1.0
 """Limit for resigning, which is a courtesy: the lease ends by itself."""
 
 FLUSH_SECONDS = 0.25
-"""How long agents may take for the last orders of a leader that stops. The next leader sends the rest
+"""The time that agents get for the last orders of a leader that stops. The next leader sends the rest
 again."""
 
 
@@ -52,13 +53,13 @@ class LeaderCandidate:
     """Leads whenever no other process does, from `run` until it is cancelled."""
 
     name: str
-    """Unique to this process."""
+    """A name unique to this process."""
     store: TaskStore
     executor: Executor
     rules: LeaderTermRules
     ticks: ReadTicks
     chance: Callable[[], float]
-    """Random numbers from 0 to 1."""
+    """Returns random numbers from 0 to 1."""
     new_leader: Callable[[LeaderTerm], Leader]
     catch_up: Callable[[], Awaitable[None]]
     """Returns when the World shows all that was committed when it was called."""
@@ -67,17 +68,17 @@ class LeaderCandidate:
 
     def __post_init__(self) -> None:
         self.leader: Leader | None = None
-        """While this process leads."""
+        """The leader, while this process leads."""
         self.row: LeaderRow | None = None
         """The leader's row, as last read; not read while this process leads."""
         self._has_lost_commits = False
         """The next term begins a new lineage."""
         self._end_early: Callable[[str], None] | None = None
-        """Ends the present term, for that reason."""
+        """Ends the present term, for the given reason."""
 
     @property
     def term(self) -> Term | None:
-        """None while this process does not lead."""
+        """Return the term that this process leads; None while it does not lead."""
         return None if self.leader is None else self.leader.leader_term.term
 
     def seconds_left(self) -> Seconds:
@@ -107,7 +108,7 @@ class LeaderCandidate:
                 await over(leader_term)
 
     async def wind_up(self) -> None:
-        """Before `run` is cancelled, which lets the term go: see `Leader.wind_up`."""
+        """Prepare for the end, before `run` is cancelled, which lets the term go: see `Leader.wind_up`."""
         if self.leader is not None:
             await self.leader.wind_up()
 
@@ -145,10 +146,10 @@ class LeaderCandidate:
         it ignores that it is cancelled, and the process would not stop."""
         early: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def end_early(why: str) -> None:
+        def end_early(cause: str) -> None:
             leader_term.end()
             if not early.done():
-                early.set_exception(StaleTerm(f"term {leader_term.term} is over: {why}"))
+                early.set_exception(StaleTerm(f"term {leader_term.term} is over: {cause}"))
 
         self._end_early = end_early
         works = (self._keep(leader_term), self._decide(leader_term))
@@ -216,14 +217,14 @@ class LeaderCandidate:
         await self._resign(leader_term)
 
     async def _resign(self, leader_term: LeaderTerm) -> None:
-        """So that others need not wait for the lease to end."""
+        """Give up the term, so that others need not wait for the lease to end."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):
                 await self.store.resign(leader_term.term)
 
 
 def _fault(part: asyncio.Future[None], *, asked_to_end: bool) -> BaseException | None:
-    """Why it ended; None if it was asked to."""
+    """Return why the part ended; None if it was asked to."""
     fault = None if part.cancelled() else part.exception()
     if fault is None and not asked_to_end:
         return RuntimeError("a part of the leader ended although it was not asked to")

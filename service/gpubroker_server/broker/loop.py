@@ -57,7 +57,7 @@ MOST_ENDS_ASKED = 1000
 """Ends of other tasks that one cycle reads from the database."""
 
 NewFleet = Callable[[Callable[[], float]], FleetKeeper]
-"""Given how long commits take now."""
+"""Makes a FleetKeeper of a function that tells how long commits take now."""
 
 _NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
 """The gateway that accepted a task says so."""
@@ -180,7 +180,7 @@ class Leader:
         return self.observer.heartbeats.paused
 
     def silent(self) -> dict[NodeName, Instant]:
-        """Nodes with a late heartbeat, and since when."""
+        """Return the nodes with a late heartbeat, and since when it is late."""
         return self.observer.heartbeats.late(self.world, self.ticks(), self.clock.now())
 
     async def _listen(self) -> None:
@@ -188,9 +188,9 @@ class Leader:
         while True:
             await self._inbox.has_room.wait()
             heard = await self.executor.reports()
-            self.hear([one for one in heard if not isinstance(one, TermRefused | ObjectQuestion)])
+            self.hear([report for report in heard if not isinstance(report, TermRefused | ObjectQuestion)])
             if self.objects is not None:
-                self.objects.hear([one for one in heard if isinstance(one, ObjectQuestion)])
+                self.objects.hear([report for report in heard if isinstance(report, ObjectQuestion)])
             for report in heard:
                 if isinstance(report, TermRefused):
                     await self._on_refused(report)
@@ -259,23 +259,23 @@ class Leader:
                 if tries == 0:
                     raise PictureDiverged.of("its reports")
                 continue
-            again = self._without_values(batch, rejected(decisions, verdicts), now)
-            self._inbox.replace(len(batch), again)
-            left, tries = left - len(batch) + len(again), TRIES
+            rejected_reports = self._without_values(batch, rejected(decisions, verdicts), now)
+            self._inbox.replace(len(batch), rejected_reports)
+            left, tries = left - len(batch) + len(rejected_reports), TRIES
         self._inbox.weigh()
 
     def _without_values(
         self, batch: Sequence[Report], refused: Iterable[Decision], now: Instant
     ) -> list[Report]:
-        """Reports in place of those with values that the database cannot keep: the run fails, the leader
-        continues."""
-        again: list[Report] = []
+        """Return reports in place of those with values that the database cannot keep: the run fails, the
+        leader continues."""
+        to_settle: list[Report] = []
         for decision in refused:
             plain = without_values(batch, decision.subject, now)
             if not plain:
                 log.error("reports dropped: the database refuses them", subject=decision.subject)
-            again += plain
-        return again
+            to_settle += plain
+        return to_settle
 
     async def _settle_requests(self) -> None:
         """Carry out the requests. If the database refuses a change, the request is settled without it."""
@@ -301,8 +301,8 @@ class Leader:
         awaited = self.world.awaited
         if awaited.unknown:
             asked = sorted(awaited.unknown)[:MOST_ENDS_ASKED]
-            stands = await self.store.states(asked)
-            awaited.learn(asked, await ends_of(self.store, stands))
+            states = await self.store.states(asked)
+            awaited.learn(asked, await ends_of(self.store, states))
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self.clock.now()):
             if set(await self._commits.carry_out(decisions)) != {COMMITTED}:
                 return
@@ -312,28 +312,29 @@ def log_moves(events: Iterable[Event], world: World) -> None:
     """A line for each move of a task. The World is past these events, and may have dropped a task that
     ended."""
     for event in events:
-        subject, _, what = event.kind.partition(".")
-        if subject != "task" or what in _NO_MOVES:
+        subject, _, change = event.kind.partition(".")
+        if subject != "task" or change in _NO_MOVES:
             continue
         row = event.task or world.tasks.get(TaskId(event.key))
         about: dict[str, str | int | None] = {"task": event.key, "tenant": event.tenant}
         if row is not None:
             about |= {"attempt": row.fence, "node": row.node, "why": row.stop_reason, "cause": row.stop_cause}
-        log.info(f"task {what}", **{name: value for name, value in about.items() if value is not None})
+        log.info(f"task {change}", **{name: value for name, value in about.items() if value is not None})
 
 
 class CycleTimer:
-    """New tasks and requests wait for each other, but not for reports of runs that have begun."""
+    """Times the cycles. New tasks and requests wait for each other, but not for reports of runs that have
+    begun."""
 
     def __init__(self) -> None:
         self._woken = asyncio.Event()
         self._is_urgent = asyncio.Event()
         self._began_at = -inf
         self._urgent_at = -inf
-        """When the last urgent cycle began."""
+        """The time when the last urgent cycle began."""
 
     def wake(self, *, urgent: bool = False) -> None:
-        """There is something to do. `urgent`: a client waits for the next plan."""
+        """Wake the loop, since there is something to do. `urgent`: a client waits for the next plan."""
         self._woken.set()
         if urgent:
             self._is_urgent.set()

@@ -37,7 +37,8 @@ HaveLetGo = Callable[[str], Awaitable[bool]]
 """Returns True if no gateway uses a claim any more. The argument is its `mark_of`."""
 
 LOADS_AT_ONCE = 4
-"""Triton's own default (`--model-load-thread-count`): it begins no more of them."""
+"""The number of loads at once. It is Triton's own default (`--model-load-thread-count`): it begins no
+more."""
 
 _MESSAGES = {
     HostFault.NOT_FOUND: "the server has no such model",
@@ -50,7 +51,7 @@ _MESSAGES = {
 
 class ModelDispatchRules(Struct, frozen=True):
     look_seconds: Seconds = Seconds(2.0)
-    """How often each index is read at least."""
+    """The longest time between two reads of an index."""
     busy_look_seconds: Seconds = Seconds(0.25)
     """The same while an order is under way."""
     call_seconds: Seconds = Seconds(10.0)
@@ -58,12 +59,12 @@ class ModelDispatchRules(Struct, frozen=True):
     load_seconds: Seconds = Seconds(600.0)
     """The timeout of a load; then the index shows its result."""
     gone_seconds: Seconds = Seconds(3.0)
-    """How long the unload of a model with a dead process may take, before it is loaded again anyway."""
+    """The time that the unload of a model with a dead process may take, before it is loaded again anyway."""
     loads_at_once: Mapping[str, int] = {}
     """Server -> loads at once, where that is not LOADS_AT_ONCE."""
     drain_look_seconds: Seconds = Seconds(0.05)
-    """How often gateways are asked whether they still use a model that leaves. After its grace period it is
-    unloaded anyway; the server finishes the requests that it has."""
+    """The time between two questions to gateways whether they still use a model that leaves. After its grace
+    period it is unloaded anyway; the server finishes the requests that it has."""
 
 
 async def _no_gateways(_claim: str) -> bool:
@@ -71,7 +72,7 @@ async def _no_gateways(_claim: str) -> bool:
 
 
 class ModelDispatcher:
-    """Of one leader, for one term."""
+    """Sends orders to model servers for one leader, during one term."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class ModelDispatcher:
 class _Leaving(NamedTuple):
     order: UnloadOrder
     until: float
-    """On the loop's clock; then it is unloaded anyway."""
+    """The deadline on the loop's clock; then the model is unloaded anyway."""
 
 
 @dataclass(eq=False)
@@ -159,7 +160,7 @@ class _ServerQueue:
     def __post_init__(self) -> None:
         self._loads_at_once = self.rules.loads_at_once.get(self.host.name, LOADS_AT_ONCE)
         self._leaving: dict[Claim, _Leaving] = {}
-        """To be unloaded when no gateway uses them any more."""
+        """The unloads that wait until no gateway uses the model any more."""
         self._left = asyncio.Event()
         self._waiting: list[ModelOrder] = []
         self._woken = asyncio.Event()
@@ -175,14 +176,14 @@ class _ServerQueue:
                 self._waiting.append(order)
                 self._woken.set()
             return
-        mine = [other for other in self._waiting if _claim(other) == _claim(order)]
-        for other in mine:
+        same_model = [other for other in self._waiting if _claim(other) == _claim(order)]
+        for other in same_model:
             self._waiting.remove(other)
-        if any(isinstance(other, LoadOrder) for other in mine) and isinstance(order, UnloadOrder):
+        if any(isinstance(other, LoadOrder) for other in same_model) and isinstance(order, UnloadOrder):
             return
         if any(_claim(now) == _claim(order) and type(now) is type(order) for now in self.under_way):
             return
-        if isinstance(order, UnloadOrder) and not any(isinstance(other, UnloadOrder) for other in mine):
+        if isinstance(order, UnloadOrder) and not any(isinstance(other, UnloadOrder) for other in same_model):
             self._leave(order)
         else:
             self._waiting.append(order)
@@ -205,7 +206,8 @@ class _ServerQueue:
             group.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Not in turn with the orders: it may take as long as a response of the model."""
+        """Unload models that gateways let go. It runs beside the orders: it may take as long as a response of
+        the model."""
         loop = asyncio.get_running_loop()
         while True:
             self._left.clear()
@@ -229,17 +231,21 @@ class _ServerQueue:
                 await self._woken.wait()
 
     def _that_may_begin(self) -> list[ModelOrder]:
-        """Orders that concern one model keep their order. A load that has to wait for another one's device
-        keeps no other load waiting."""
+        """Return the orders that may begin. Orders that concern one model keep their order. A load that has
+        to wait for another one's device keeps no other load waiting."""
         begun: list[ModelOrder] = []
         earlier: list[ModelOrder] = []
         for order in self._waiting:
             ahead = [*self.under_way, *begun]
-            loads = [one for one in ahead if one.server == order.server and not isinstance(one, UnloadOrder)]
+            loads = [
+                earlier_order
+                for earlier_order in ahead
+                if earlier_order.server == order.server and not isinstance(earlier_order, UnloadOrder)
+            ]
             is_blocked = (
                 (len(loads) >= self._loads_at_once and not isinstance(order, UnloadOrder))
-                or any(is_in_the_way(one, order) for one in ahead)
-                or any(order.concerns(one) for one in earlier)
+                or any(is_in_the_way(earlier_order, order) for earlier_order in ahead)
+                or any(order.concerns(earlier_order) for earlier_order in earlier)
             )
             (earlier if is_blocked else begun).append(order)
         return begun
@@ -327,7 +333,7 @@ class _ServerQueue:
         return min(most_seconds, max(unchanged_seconds, busy_seconds) / 10)
 
     async def _read(self) -> Index | None:
-        """None if the server does not answer."""
+        """Read the index; None if the server does not answer."""
         try:
             index = await self.host.index(self.rules.call_seconds)
         except HostRefused as refused:
@@ -340,8 +346,8 @@ class _ServerQueue:
         return index
 
     def _under_way(self) -> frozenset[Claim]:
-        mine = (order for order in self.under_way if order.server == self.host.name)
-        return frozenset((*map(_claim, self._waiting), *map(_claim, mine), *self._leaving))
+        own_orders = (order for order in self.under_way if order.server == self.host.name)
+        return frozenset((*map(_claim, self._waiting), *map(_claim, own_orders), *self._leaving))
 
 
 def _claim(order: ModelOrder) -> Claim:

@@ -1,4 +1,4 @@
-"""What happened since the last cycle: reports, requests and deadlines, which the core turns into
+"""Observes what happened since the last cycle: reports, requests and deadlines. The core turns them into
 decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,9 +84,9 @@ def forget_ended(progress: dict[TaskId, Any], events: Iterable[Event]) -> None:
 def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
     """The reports about a task without the values that the database refused: its run failed, without
     checkpoints. Nothing if they have no such values."""
-    mine = [report for report in reports if getattr(report, "task", None) == task]
+    own_reports = [report for report in reports if getattr(report, "task", None) == task]
     plain: list[Report] = []
-    for report in mine:
+    for report in own_reports:
         match report:
             case Checkpointed() | ItemsReported():
                 continue
@@ -95,7 +95,7 @@ def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[R
                 plain.append(replace(failed, rank=report.rank))
             case _:
                 plain.append(report)
-    return [] if plain == mine else plain
+    return [] if plain == own_reports else plain
 
 
 class _Rejected(Exception):
@@ -209,7 +209,8 @@ class Observer:
     async def _on_runs(
         self, reports: Sequence[Report], now: Instant, arrays: Arrays | None
     ) -> list[Decision]:
-        """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""
+        """Turn reports into decisions whose bytes are on disk. A report whose bytes are refused is
+        replaced."""
         while True:
             drafts = await arrays.drafts(reports) if arrays is not None else {}
             applied = runs.apply_reports(self.world, reports, now, self.policy, drafts)
@@ -222,15 +223,15 @@ class Observer:
                 reports = [report for report in kept if report is not None]
 
     def hear(self, reports: Iterable[Report]) -> None:
-        """Any report is a sign of life of its node, before its turn comes."""
-        at = self.ticks()
+        """Note that the node of a report lives, before the report's turn comes."""
+        heard_at = self.ticks()
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
-                self.heartbeats.heard(report.node, at)
+                self.heartbeats.heard(report.node, heard_at)
             elif isinstance(report, NodeReport):
-                self.heartbeats.heard(report.node.name, at)
+                self.heartbeats.heard(report.node.name, heard_at)
             elif isinstance(report, NodesListed):
-                self.heartbeats.listed(report.nodes, self.world, at)
+                self.heartbeats.listed(report.nodes, self.world, heard_at)
 
     def on_requests(self, now: Instant) -> list[Decision]:
         for request in self.world.requests.values():
@@ -272,11 +273,12 @@ class Observer:
         return decisions
 
     def to_measure(self) -> list[NodeName]:
-        """Nodes that are to measure their devices now."""
+        """Return the nodes that are to measure their devices now."""
         return self._sample_requests.due(self.world, self.ticks())
 
     def _name_unknown_nodes(self, watch: deadlines.ObservationWindow) -> None:
-        """Once, when each node has had the time to join. A misspelled name would have no effect unseen."""
+        """Warn of nodes that never joined, once, after each had the time to. A misspelled name would go
+        unnoticed."""
         if not self._named_unknown and watch.last - watch.since >= NODE_PATIENCE_SECONDS:
             self._named_unknown = True
             for name in never_joined(self.world, self.inventory):
@@ -293,12 +295,12 @@ class Observer:
         ]
 
     def _silent(self, now: Instant, *, listening: bool) -> list[NodeLost]:
-        at = self.ticks()
+        checked_at = self.ticks()
         was_paused = self.heartbeats.paused
-        lost = self.heartbeats.check(self.world, at, now, listening=listening)
+        lost = self.heartbeats.check(self.world, checked_at, now, listening=listening)
         since = deadlines.extend_window(self._watch, now).since
         if unheard := nodes_without_answer(self.world, since, now):
-            lost += self.heartbeats.report_dead(unheard, self.world, at, now)
+            lost += self.heartbeats.report_dead(unheard, self.world, checked_at, now)
         paused = self.heartbeats.paused
         if paused is not None and was_paused is None:
             log.warning("nodes are silent and are not given up", fault=paused.message)
@@ -327,18 +329,18 @@ class Observer:
     def _on_load(self, report: Loaded) -> None:
         if report.task in self.world.tasks:
             self._loads[report.task] = report
-            said = (
+            message = (
                 f"{report.running} calls under way, {report.waiting} waiting, CPU {report.cpu_percent:.0f} %"
             )
-            self._on_progress(Progressed(report.task, report.fence, report.at, None, said, report.rank))
+            self._on_progress(Progressed(report.task, report.fence, report.at, None, message, report.rank))
 
     def on_events(self, events: Iterable[Event]) -> None:
         forget_ended(self.progress, events)
         forget_ended(self._loads, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
-        """Bytes before the row: a committed row never names an object that is not on disk. Raises _Rejected,
-        StoreUnavailable."""
+        """Store the bytes before the row: a committed row never names an object that is not on disk. Raises
+        _Rejected, StoreUnavailable."""
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
         outcome = decision.outcome

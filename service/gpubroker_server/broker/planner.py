@@ -19,12 +19,12 @@ MOST_TURNS = 4
 most urgent tasks, has its own commit."""
 
 FORECAST_SECONDS = 0.005
-"""How long each cycle works on forecasts, while they are due."""
+"""The time that each cycle works on forecasts, while they are due."""
 
 
 @dataclass(eq=False)
 class Planner:
-    """Of one term."""
+    """Plans the cycles of one term."""
 
     world: World
     policy: Policy

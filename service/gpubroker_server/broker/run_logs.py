@@ -16,16 +16,16 @@ from gpubroker_server.ports.run_logs import LogChanges, LogPart, LogRows
 from gpubroker_server.ports.store import BlobStore, BlobTooLarge, Clock, ReadTicks, StoreUnavailable
 
 READ_SECONDS = Seconds(0.2)
-"""Between two questions to an agent for what is new in a log."""
+"""The time between two questions to an agent for what is new in a log."""
 LOOK_SECONDS = Seconds(0.4)
-"""Between two looks whether any log is read, while none is."""
+"""The time between two looks whether any log is read, while none is."""
 AGAIN_SECONDS = Seconds(2.0)
 """A question without an answer is repeated after so long."""
 
 
 @dataclass(eq=False)
 class LogKeeper:
-    """Of one term."""
+    """Keeps the logs of runs during one term."""
 
     term: Term
     world: World
@@ -44,7 +44,7 @@ class LogKeeper:
         self._known: dict[LogName, KnownLog] = {}
         """What is known of the logs that are wanted."""
         self._asked: dict[LogName, float] = {}
-        """When an agent was asked that has not answered."""
+        """The time when an agent was asked, for logs that it has not answered yet."""
 
     async def follow(self) -> None:
         """Ask nodes for the logs that are wanted, until cancelled."""
@@ -60,8 +60,12 @@ class LogKeeper:
         self._wanted = wanted_logs(self.world, await self.store.followed_logs(), self.clock.now())
         for log in self._known.keys() - self._wanted.keys():
             del self._known[log]
-        again = self.ticks() - AGAIN_SECONDS
-        self._asked = {log: at for log, at in self._asked.items() if log in self._wanted and at > again}
+        asked_before = self.ticks() - AGAIN_SECONDS
+        self._asked = {
+            log: asked_at
+            for log, asked_at in self._asked.items()
+            if log in self._wanted and asked_at > asked_before
+        }
         asked: dict[NodeName, dict[LogName, int]] = defaultdict(dict)
         for log in self._wanted.keys() - self._asked.keys():
             if log not in self._known:
@@ -71,37 +75,39 @@ class LogKeeper:
         for node, logs in asked.items():
             self.executor.read_logs(node, logs)
 
-    async def keep(self, told: Sequence[Logged]) -> None:
+    async def keep(self, logs: Sequence[Logged]) -> None:
         """Returns when it is durable. Raises StoreUnavailable, StaleTerm."""
         known = dict(self._known)
         replaced: set[LogName] = set()
         cut: dict[LogName, tuple[int, int]] = {}
         kept: list[tuple[Logged, str]] = []
-        """With the tenant."""
-        for one in told:
-            task = self.world.tasks.get(one.task)
-            if task is None or not is_kept(one, known.get(one.log, KnownLog()), self._wanted.get(one.log)):
+        """The logs to keep, each with its tenant."""
+        for logged in logs:
+            task = self.world.tasks.get(logged.task)
+            if task is None or not is_kept(
+                logged, known.get(logged.log, KnownLog()), self._wanted.get(logged.log)
+            ):
                 continue
-            if one.is_final and one.first_byte == 0:
-                replaced.add(one.log)
-                kept = [(part, tenant) for part, tenant in kept if part.log != one.log]
-            known[one.log] = KnownLog(one.end_byte, one.at)
-            kept.append((one, task.tenant))
-            if not one.is_final and (between := cut_between(one, self.limit_bytes)):
-                cut[one.log] = between
+            if logged.is_final and logged.first_byte == 0:
+                replaced.add(logged.log)
+                kept = [(part, tenant) for part, tenant in kept if part.log != logged.log]
+            known[logged.log] = KnownLog(logged.end_byte, logged.at)
+            kept.append((logged, task.tenant))
+            if not logged.is_final and (between := cut_between(logged, self.limit_bytes)):
+                cut[logged.log] = between
         if kept:
-            parts = await asyncio.gather(*(self._part_of(*one) for one in kept))
+            parts = await asyncio.gather(*(self._part_of(*log) for log in kept))
             await self.store.keep_logs(self.term, LogChanges(replaced, cut, parts))
-        for one in told:
-            self._asked.pop(one.log, None)
+        for logged in logs:
+            self._asked.pop(logged.log, None)
         self._known = {log: state for log, state in known.items() if log in self._wanted}
 
-    async def _part_of(self, told: Logged, tenant: str) -> LogPart:
-        part = LogPart(told.log, told.first_byte, len(told.data), told.at, tenant, told.data)
+    async def _part_of(self, logged: Logged, tenant: str) -> LogPart:
+        part = LogPart(logged.log, logged.first_byte, len(logged.data), logged.at, tenant, logged.data)
         # While a run goes on, its parts stay in their rows, which go with the middle of a long log.
-        if not told.is_final or len(told.data) <= self.inline_bytes:
+        if not logged.is_final or len(logged.data) <= self.inline_bytes:
             return part
         try:
-            return replace(part, data=None, digest=await self.blobs.put(told.data, owner=told.task))
+            return replace(part, data=None, digest=await self.blobs.put(logged.data, owner=logged.task))
         except (BlobTooLarge, StoreUnavailable):
             return part  # the leader must not wait for the disk of the objects because of a log

@@ -41,7 +41,8 @@ from gpubroker_server.ports.task_objects import (
 log = structlog.get_logger("gpubroker.objects")
 
 PART_BYTES: Final = 4 * 2**20
-"""Sent at once. The agent asks for the next part when it has this one, so that nothing gathers on the way."""
+"""The bytes that are sent at once. The agent asks for the next part when it has this one, so that nothing
+gathers on the way."""
 AGAIN_SECONDS: Final = 1.0
 MOST_TRIES: Final = 120
 """A run fails if its object cannot be read so often: meanwhile it holds its leases. A result waits without
@@ -55,7 +56,8 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 @dataclass(eq=False)
 class TaskObjects:
-    """Remembers nothing: each question says what its node has, and is asked again to the next leader."""
+    """Answers questions about objects, and remembers nothing: each question says what its node has, and is
+    asked again to the next leader."""
 
     world: World
     store: TaskStore
@@ -71,13 +73,14 @@ class TaskObjects:
 
     def __post_init__(self) -> None:
         self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
-        """With how often each was tried in vain."""
+        """The questions, each with the number of times it was tried in vain."""
         self._uploads: dict[str, tuple[str, ObjectPart | OutputPart]] = {}
-        """Results and outputs that come here and are no objects yet: their tenant, and the last part."""
+        """The results and outputs that come here and are no objects yet: the tenant and the last part of
+        each."""
 
     def hear(self, asked: Sequence[ObjectQuestion]) -> None:
-        for one in asked:
-            self._asked.put_nowait((one, 0))
+        for question in asked:
+            self._asked.put_nowait((question, 0))
 
     async def serve(self) -> None:
         """Answer questions, until cancelled. In turn: a large object does not keep the leader from others,
@@ -88,11 +91,11 @@ class TaskObjects:
                 await self.answer(asked, tries)
             except StoreUnavailable as fault:
                 if not tries:
-                    said = "an object cannot be read or stored now; trying again"
-                    log.warning(said, task=asked.task, fault=str(fault))
+                    message = "an object cannot be read or stored now; trying again"
+                    log.warning(message, task=asked.task, fault=str(fault))
                 # Others need not wait: one file may be unreadable while all else is well.
-                again = asked, tries + 1
-                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, again)
+                next_try = asked, tries + 1
+                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, next_try)
 
     async def keep(self) -> None:
         """Extend the objects in use until cancelled, so that they outlast the leader's absence."""
@@ -137,12 +140,13 @@ class TaskObjects:
                 self.executor.answer(PartAnswer(node, asked, *kept))
 
     def _run_of(self, asked: ObjectQuestion) -> Task | None:
-        """None if it is over."""
+        """Return the run; None if it is over."""
         task = self.world.tasks.get(asked.task)
         return task if task is not None and task.fence == asked.fence and task.is_active else None
 
     async def _discard_left(self) -> None:
-        """Results that end with their runs before they are complete."""
+        """Discard results that end with their runs before they are complete, and outputs of which no part has
+        come for long."""
         for upload, (_, part) in list(self._uploads.items()):
             is_late = self.clock.now() - part.at > OUTPUT_SECONDS
             if is_late if isinstance(part, OutputPart) else self._run_of(part) is None:

@@ -1,1 +1,1 @@
-"""What every request passes: host, token, size limits, validation, problems."""
+"""The checks that every request passes: host, token, size limits, validation, problems."""

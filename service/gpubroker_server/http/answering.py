@@ -26,7 +26,7 @@ class Answering:
         self._prefix = prefix.encode()
         self._request_id = request_id.encode()
         self.status = 0
-        """0 until the answer has begun."""
+        """The status of the answer; 0 until it has begun."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

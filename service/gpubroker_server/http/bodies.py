@@ -36,7 +36,7 @@ PATTERNS_IN_WORDS = {
     ENTRYPOINT: "must be module:function",
     NAME: "must be letters, digits, dots, dashes and underscores, at most 63",
 }
-"""How a refusal describes a pattern."""
+"""The text with which a refusal describes a pattern."""
 
 
 def is_name(text: str) -> bool:
@@ -64,7 +64,7 @@ NodeLabels = Annotated[
 
 
 class Body(BaseModel):
-    """Strict: an unknown field or a wrong type is refused.
+    """The base of bodies. It is strict: an unknown field or a wrong type is refused.
 
     Give defaults that are immutable or made by a factory: pydantic would copy a `{}` for each request.
     """
@@ -121,7 +121,7 @@ class BinaryBody(Body):
 
 
 class Query(BaseModel):
-    """Query parameters. Unknown names are refused, except those that match `open_names`."""
+    """The base of query parameters. Unknown names are refused, except those that match `open_names`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
     open_names: ClassVar[re.Pattern[str] | None] = None
@@ -182,7 +182,7 @@ _NUMBER_BEFORE = re.compile(r"^-?[0-9]{1,15}(?:\.[0-9]{1,20})?:")
 
 
 class Paging(NamedTuple):
-    """Which part of a sorted list a query asks for. A place in the list is numbers and an id."""
+    """The part of a sorted list that a query asks for. A place in the list is numbers and an id."""
 
     limit: int
     after: SortKey

@@ -19,7 +19,7 @@ from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.problems import MEDIA_TYPE, Problem, headers_of, problem_document
 
 MOST_HEADERS: Final = 128
-"""Each costs far more memory than its bytes."""
+"""The most headers of a request: each costs far more memory than its bytes."""
 
 LINGER_SECONDS: Final = 1.0
 """A connection that is closed while the client sends takes the answer with it. So it stays open for so long,
@@ -38,7 +38,7 @@ class Connections:
         self._callers = callers
         self._open: set[LimitedConnection] = set()
         self._unauthenticated: OrderedDict[LimitedConnection, str] = OrderedDict()
-        """With its address, the oldest first."""
+        """The connections without a token, the oldest first, each with its address."""
         self._by_address: dict[str, OrderedDict[LimitedConnection, None]] = {}
         """The same, the oldest of each address first."""
 
@@ -69,7 +69,7 @@ class Connections:
         return True
 
     def leave(self, connection: "LimitedConnection") -> None:
-        """May be called again."""
+        """Remove a connection. May be called again."""
         self._open.discard(connection)
         self._forget(connection)
 
@@ -89,13 +89,13 @@ class LimitedConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_authenticated = False
-        """It has sent a valid token at least once."""
+        """True once it has sent a valid token."""
         self._is_between = True
-        """All that has come was whole requests."""
+        """True between requests: all that has come so far was whole requests."""
         self._is_in_body = False
         """The head of the incoming request is complete."""
         self._advanced = False
-        """In the present piece a head began or ended, or some of a body came."""
+        """True if the present piece began or ended a head, or brought some of a body."""
         self._stalled_bytes = 0
         """Bytes of whole pieces that brought no byte of the body."""
         self._refusal: Problem | None = None
@@ -128,9 +128,9 @@ class LimitedConnection(HttpToolsProtocol):
         """Parse the next piece; the rest of the data, if it may go on."""
         if self._is_turned_away:
             return b""
-        most, rest = self.port.limits.head_bytes, b""
-        if len(data) > most and not (self._is_in_body and self.is_authenticated):
-            data, rest = data[:most], data[most:]
+        limit, rest = self.port.limits.head_bytes, b""
+        if len(data) > limit and not (self._is_in_body and self.is_authenticated):
+            data, rest = data[:limit], data[limit:]
         self._advanced = False
         rest = self.parse(data) + rest
         self._check_progress(len(data))
@@ -198,7 +198,7 @@ class LimitedConnection(HttpToolsProtocol):
     # Limits.
 
     def _check_progress(self, piece_bytes: int) -> None:
-        """After each piece that was parsed."""
+        """Check the progress of the incoming request. Called after each piece that was parsed."""
         if self._refusal is not None:
             self._turn_away(self._refusal)
             return

@@ -1,4 +1,4 @@
-"""What is wrong with a request: one fault per field, with what was found and what to send instead."""
+"""Describes the faults of a request: one per field, with what was found and what to send instead."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +47,7 @@ _SHOWN_CHARACTERS = 60
 
 
 class InvalidPart(Exception):
-    """One part of a request is invalid; all its faults together."""
+    """One part of a request is invalid. The exception carries all faults of that part."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__(faults)
@@ -77,9 +77,12 @@ def request_faults(error: RequestValidationError, route: APIRoute) -> list[Fault
     return faults
 
 
-def _query_model(of: Dependant) -> Any:
+def _query_model(dependant: Dependant) -> Any:
     """Return the model of a route's query; a route has one, of its own or of a dependency."""
-    fields = [*of.query_params, *(field for each in of.dependencies for field in each.query_params)]
+    fields = [
+        *dependant.query_params,
+        *(field for dependency in dependant.dependencies for field in dependency.query_params),
+    ]
     return fields[0].field_info.annotation
 
 
@@ -166,12 +169,12 @@ def _detail(
             return f"{found['msg']}{_meant_kind(found['input'])}"
         case "string_pattern_mismatch":
             pattern = str(found["ctx"]["pattern"])
-            what = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
-            return f"{what}; found {_shown(found['input'])}"
+            expectation = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
+            return f"{expectation}; found {_shown(found['input'])}"
     message = text_of(found)
     is_counted = found["type"].endswith(("too_short", "too_long"))  # the text says what it has
-    is_told = found["type"] == "value_error" and isinstance(found["input"], dict | list)
-    if is_counted or is_told:
+    is_complete = found["type"] == "value_error" and isinstance(found["input"], dict | list)
+    if is_counted or is_complete:
         return message
     return f"{message}; found {_shown(found['input'])}{_meant_value(path, found)}"
 
@@ -191,13 +194,13 @@ def _meant_value(path: Sequence[int | str], found: ErrorDetails) -> str:
 
 
 def _meant_kind(run: Any) -> str:
-    """Which of entrypoint, command and function was probably meant."""
+    """Return which of entrypoint, command and function was probably meant."""
     if not isinstance(run, dict) or not run:
         return ""
     for name in run:
-        meant = did_you_mean(FOREIGN_NAMES.get(name, name), _RUN_KINDS)
-        if meant and name not in _RUN_KINDS:
-            return f"; unknown field {_shown(name)}; {meant}"
+        suggestion = did_you_mean(FOREIGN_NAMES.get(name, name), _RUN_KINDS)
+        if suggestion and name not in _RUN_KINDS:
+            return f"; unknown field {_shown(name)}; {suggestion}"
     return f"; found {', '.join(map(_shown, islice(run, 5)))}"
 
 
@@ -224,7 +227,7 @@ def _suggestion(name: str, model: type[BaseModel] | None) -> str:
     if model is None:
         return ""
     inner = {
-        field: [name for one in _models_in(info.annotation) for name in one.model_fields]
+        field: [name for model in _models_in(info.annotation) for name in model.model_fields]
         for field, info in model.model_fields.items()
     }
     return f"; {meant_field(FOREIGN_NAMES.get(name, name), list(model.model_fields), inner)}"

@@ -28,7 +28,7 @@ _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1
 
 
 class Scope(StrEnum):
-    """What a token may do. `*` stands for all of them."""
+    """A permission of a token. `*` stands for all of them."""
 
     TASKS_READ = "tasks:read"
     TASKS_WRITE = "tasks:write"
@@ -38,8 +38,8 @@ class Scope(StrEnum):
     """Submit commands: any program, as the user that runs tasks."""
     CLUSTER_READ = "cluster:read"
     CLUSTER_WRITE = "cluster:write"
-    """Cordon, drain and uncordon nodes, keep idle templates, state that the holder of quarantined memory is
-    gone, and resume what the leader has paused."""
+    """The token may cordon, drain and uncordon nodes, keep idle templates, state that the holder of
+    quarantined memory is gone, and resume what the leader has paused."""
     METRICS_READ = "metrics:read"
     MODELS_INFER = "models:infer"
     """Send inferences, and read which models there are."""
@@ -50,7 +50,8 @@ class Scope(StrEnum):
     SECRETS_WRITE = "secrets:write"
     """Set and delete secrets of the tenant."""
     ADMIN = "admin"
-    """Tokens, shutdown, pauses of the queues of tenants and streams, and tasks and names of other tenants."""
+    """The token may manage tokens, shut the service down, pause the queues of tenants and streams, and see
+    tasks and names of other tenants."""
     EVERY = EVERY_SCOPE
 
 
@@ -94,7 +95,8 @@ def identity_of_run(task: Task | None, fence: Fence) -> Identity | None:
 
 
 def new_secret() -> str:
-    """`gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in a shell or a URL."""
+    """Return a new secret: `gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in
+    a shell or a URL."""
     return TOKEN_PREFIX + base64.b32encode(secrets.token_bytes(32)).decode().rstrip("=").lower()
 
 
@@ -180,7 +182,7 @@ class Tokens:
                 log.warning("tokens not refreshed; the known ones stay valid", fault=str(fault))
 
     def identify(self, secret: str) -> Identity | None:
-        """None if there is no such token or it has expired."""
+        """Return the token; None if there is no such token or it has expired."""
         return self.holder(hash_of(secret)) or self._of_run(secret)
 
     def holder(self, sha256: str) -> Identity | None:
@@ -192,7 +194,7 @@ class Tokens:
         return None
 
     def hash_named(self, name: str) -> str:
-        """Empty if there is no such token."""
+        """Return the hash of the token with this name; empty if there is none."""
         return next((sha256 for sha256, identity in self._by_hash.items() if identity.name == name), "")
 
 
@@ -202,8 +204,8 @@ class Callers:
         self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in allowed_hosts}
 
     def check_host(self, header: bytes) -> None:
-        """Against DNS rebinding: a page in a browser may reach our address, but cannot fake this name.
-        Raises Problem host-not-allowed."""
+        """Check the Host header against DNS rebinding: a page in a browser may reach our address, but cannot
+        fake this name. Raises Problem host-not-allowed."""
         host = _without_port(header)
         if host not in self._hosts:
             raise Problem("host-not-allowed", host=host, known=", ".join(sorted(self._hosts)))
@@ -228,7 +230,8 @@ def _unauthenticated(found: str, challenge: str = "") -> Problem:
 
 @lru_cache(256)
 def _without_port(header: bytes) -> str:
-    """`[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; anything else is returned as it is."""
+    """Return the host without its port: `[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; anything else
+    is returned as it is."""
     host = header.decode("latin-1")
     parts = _HOST.fullmatch(host)
     return host if parts is None else (parts["six"] or parts["name"]).lower()

@@ -8,14 +8,14 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _PAIRS = tuple(first + second for first in _CROCKFORD for second in _CROCKFORD)
 _SHIFTS = range(120, -1, -10)
-"""13 pairs of characters hold 130 bits; the two highest are always 0."""
+"""The shifts of 13 pairs of characters, which hold 130 bits; the two highest bits are always 0."""
 
 _VERSION_7 = 0x7 << 76
 _VARIANT = 0b10 << 62
 _COUNTER_TOP = 0xFFF
 
 _NUMBERED_BITS = 20
-"""Four characters."""
+"""The bits of four characters."""
 
 _TASK_ID = re.compile(r"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
@@ -32,7 +32,7 @@ class Ids:
         return TaskId("task_" + self._next(now))
 
     def tasks(self, now: Instant, count: int) -> list[TaskId]:
-        """Ids with one prefix and ascending numbers at their ends (RFC 9562, 6.2)."""
+        """Return ids with one prefix and ascending numbers at their ends (RFC 9562, 6.2)."""
         first = "task_" + self._next(now)
         start = self._random.randrange((1 << _NUMBERED_BITS) - count)
         numbers = range(start, start + count)
@@ -48,7 +48,8 @@ class Ids:
         return f"req_{self._random.getrandbits(104):026x}"
 
     def _next(self, now: Instant) -> str:
-        """48 bits of milliseconds, a 12-bit counter within the millisecond, 62 random bits."""
+        """Return the next id: 48 bits of milliseconds, a 12-bit counter within the millisecond, 62 random
+        bits."""
         ms = int(now * 1000)
         if ms > self._ms:
             self._ms, self._counter = ms, 0

@@ -1,4 +1,5 @@
-"""What the leader knows: while a service is upgraded, it may be of an earlier release than this gateway."""
+"""Refuses requests that the leader does not know: during an upgrade it may be of an earlier release than this
+gateway."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -52,11 +53,11 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
 class LeaderRelease(Struct, frozen=True):
     leader: Callable[[], LeaderSeen | None]
 
-    def require(self, what: str) -> None:
+    def require(self, request: str) -> None:
         """Check that the leader knows this. Raises Problem leader-outdated if it needs a later release than
         the one that leads. Whatever is not in the table, each leader knows; where none leads, the next one is
         not known."""
-        since, leader = KNOWN_SINCE.get(what), self.leader()
+        since, leader = KNOWN_SINCE.get(request), self.leader()
         if since is None or leader is None:
             return
         if release_numbers(leader.release) < release_numbers(since.release):

@@ -1,4 +1,4 @@
-"""What every request passes before its route (host, token, encoding, size), and answers to exceptions."""
+"""The checks before a request's route (host, token, encoding, size), and the answers to exceptions."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ from gpubroker_server.telemetry.metrics import Telemetry
 log = structlog.get_logger("gpubroker.gateway")
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""Answered without a token. Every other path, known or not, needs one."""
+"""The paths that are answered without a token. Every other path, known or not, needs one."""
 
 _BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
 """Paths with a limit of their own."""
@@ -40,7 +40,8 @@ LINGER_SECONDS = 2.0
 
 
 class RequestMiddleware:
-    """Pure ASGI, outermost. Any exception is answered with a problem, and no traceback leaves the process."""
+    """Handles every request, as pure ASGI, outermost. Any exception is answered with a problem, and no
+    traceback leaves the process."""
 
     def __init__(
         self,
@@ -176,16 +177,16 @@ class RequestMiddleware:
                 return Problem("follower-stale", str(fault))
             case StoreUnavailable():
                 log.debug("database not reached", request=request_id, fault=str(fault))
-                said = str(fault) if isinstance(fault, StoreExhausted) else self._disk_full()
+                cause = str(fault) if isinstance(fault, StoreExhausted) else self._disk_full()
                 more = "nothing was changed; send the request again later"
-                return Problem("store-unavailable", f"{said}; {more}" if said else "")
+                return Problem("store-unavailable", f"{cause}; {more}" if cause else "")
             case Unstorable():
                 return Problem("validation-failed", str(fault))
         log.error("request failed", request=request_id, path=scope["path"], exc_info=fault)
         return Problem("internal-error", request_id=request_id)
 
     def _no_route(self, scope: Scope) -> Problem:
-        """404 or 405. The router itself knows only the first of several routes of a path."""
+        """Return 404 or 405. The router itself knows only the first of several routes of a path."""
         method, path = scope["method"], scope["path"]
         routes = [route for route in self._router.routes if isinstance(route, Route)]
         here = [route for route in routes if route.path_regex.match(path)]

@@ -107,12 +107,12 @@ def _states_in(kind: type[KnownState]) -> dict[str, Any]:
 def _with_states(schema: Any, states: Mapping[str, dict[str, Any]]) -> Any:
     """Write states where they are referred to."""
     if isinstance(schema, list):
-        return [_with_states(each, states) for each in schema]
+        return [_with_states(item, states) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if (state := states.get(schema.get("$ref", ""))) is not None:
-        return {**state, **{name: each for name, each in schema.items() if name != "$ref"}}
-    return {name: _with_states(each, states) for name, each in schema.items()}
+        return {**state, **{name: value for name, value in schema.items() if name != "$ref"}}
+    return {name: _with_states(value, states) for name, value in schema.items()}
 
 
 def complete(app: FastAPI, forms: Iterable[Any]) -> dict[str, Any]:
@@ -147,7 +147,9 @@ def _polish(operation: dict[str, Any]) -> None:
     if rest:
         operation["description"] = rest
     if needed := operation.get("security"):
-        operation["security"] = [{"token": [scope]} for each in needed for scope in each["token"]]
+        operation["security"] = [
+            {"token": [scope]} for requirement in needed for scope in requirement["token"]
+        ]
     for parameter in operation.get("parameters", ()):
         schema = parameter["schema"]
         choices = [choice for choice in schema.pop("anyOf", ()) if choice.get("type") != "null"]

@@ -28,7 +28,7 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 
 class ProblemKind(Struct, frozen=True):
-    """What all problems of one code have in common."""
+    """The properties that all problems of one code share."""
 
     status: int
     title: str
@@ -315,16 +315,16 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
 }
 
 DEMAND_PROBLEMS = "priority-not-allowed exceeds-capacity no-matching-device exceeds-maximum exceeds-quota"
-"""Why a demand or its priority is refused, as routes declare it."""
+"""The reasons why a demand or its priority is refused, as routes declare them."""
 QUEUE_PROBLEMS = "idempotency-key-reused tenant-queue-full tenant-queue-bytes backpressure store-unavailable"
-"""Why an admitted task is not stored."""
+"""The reasons why an admitted task is not stored."""
 RUN_PROBLEMS = (
     f"{DEMAND_PROBLEMS} pool-mismatch unknown-resource priority-too-low entrypoint-not-allowed "
     f"python-mismatch {QUEUE_PROBLEMS} leader-outdated"
 )
-"""Why a task that runs code is refused."""
+"""The reasons why a task that runs code is refused."""
 SUBMIT_PROBLEMS = f"malformed-json payload-too-large unsupported-media-type {RUN_PROBLEMS}"
-"""Why a body that asks for such a task is refused."""
+"""The reasons why a body that asks for such a task is refused."""
 
 _NOT_NOW = frozenset({429, 503})
 _RETRY_AFTER_SECONDS = "1"

@@ -216,14 +216,16 @@ class Resource:
         `view`: type of the answer. `problems`: codes, separated by spaces, besides those of every route.
         `accepted`: what the answer 202 means, if it may come with the same type. `options` are FastAPI's.
         """
-        declared: dict[int | str, dict[str, Any]] = {status: {**each} for status, each in responses.items()}
+        declared: dict[int | str, dict[str, Any]] = {
+            status: {**described} for status, described in responses.items()
+        }
         if accepted:
             declared[202] = {"model": view, "description": accepted}
         needs: list[params.Depends] = []
         codes = list(dict.fromkeys([*problems.split(), "validation-failed"]))
         if scope is not None:
             enough = scope if isinstance(scope, tuple) else (scope,)
-            needs.append(Security(_permitted, scopes=[each.value for each in enough]))
+            needs.append(Security(_permitted, scopes=[scope.value for scope in enough]))
             codes = ["unauthenticated", "forbidden", *codes]
         if is_wire_form(view):
             declared.setdefault(options.get("status_code", 200), {})["model"] = view

@@ -52,7 +52,7 @@ class Follower(Protocol):
 
     @property
     def world(self) -> World:
-        """Routes only read it."""
+        """The World, which routes only read."""
 
     @property
     def clock(self) -> Clock: ...

@@ -31,16 +31,16 @@ log = structlog.get_logger("gpubroker.gateway")
 T = TypeVar("T")
 
 PER_COMMIT = 1_000
-"""Requests to the leader that are stored together."""
+"""The number of requests to the leader that are stored together."""
 
 
 class OneAtATime:
     """A lock with a bounded queue, first come, first served."""
 
-    def __init__(self, what: str, max_waiting: int, *, on_the_loop: bool = False) -> None:
-        """`what` names the answers in a refusal: "plans". `on_the_loop`: the computation blocks the event
+    def __init__(self, noun: str, max_waiting: int, *, on_the_loop: bool = False) -> None:
+        """`noun` names the answers in a refusal: "plans". `on_the_loop`: the computation blocks the event
         loop, so the lock stays taken for as long again, and other requests get that time."""
-        self._what = what
+        self._what = noun
         self._max_waiting = max_waiting
         self._on_the_loop = on_the_loop
         self._waiting = 0
@@ -103,7 +103,8 @@ def moves_of(task: str) -> str:
 
 
 class Expectation:
-    """One wait for one key. Create it before reading the row, so that no event falls in between."""
+    """An expectation of one key's next event. Create it before reading the row, so that no event falls in
+    between."""
 
     def __init__(self) -> None:
         self._happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,7 +135,7 @@ class Waiters:
         self._behind: dict[Expectation, Position] = {}
         """Expectations that end when the log is read up to a position."""
         self.is_closed = False
-        """This process is about to end, and nothing waits any more."""
+        """True if this process is about to end, and nothing waits any more."""
 
     def __len__(self) -> int:
         return sum(len(expectations) for expectations in self._waiting.values())
@@ -156,8 +157,8 @@ class Waiters:
         """The same for a client's request, of which a tenant may have a bounded number. Raises Problem
         tenant-waits."""
         if not self.has_room_for(tenant):
-            waiting, most = self._of_tenants[tenant], self._most_of_a_tenant
-            raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=most)
+            waiting, limit = self._of_tenants[tenant], self._most_of_a_tenant
+            raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=limit)
         self._of_tenants[tenant] += 1
         try:
             with self.expect(key) as expectation:
@@ -217,10 +218,10 @@ class Waiters:
 
 
 class Leadership(Protocol):
-    """What this process knows of the leader, which may be in this process or in another one."""
+    """The leader as this process knows it; it may be in this process or in another one."""
 
     def leader(self) -> LeaderSeen | None:
-        """None if no leader is known."""
+        """Return the leader; None if none is known."""
 
     def last_fleet(self) -> FleetSeen | None:
         """Return what the leader makes of the fleet, or what the last one did."""
@@ -256,36 +257,36 @@ class LeaderRequests:
         self._waiters = waiters
         self._settle_seconds = settle_seconds
 
-    async def ask(self, subject: str, tenant: str, what: str, fields: dict[str, Any]) -> bool:
+    async def ask(self, subject: str, tenant: str, kind: str, fields: dict[str, Any]) -> bool:
         """Store the request. True if the leader has carried it out by the time this returns."""
-        return await self._settle(self._requests([subject], tenant, what, fields))
+        return await self._settle(self._requests([subject], tenant, kind, fields))
 
-    async def ask_many(self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]) -> None:
+    async def ask_many(self, subjects: Sequence[str], tenant: str, kind: str, fields: dict[str, Any]) -> None:
         """Store a request for each of many tasks, a slice in one commit, and wait for the leader."""
-        made = self._requests(subjects, tenant, what, fields)
+        made = self._requests(subjects, tenant, kind, fields)
         slices = [made[start : start + PER_COMMIT] for start in range(0, len(made), PER_COMMIT)]
-        await asyncio.gather(*(self._settle(some, times=len(slices)) for some in slices))
+        await asyncio.gather(*(self._settle(chunk, times=len(slices)) for chunk in slices))
 
     async def ask_for(
-        self, subject: str, tenant: str, what: str, fields: dict[str, Any], seconds: Seconds
+        self, subject: str, tenant: str, kind: str, fields: dict[str, Any], seconds: Seconds
     ) -> str:
         """Store a request that has an answer, and wait for that: the digest of its object; empty if there is
         none in time. Raises Problem tenant-waits."""
-        [request] = self._requests([subject], tenant, what, fields)
+        [request] = self._requests([subject], tenant, kind, fields)
         with self._waiters.expect_for(tenant, request.id) as done:
             await self._store.request(request)
-            log.info("asked", what=what, task=subject, tenant=tenant)
+            log.info("asked", what=kind, task=subject, tenant=tenant)
             await done.within(seconds)
         return str(fields_of(done.payload).get("answer", ""))
 
     def _requests(
-        self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]
+        self, subjects: Sequence[str], tenant: str, kind: str, fields: dict[str, Any]
     ) -> list[Request]:
-        self._release.require(what)
+        self._release.require(kind)
         now = self._clock.now()
         ids = [self._ids.request(now) for _ in subjects]
         return [
-            Request(id, TaskId(subject), tenant, what, fields, now)
+            Request(id, TaskId(subject), tenant, kind, fields, now)
             for id, subject in zip(ids, subjects, strict=True)
         ]
 
@@ -293,15 +294,15 @@ class LeaderRequests:
     def expected(
         self, requests: Sequence[Request], times: int = 1
     ) -> Iterator[Callable[[], Awaitable[bool]]]:
-        """Enter it before they are stored. What it yields waits until the leader has carried them out: True
-        if it has."""
+        """Expect the answers to requests. Enter it before they are stored. The function that it yields waits
+        until the leader has carried them out, and returns True if it has."""
 
         async def settle() -> bool:
             for request in requests:
                 log.info("asked", what=request.what, task=request.task, tenant=request.tenant)
             until = monotonic() + self._settle_seconds * times
-            for one in done:
-                if not await one.within(Seconds(max(0.0, until - monotonic()))):
+            for waiter in done:
+                if not await waiter.within(Seconds(max(0.0, until - monotonic()))):
                     return False
             return True
 

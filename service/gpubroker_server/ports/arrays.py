@@ -11,14 +11,14 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 
 
 class ItemCounts(Struct, frozen=True):
-    """Of the items of an array that are done."""
+    """The counts of the items of an array that are done."""
 
     done: int = 0
     failed: int = 0
     last_page: int = 0
     first_at: Instant | None = None
     last_at: Instant | None = None
-    """When the first and the latest of them were stored."""
+    """The times when the first and the latest of them were stored."""
     size_bytes: int = 0
     """The bytes of their lines."""
 
@@ -36,14 +36,14 @@ class PageFilter(NamedTuple):
     array: TaskId
     by_commit: bool = False
     after: int = -1
-    """Only pages with a later item, or with a higher number."""
+    """Selects pages with a later item, or with a higher number."""
     failed: bool | None = None
-    """Only pages with a failed item (True), or with one that succeeded (False)."""
+    """Selects pages with a failed item (True), or with one that succeeded (False)."""
     limit: int = 100
 
 
 class ItemPages(Protocol):
-    """Decisions write them."""
+    """The pages of results, which decisions write."""
 
     async def item_counts(self, array: TaskId) -> ItemCounts: ...
 

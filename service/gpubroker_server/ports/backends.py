@@ -8,19 +8,19 @@ Header = tuple[bytes, bytes]
 
 
 class RequestHead(NamedTuple):
-    """What is passed on of a request's head. The backend adds what concerns its own connection: Host, the
-    length of the body, and credentials."""
+    """The parts of a request's head that are passed on. The backend adds what concerns its own connection:
+    Host, the length of the body, and credentials."""
 
     method: bytes
     target: bytes
     """Path and query as they came, still encoded."""
     headers: Sequence[Header]
     body_bytes: int | None
-    """None: it is not known before its end."""
+    """The length of the body; None if it is not known before its end."""
 
 
 class Trouble(StrEnum):
-    """Why there is no answer, or only a part of one."""
+    """The reason why there is no answer, or only a part of one."""
 
     UNREACHABLE = "unreachable"
     """Nothing was sent: the very same request may be sent again."""
@@ -55,10 +55,10 @@ class ResponseHandler(Protocol):
     def on_end(self) -> None: ...
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
-        """Nothing more comes."""
+        """Report that nothing more comes."""
 
     def on_pause(self) -> None:
-        """This was all that has come for now; the client should have it."""
+        """Report that this was all that has come for now; the client should have it."""
         return
 
     def pause_body(self) -> None:
@@ -122,7 +122,7 @@ class ModelBackend(Protocol):
         whole answer. Raises NotFetched."""
 
     async def close(self) -> None:
-        """All connections; requests on them end in trouble."""
+        """Close all connections; requests on them end in trouble."""
 
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -143,7 +143,7 @@ class CallFailed(Exception):
         """The code in gRPC's numbering."""
         self.detail = detail
         self.metadata = metadata
-        """Trailing metadata."""
+        """The trailing metadata."""
         self.trouble = trouble
         """Set if the server itself has said nothing."""
 
@@ -161,12 +161,12 @@ class CallStream(Protocol):
         """Returns when the server can take it."""
 
     async def end(self) -> None:
-        """Nothing more is written; the server may still answer."""
+        """End the writing; the server may still answer."""
 
     async def first(self) -> Metadata: ...
 
     async def read(self) -> bytes | None:
-        """None after the last one. Raises CallFailed."""
+        """Return the next message; None after the last one. Raises CallFailed."""
 
     async def last(self) -> Metadata: ...
 
@@ -181,7 +181,7 @@ class CallBackend(Protocol):
     def name(self) -> str: ...
 
     async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallReply:
-        """One message, one answer, before so many seconds are over. Raises CallFailed."""
+        """Send one message and return its answer, within `seconds`. Raises CallFailed."""
 
     def open(self, method: str, metadata: Metadata, seconds: float | None) -> CallStream: ...
 

@@ -34,10 +34,11 @@ class DeviceProbe(Protocol):
     """Devices that are measured together: a GPU with its instances, or all simulated ones."""
 
     name: str
-    """For people, while no UUID is known."""
+    """The name that people read while no UUID is known."""
 
     def read(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["DeviceReading"]:
-        """One entry per device. `holders`: by the key of a run (`mark_of`). One call at a time; it may hang.
+        """Return one entry per device. `holders`: by the key of a run (`mark_of`). One call at a time; it may
+        hang.
 
         Raises DeviceLost, NoDevices, DevicesFound, and whatever the driver raises if it cannot say which
         devices there are.
@@ -60,12 +61,12 @@ class MeasuredDevice(Struct, frozen=True):
     by_holder: Mapping[str, Mib]
     utilization: float | None
     health: GpuHealth | None = None
-    """None for simulated devices and for instances."""
+    """The health of the GPU; None for simulated devices and for instances."""
 
 
 class DeviceReading(Struct, frozen=True):
     device: ReportedDevice
     measured: MeasuredDevice | None
-    """None if it cannot be measured."""
+    """The measured values; None if the device cannot be measured."""
     fault: str = ""
-    """Why not."""
+    """The reason why the device cannot be measured."""

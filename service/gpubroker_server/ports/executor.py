@@ -14,7 +14,7 @@ from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
 
 
 class RunPayload(Struct, frozen=True):
-    """What a run needs, beside its StartOrder."""
+    """The data that a run needs beside its StartOrder."""
 
     spec: RunSpec
     arguments: bytes
@@ -65,14 +65,14 @@ class Executor(Protocol):
         """Tell a run what it asked about an object. If this is lost, its agent asks again."""
 
     async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
-        """All reports since the last call, in order per run; waits for at least one."""
+        """Return all reports since the last call, in order per run; waits for at least one."""
 
     @property
     def is_connected(self) -> bool:
         """True if it hears its nodes. This is asked in every cycle."""
 
     def status(self) -> Mapping[str, Any]:
-        """For people, with something of each node. Keys: state, address, message; `agents`, if there are any:
-        release by node; `home`, of Ray: which local Ray, or empty."""
+        """Return the status that people read, with something of each node. Keys: state, address, message;
+        `agents`, if there are any: release by node; `home`, of Ray: which local Ray, or empty."""
 
     async def close(self, *, stop_cluster: bool) -> None: ...

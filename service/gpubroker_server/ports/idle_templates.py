@@ -26,7 +26,7 @@ class IdleTemplate(Struct, frozen=True):
 
 
 class IdleTemplates(Protocol):
-    """Each call may raise StoreUnavailable."""
+    """The stored idle templates. Each call may raise StoreUnavailable."""
 
     async def put_idle_template(self, template: IdleTemplate) -> bool:
         """Add one; False if the name exists."""

@@ -33,10 +33,11 @@ class InferenceFailed(Exception):
 
 
 class Batching(Struct, frozen=True):
-    """Whether several requests may be sent to a model as one."""
+    """Tells if several requests may be sent to a model as one."""
 
     most_rows: int = 1
-    """Rows at once, as its configuration says; 1: it takes no batches, or keeps state between requests."""
+    """The most rows at once, as its configuration says; 1 if it takes no batches, or keeps state between
+    requests."""
 
 
 ReadObject = Callable[[str, int], AsyncIterator[bytes]]
@@ -44,7 +45,7 @@ ReadObject = Callable[[str, int], AsyncIterator[bytes]]
 
 
 class InferenceClient(Protocol):
-    """Of one model server. Each call raises InferenceFailed, and may be cancelled."""
+    """Sends inferences to one model server. Each call raises InferenceFailed, and may be cancelled."""
 
     @property
     def name(self) -> str: ...

@@ -31,20 +31,20 @@ class LeaderSeen(Struct, frozen=True):
     fleet: FleetSeen | None = None
     """The leader's picture of the fleet; None before its first look."""
     lease_seconds: Seconds = Seconds(0.0)
-    """It may lead this long without another renewal."""
+    """The time that the leader may lead without another renewal."""
     release: str = ""
     """The release of its software; empty: 0.2.0, which does not say it."""
 
 
 class LastValues(Struct, frozen=True):
-    """What a leader publishes: what changed since its last publication."""
+    """The values that a leader publishes: those that changed since its last publication."""
 
     samples: Sequence[DeviceSample] = ()
     progress: Mapping[TaskId, Progress] = field(default_factory=dict)
     leader: LeaderSeen | None = None
-    """With `fleet.idle` empty: a large fleet has much of it, and it changes once a minute ..."""
+    """The leader, with `fleet.idle` empty: a large fleet has much of it, and it changes once a minute."""
     idle: Sequence[Idle] | None = None
-    """... so it is told by itself; None: it is as it was."""
+    """The idle devices, published by themselves; None if they are as they were."""
     ended: Sequence[TaskId] = ()
     """Runs that have ended: remove their progress."""
     nodes: Sequence[NodeSample] = ()
@@ -72,7 +72,7 @@ class PresenceStore(Protocol):
     """Gateways as the leader sees them. Lost rows are written again within a second."""
 
     async def present(self, presence: Presence) -> None:
-        """Replaces the last one of this gateway. Raises StoreUnavailable."""
+        """Replace the last presence of this gateway. Raises StoreUnavailable."""
 
     async def absent(self, gateway: str) -> None:
         """Remove the presence of a gateway that ends. Raises StoreUnavailable."""
@@ -85,7 +85,7 @@ class SlotStore(Protocol):
     """Claims of gateways on slots of models. Lost rows are written again within a second."""
 
     async def claim_slots(self, claim: Claim) -> None:
-        """Replaces the last claim of this gateway. Raises StoreUnavailable."""
+        """Replace the last claim of this gateway. Raises StoreUnavailable."""
 
     async def slot_claims(self) -> Sequence[Claim]:
         """The last claim of each gateway, however old. Raises StoreUnavailable."""
@@ -95,7 +95,8 @@ class SlotStore(Protocol):
 
 
 class LastValueStore(Protocol):
-    """What the leader publishes to other processes. Lost rows are written again within a second."""
+    """Stores the values that the leader publishes to other processes. Lost rows are written again within a
+    second."""
 
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
         """`number` counts the publications of a term, from 1. The first deletes those of older terms. Raises

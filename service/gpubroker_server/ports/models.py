@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Seconds
 
 
 class Index(Struct, frozen=True):
-    """What a server has, read in one call."""
+    """The models of a server, read in one call."""
 
     models: Mapping[str, IndexedModel]
     incarnation: str = ""
@@ -24,7 +24,7 @@ class Index(Struct, frozen=True):
 
 
 class Described(Struct, frozen=True):
-    """What is known of a model before it is loaded, for a first estimate of its size."""
+    """The facts about a model before it is loaded, for a first estimate of its size."""
 
     file_bytes: int | None = None
     """Size of its files in the repository; None where they cannot be seen."""
@@ -33,9 +33,9 @@ class Described(Struct, frozen=True):
     versions: tuple[str, ...] = ()
     """The versions that a load brings, sorted as in an index; empty where they cannot be seen."""
     revision: str = ""
-    """Another text after its files have changed; empty where they cannot be seen."""
+    """A text that changes with the model's files; empty where they cannot be seen."""
     on_cpu: bool = False
-    """It takes no GPU memory, as its configuration says."""
+    """True if the model takes no GPU memory, as its configuration says."""
     seen: tuple[str, ...] = ()
     """UUIDs of the GPUs that the server sees; empty where it doesn't say."""
 
@@ -44,11 +44,11 @@ class HostFault(StrEnum):
     UNREACHABLE = "unreachable"
     """Nothing was sent."""
     UNKNOWN = "unknown"
-    """It may have been done: the answer was lost, or did not come within the time given."""
+    """The request may have been carried out: the answer was lost, or did not come within the time given."""
     NOT_FOUND = "not_found"
-    """There is no such model in the repository, or it cannot be read."""
+    """The repository has no such model, or it cannot be read."""
     OUT_OF_MEMORY = "out_of_memory"
-    """Its backend could not get the memory, or the server's own limit said no."""
+    """The model's backend could not get the memory, or the server's own limit said no."""
     FAILED = "failed"
     """The load failed for another reason; `str(fault)` has the server's words."""
     NOT_ALLOWED = "not_allowed"
@@ -88,10 +88,10 @@ class ModelHost(Protocol):
     async def describe(self, model: str, within_seconds: Seconds) -> Described: ...
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
-        """Whether a model that is ready answers. A model whose process was killed stays ready, and loading it
-        changes nothing; the cure is unload, wait until it is gone, load. After a request to the dead process
-        it may stay UNLOADING for ever (Triton 24.10); a load works all the same. This sends a request to the
-        model: call it only where other requests have failed."""
+        """Return True if a model that is ready answers. A model whose process was killed stays ready, and
+        loading it changes nothing; the cure is unload, wait until it is gone, load. After a request to the
+        dead process it may stay UNLOADING for ever (Triton 24.10); a load works all the same. This sends a
+        request to the model: call it only where other requests have failed."""
 
     async def most_rows(self, model: str, within_seconds: Seconds) -> int:
         """Return the most rows of a request to a loaded model; 0 if its requests have no dimension for

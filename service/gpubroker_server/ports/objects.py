@@ -12,7 +12,8 @@ SortKey = tuple[float | str, ...]
 
 
 class ObjectSort(StrEnum):
-    """What lists of objects are sorted by; equal ones by digest. The values are fields of StoredObject."""
+    """The sort keys of lists of objects; equal objects are sorted by digest. The values are fields of
+    StoredObject."""
 
     ID = "digest"
     CREATED = "created_at"
@@ -32,17 +33,17 @@ class ObjectOrder(NamedTuple):
 
 
 class ObjectRows(Protocol):
-    """By tenant and digest. The bytes are in the BlobStore before the row is written."""
+    """The rows of objects, by tenant and digest. The bytes are in the BlobStore before the row is written."""
 
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         """The stored row: an existing one keeps its `created_at` and the later `expires_at`. None if the
         quota has no room; then nothing was written."""
 
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
-        """Expired ones too, until they are pruned."""
+        """Return an object, also an expired one until it is pruned."""
 
     async def find_object(self, tenant: str, digest: str, now: Instant) -> StoredObject | None:
-        """None if the tenant does not have it, or has it no longer."""
+        """Return the object; None if the tenant does not have it, or has it no longer."""
 
     async def note_use(self, kept: StoredObject, now: Instant, object_seconds: Seconds) -> None:
         """Keep it for `object_seconds` from `now` on. Written only if enough of that time has passed."""
@@ -50,7 +51,7 @@ class ObjectRows(Protocol):
     async def stored_objects(
         self, tenant: str, now: Instant, order: ObjectOrder, *, after: SortKey = (), limit: int
     ) -> Sequence[StoredObject]:
-        """Not expired; `after`: the key of the last object of the page before."""
+        """Return objects that have not expired. `after`: the key of the last object of the page before."""
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted: ...
 
@@ -59,7 +60,7 @@ class ObjectRows(Protocol):
         worker sets name more."""
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
-        """Expire no earlier than `until`, if it exists."""
+        """Let the object expire no earlier than `until`, if it exists."""
 
     async def drop_object(self, tenant: str, digest: str) -> bool:
         """False if it does not exist."""

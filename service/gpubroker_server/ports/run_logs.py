@@ -18,7 +18,7 @@ class LogPart(Struct, frozen=True):
     first_byte: int
     size_bytes: int
     at: Instant
-    """When the agent read it."""
+    """The time when the agent read it."""
     tenant: str
     data: bytes | None = None
     digest: str | None = None
@@ -29,21 +29,21 @@ class LogPart(Struct, frozen=True):
 
 
 class LogChanges(Struct, frozen=True):
-    """What becomes of the kept parts, in one transaction."""
+    """The changes to kept parts that one transaction makes."""
 
     replaced: Collection[LogName] = ()
-    """All earlier parts of these are removed."""
+    """The logs whose earlier parts are removed."""
     cut: Mapping[LogName, tuple[int, int]] | None = None
     """Log -> (start, end) of the bytes that are removed from it."""
     parts: Sequence[LogPart] = ()
-    """Each replaces one at the same place."""
+    """The new parts. Each replaces one at the same place."""
 
 
 class LogRows(Protocol):
-    """Each call may raise StoreUnavailable."""
+    """The rows of logs. Each call may raise StoreUnavailable."""
 
     async def follow_logs(self, followed: FollowedLogs) -> None:
-        """Replaces what this gateway followed before."""
+        """Replace what this gateway followed before."""
 
     async def followed_logs(self) -> Sequence[FollowedLogs]:
         """Return the logs that each gateway follows, also those of a gateway that said so long ago."""
@@ -55,4 +55,4 @@ class LogRows(Protocol):
         """The next parts with anything behind this byte, in order; they may begin before it."""
 
     async def log_end(self, log: LogName) -> tuple[int, Instant | None]:
-        """Where the kept parts end, and when the newest was read: 0 and None if there are none."""
+        """Return where the kept parts end, and when the newest was read: 0 and None if there are none."""

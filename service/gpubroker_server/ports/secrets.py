@@ -5,14 +5,14 @@ from typing import Protocol
 
 
 class SecretStore(Protocol):
-    """By tenant and name. Every process on one database sees the same. Each call may raise
+    """The secrets by tenant and name. Every process on one database sees the same. Each call may raise
     StoreUnavailable."""
 
     async def put(self, tenant: str, name: str, text: str) -> None:
-        """Durable when this returns."""
+        """Store a secret. It is durable when this returns."""
 
     async def names(self, tenant: str) -> Sequence[str]:
-        """Sorted."""
+        """Return the names of the tenant's secrets, sorted."""
 
     async def read(self, tenant: str, names: Iterable[str]) -> Mapping[str, str]:
         """Return the texts by name, without those that the tenant does not have."""

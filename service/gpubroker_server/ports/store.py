@@ -129,7 +129,7 @@ class StoredCheckpoint(Struct, frozen=True):
 
 
 class TaskSort(StrEnum):
-    """What lists of tasks are sorted by; equal ones by id. The values are fields of Task."""
+    """The sort keys of lists of tasks; equal tasks are sorted by id. The values are fields of Task."""
 
     SUBMITTED = "id"
     """Ids follow the times of submission."""
@@ -149,7 +149,7 @@ class TaskFilter(Struct, frozen=True):
     """The filter and the order of `GET /tasks`. All `labels` must match."""
 
     tenant: str | None
-    """None: of all tenants."""
+    """The tenant whose tasks are wanted; None for all tenants."""
     states: tuple[TaskState, ...] = ()
     min_priority: int | None = None
     max_priority: int | None = None
@@ -158,7 +158,7 @@ class TaskFilter(Struct, frozen=True):
     model_type: str | None = None
     stream: str | None = None
     runs_after: TaskId | None = None
-    """Only tasks that run after this one."""
+    """Selects tasks that run after this one."""
     submitted_from: Instant | None = None
     submitted_before: Instant | None = None
     finished_from: Instant | None = None
@@ -166,7 +166,7 @@ class TaskFilter(Struct, frozen=True):
     kind: str | None = None
     """entrypoint, command, function, inference, external or model; None: all but models."""
     quarantined: bool | None = None
-    """True: only ended tasks with memory that counts as used. False: only the other ended tasks."""
+    """Selects ended tasks with memory that counts as used (True), or the other ended tasks (False)."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
@@ -175,12 +175,12 @@ class TaskFilter(Struct, frozen=True):
 
 
 class HeldBack(Struct, frozen=True):
-    """Age of what keeps the database from removing dead rows; 0 for nothing."""
+    """The age of what keeps the database from removing dead rows; 0 for nothing."""
 
     transaction_seconds: float
     """The oldest transaction of any client."""
     slot_transactions: int
-    """Transactions since the oldest one that a replication slot keeps rows for."""
+    """The number of transactions since the oldest one that a replication slot keeps rows for."""
 
 
 class Snapshot(Struct, frozen=True):
@@ -190,7 +190,7 @@ class Snapshot(Struct, frozen=True):
     lineage: Lineage
     at: Instant
     tasks: Sequence[Task]
-    """Unfinished, or with a lease that is not released."""
+    """The tasks that are unfinished, or have a lease that is not released."""
     leases: Sequence[Lease]
     pledges: Sequence[Pledge]
     devices: Sequence[Device]
@@ -254,7 +254,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
         """End the lease, so that others can take the next term at once. Does nothing for an old term."""
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        """One verdict per decision, in order. Each decision is written whole or not at all.
+        """Write each decision whole or not at all, and return one verdict per decision, in order.
 
         Raises StaleTerm, and StoreUnavailable after `close`; then nothing was written.
         """
@@ -272,7 +272,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     async def head(self) -> Position: ...
 
     async def oldest(self) -> Position:
-        """Position of the first event in the log, or of the next one if the log is empty."""
+        """Return the position of the first event in the log, or of the next one if the log is empty."""
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
         """Remove some of what has expired: tasks with all their rows, the beginning of the log, audit notes
@@ -295,7 +295,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     async def result(self, task: TaskId) -> StoredResult | None: ...
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
-        """Newest first."""
+        """Return the checkpoints, the newest first."""
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         """Return those of these blobs that a row names."""
@@ -314,7 +314,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     async def database_time(self) -> Instant: ...
 
     async def held_back(self) -> HeldBack | None:
-        """None on SQLite."""
+        """Return what holds back the cleaning of old row versions; None on SQLite."""
 
     async def log_bytes(self) -> int:
         """Return the size of SQLite's write-ahead log, or what PostgreSQL keeps of its own for a replication
@@ -352,7 +352,8 @@ class BlobStore(Protocol):
     async def discard(self, upload: str) -> None: ...
 
     async def delete(self, digest: str) -> None:
-        """After the row that named it. What others may have put too is left, to be deleted later."""
+        """Delete an object after the row that named it. An object that others may have put too stays, to be
+        deleted later."""
 
 
 class BlobTooLarge(Exception):

@@ -1,5 +1,5 @@
-"""What nodes ask about objects while tasks run, and the answers. Nothing of it is decided or committed: each
-question is asked until it is answered."""
+"""The questions of nodes about objects while tasks run, and the answers. None of it is decided or committed:
+each question is asked until it is answered."""
 
 from msgspec import Struct
 
@@ -52,18 +52,18 @@ class WantedAnswer(Struct, frozen=True):
     asked: ObjectWanted
     size_bytes: int
     data: bytes
-    """From `first_byte` on; empty if nothing follows."""
+    """The bytes from `first_byte` on; empty if nothing follows."""
     failure: str
-    """Why the run does not get it; empty if it does."""
+    """The reason why the run does not get the object; empty if it does."""
 
 
 class PartAnswer(Struct, frozen=True):
     node: NodeName
     asked: ObjectPart
     stored_bytes: int
-    """So much of it is stored; all of it if it is an object of the tenant by now."""
+    """The number of bytes that are stored; all of them if it is an object of the tenant by now."""
     failure: str
-    """Why it cannot become an object; empty if it can."""
+    """The reason why it cannot become an object; empty if it can."""
 
 
 class OutputAnswer(Struct, frozen=True):

@@ -95,10 +95,10 @@ _MESSAGES: Final[dict[str, _Fields]] = {
 }
 
 _ENUMS: Final = {"InstanceKind": ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL")}
-"""Their values count from 0."""
+"""The values of each enum, counted from 0."""
 
 _PACKAGE: Final = "gpubroker"
-"""Not Triton's own: a process may have that from tritonclient as well."""
+"""The package differs from Triton's own, which a process may have from tritonclient as well."""
 
 
 def _file() -> Any:
@@ -121,15 +121,15 @@ def _file() -> Any:
 
 
 def _add(message: Any, name: str, number: int, kind: str) -> None:
-    one = kind.removeprefix("repeated ")
-    label = FieldDescriptorProto.LABEL_OPTIONAL if one == kind else FieldDescriptorProto.LABEL_REPEATED
+    base_kind = kind.removeprefix("repeated ")
+    label = FieldDescriptorProto.LABEL_OPTIONAL if base_kind == kind else FieldDescriptorProto.LABEL_REPEATED
     field = message.field.add(name=name, number=number, label=label)
-    if one in _ENUMS:
-        field.type, field.type_name = FieldDescriptorProto.TYPE_ENUM, f".{_PACKAGE}.{one}"
-    elif one[0].isupper():
-        field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{_PACKAGE}.{one}"
+    if base_kind in _ENUMS:
+        field.type, field.type_name = FieldDescriptorProto.TYPE_ENUM, f".{_PACKAGE}.{base_kind}"
+    elif base_kind[0].isupper():
+        field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{_PACKAGE}.{base_kind}"
     else:
-        field.type = getattr(FieldDescriptorProto, f"TYPE_{one.upper()}")
+        field.type = getattr(FieldDescriptorProto, f"TYPE_{base_kind.upper()}")
 
 
 _pool: Any = DescriptorPool()

@@ -21,7 +21,8 @@ class WorkerCall(NamedTuple):
     role: str
     method: str
     form: str
-    """json or cloudpickle: of the arguments, which no process of the service opens, and of the result."""
+    """The form of the arguments, which no process of the service opens, and of the result: json or
+    cloudpickle."""
     arguments: bytes
 
 
@@ -41,7 +42,7 @@ class MethodFailed(Struct, frozen=True):
 
 
 class NotBegun(Struct, frozen=True):
-    """Nothing of it has begun: it may be sent to another worker, unless its time is over."""
+    """The call has not begun: it may be sent to another worker, unless its time is over."""
 
     why: str
     is_late: bool = False

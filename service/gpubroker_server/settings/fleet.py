@@ -64,7 +64,7 @@ class BackpressureSettings(Struct, frozen=True, kw_only=True):
             "disk_percent": self.disk_percent,
             "host_memory_percent": self.host_memory_percent,
         }
-        return {name: one for name, one in named.items() if one is not None}
+        return {name: threshold for name, threshold in named.items() if threshold is not None}
 
 
 class OverloadSettings(Struct, frozen=True, kw_only=True):
@@ -75,9 +75,9 @@ class OverloadSettings(Struct, frozen=True, kw_only=True):
     def thresholds(self) -> dict[str, Threshold]:
         named = {"cpu": self.cpu_percent, "host_memory": self.host_memory_percent}
         return {
-            name: Threshold(one.high / 100, one.low / 100, one.seconds)
-            for name, one in named.items()
-            if one is not None
+            name: Threshold(threshold.high / 100, threshold.low / 100, threshold.seconds)
+            for name, threshold in named.items()
+            if threshold is not None
         }
 
 
@@ -96,9 +96,9 @@ def _are_directories_of_their_own(roots: tuple[WatchedRoot, ...]) -> tuple[Watch
                 f"{path}: class redundant needs a sync_command, a list of a program and its arguments"
             )
         found.append(replace(root, path=path))
-    for one, other in pairwise(sorted(f"{root.path}/" for root in found)):
-        if other.startswith(one):
-            raise ValueError(f"root {other[:-1]} is in root {one[:-1]}; give each file one class")
+    for root_path, other in pairwise(sorted(f"{root.path}/" for root in found)):
+        if other.startswith(root_path):
+            raise ValueError(f"root {other[:-1]} is in root {root_path[:-1]}; give each file one class")
     return tuple(found)
 
 
@@ -118,9 +118,9 @@ class DiskSettings(DiskGuard, frozen=True, kw_only=True):
 
 
 def _directories_are_absolute(directories: tuple[str, ...]) -> tuple[str, ...]:
-    for one in directories:
-        if not one.startswith("/"):
-            raise ValueError(f"{one!r} is not the path of a directory on the nodes; write it from / on")
+    for directory in directories:
+        if not directory.startswith("/"):
+            raise ValueError(f"{directory!r} is not the path of a directory on the nodes; write it from / on")
     return directories
 
 
@@ -160,7 +160,7 @@ class FleetSettings(FleetRules, frozen=True, kw_only=True):
         return replace(
             self,
             # The last one of the same part and measure holds.
-            targets=tuple({(one.scope, one.measure): one for one in targets}.values()),
+            targets=tuple({(target.scope, target.measure): target for target in targets}.values()),
             idle=IdleRules(self.idle_below, self.idle_grace_seconds),
             thresholds=self.backpressure.thresholds,
             next_band_seconds=self.backpressure.next_band_seconds,

@@ -222,7 +222,8 @@ class _Sources(WithUnits, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags win over environment, environment over the files handed in as `_files`."""
+        """Return the sources: flags win over environment, environment over the files handed in as
+        `_files`."""
         flags = dict(init_settings())
         files = flags.pop("_files", {})
         return (
@@ -358,18 +359,22 @@ def _misspelled_variables() -> Iterator[str]:
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX).lower()
         is_unknown = variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES
-        if is_unknown and (meant := nearest(name, _VARIABLES, cutoff=0.8)):
-            yield f"{variable}: there is no such variable; did you mean {_PREFIX}{meant.upper()}?"
+        if is_unknown and (suggestion := nearest(name, _VARIABLES, cutoff=0.8)):
+            yield f"{variable}: there is no such variable; did you mean {_PREFIX}{suggestion.upper()}?"
 
 
 def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
     """The variable wins over a file that was named for this command: the command would work on the data of
     another service. It is set in the shells of that service's clients."""
-    here, there = files.get("data_dir"), os.environ.get(_DATA_DIR)
-    if here and there and os.path.expanduser(str(here)) != os.path.expanduser(there):  # Path's raises
+    from_file, from_environment = files.get("data_dir"), os.environ.get(_DATA_DIR)
+    if (
+        from_file
+        and from_environment
+        and os.path.expanduser(str(from_file)) != os.path.expanduser(from_environment)
+    ):  # Path's raises
         yield (
-            f"data_dir: {config} says {here}, and {_DATA_DIR} says {there}; unset the variable, or say which "
-            "one with --data-dir"
+            f"data_dir: {config} says {from_file}, and {_DATA_DIR} says {from_environment}; unset the "
+            "variable, or say which one with --data-dir"
         )
 
 

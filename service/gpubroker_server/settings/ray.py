@@ -38,7 +38,7 @@ LOCAL_RAY_ONLY: Final = {
 
 
 def client_server_refused(address: str) -> str:
-    """Why an address such as `ray://host:10001` is refused, and what to write."""
+    """Return why an address such as `ray://host:10001` is refused, and what to write."""
     host = address.partition("://")[2].partition("/")[0].rpartition(":")[0] or "host"
     return (
         f"{address!r} is the address of a Ray Client server, through which runs cannot be followed; write "
@@ -117,9 +117,9 @@ class RaySettings(Struct, frozen=True, kw_only=True):
                         "Ray has one node, on 127.0.0.1 alone, and a token of its own"
                     )
             return
-        for name, instead in LOCAL_RAY_ONLY.items():
+        for name, advice in LOCAL_RAY_ONLY.items():
             if name in given:
                 raise ValueError(
                     f"{name} has no effect on the cluster at {self.address}, which others started: "
-                    f"{instead}; leave {name} out"
+                    f"{advice}; leave {name} out"
                 )

@@ -42,20 +42,22 @@ def _labels_have_values(labels: dict[str, int]) -> dict[str, int]:
 
 
 class RunningLimits(Struct, frozen=True):
-    """How many tasks may run at once. Labels are `key=value` or `key=*`."""
+    """The number of tasks that may run at once. Labels are `key=value` or `key=*`."""
 
     tenants: Mapping[str, Count] = field(default_factory=dict)
     labels: Annotated[Mapping[str, Count], check(_labels_have_values)] = field(default_factory=dict)
 
 
 def _checked_tenants(tenants: tuple[TenantPolicy, ...]) -> tuple[TenantPolicy, ...]:
-    for one in tenants:
-        if one.name == "*" and one.cohort and one.guaranteed_mb:
+    for tenant in tenants:
+        if tenant.name == "*" and tenant.cohort and tenant.guaranteed_mb:
             raise ValueError(
                 '"*" stands for any number of tenants, so their guarantees have no sum in a cohort; '
                 "give it guaranteed_mb: 0, or no cohort, or list the tenants"
             )
-    return tuple(one if one.cohort else replace(one, cohort=None) for one in tenants)  # "" is no cohort
+    return tuple(
+        tenant if tenant.cohort else replace(tenant, cohort=None) for tenant in tenants
+    )  # "" is no cohort
 
 
 class PolicySettings(Policy, frozen=True, kw_only=True):
@@ -67,23 +69,23 @@ class PolicySettings(Policy, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse a limit for a tenant that is not among those listed. Raises ValueError."""
         # Where tenants are listed, another name is likelier a slip.
-        known = {one.name for one in self.tenants} - {"*"}
+        known = {tenant.name for tenant in self.tenants} - {"*"}
         for name in sorted(self.max_running.tenants.keys() - {*known, "*"}) if known else ():
-            meant = did_you_mean(name, known)
+            suggestion = did_you_mean(name, known)
             raise ValueError(
                 f'max_running.tenants names "{name}", which policy.tenants does not list; '
-                f"{f'{meant} If' if meant else 'if'} it is a tenant, add it there: {name}: {{}}"
+                f"{f'{suggestion} If' if suggestion else 'if'} it is a tenant, add it there: {name}: {{}}"
             )
 
     def limits_with(self, pools: tuple[Pool, ...]) -> tuple[CustomLimit, ...]:
         """Return all limits, sorted: those of custom resources, of running tasks, and of the pools."""
         running = self.max_running
         slots = chain(
-            ((f"tenant:{name}", most) for name, most in running.tenants.items()),
-            ((f"label:{label}", most) for label, most in running.labels.items()),
-            ((f"pool:{pool.name}:{field}", most) for pool in pools for field, most in pool.amounts()),
+            ((f"tenant:{name}", limit) for name, limit in running.tenants.items()),
+            ((f"label:{label}", limit) for label, limit in running.labels.items()),
+            ((f"pool:{pool.name}:{field}", limit) for pool in pools for field, limit in pool.amounts()),
         )
-        return tuple(sorted([*self.custom_limits, *(CustomLimit(name, most) for name, most in slots)]))
+        return tuple(sorted([*self.custom_limits, *(CustomLimit(name, limit) for name, limit in slots)]))
 
 
 def kinds_over_the_shipped(kinds: Any) -> Any:
@@ -95,9 +97,9 @@ def _over(shipped: dict[str, dict[str, Any]], given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     merged: dict[Any, Any] = dict(shipped)
-    for name, own in given.items():
-        merged[name] = {**merged.get(name, {}), **own} if isinstance(own, dict) else own
-    return {name: own for name, own in merged.items() if own is not None}
+    for name, settings in given.items():
+        merged[name] = {**merged.get(name, {}), **settings} if isinstance(settings, dict) else settings
+    return {name: settings for name, settings in merged.items() if settings is not None}
 
 
 SHIPPED_PROFILES: Final[dict[str, dict[str, Any]]] = {

@@ -44,7 +44,10 @@ def as_number(name: str, value: Any) -> Any:
     """Return `16GiB`, `7d` or `batch` as the number that the setting's name asks for; in a mapping each of
     its values. Any other value stays, and is refused where the setting's type is known."""
     if isinstance(value, dict):
-        return {key: as_number(name, one) if isinstance(one, str) else one for key, one in value.items()}
+        return {
+            key: as_number(name, number) if isinstance(number, str) else number
+            for key, number in value.items()
+        }
     if not isinstance(value, str):
         return value
     with contextlib.suppress(ValueError):
@@ -90,9 +93,12 @@ def model_of(kind: Any, base: type[BaseModel] = Section) -> type[BaseModel]:
 def _model_of(kind: Any, base: type[BaseModel], *, named: bool) -> type[BaseModel]:
     """`named`: the name is written before the value, so that it is no setting of its section."""
     written: dict[str, Any] = {
-        one.name: (one.annotation, ... if one.is_required else None)  # the Struct knows the default
-        for one in _settings_of(kind)
-        if not (named and one.field == "name")
+        setting.name: (
+            setting.annotation,
+            ... if setting.is_required else None,
+        )  # the Struct knows the default
+        for setting in _settings_of(kind)
+        if not (named and setting.field == "name")
     }
     return create_model(kind.__name__, __base__=base, **written)
 
@@ -100,7 +106,7 @@ def _model_of(kind: Any, base: type[BaseModel], *, named: bool) -> type[BaseMode
 def value_of(kind: Any, model: BaseModel, **more: Any) -> Any:
     """Make the value that a checked model describes. Raises ValueError if the settings contradict each other.
     A kind with a method `check_given` is told which settings were given."""
-    names = {one.name: one.field for one in _settings_of(kind)}
+    names = {setting.name: setting.field for setting in _settings_of(kind)}
     given = {names[setting]: getattr(model, setting) for setting in model.model_fields_set}
     value = kind(**given, **more)
     if hasattr(kind, "check_given"):
@@ -178,7 +184,7 @@ def _checks(marks: Mapping[str, Any]) -> Iterator[Any]:
     if "check" in marks:
         yield AfterValidator(marks["check"])
     if "by_name" not in marks and "alone" in marks:
-        yield BeforeValidator(partial(_alone, marks["alone"], of=object))
+        yield BeforeValidator(partial(_alone, marks["alone"], types=object))
     if "words" in marks:
         yield NoDecode
         yield BeforeValidator(_comma_separated)
@@ -188,15 +194,15 @@ def _checks(marks: Mapping[str, Any]) -> Iterator[Any]:
 
 def _by_name(kind: Any, alone: str) -> Any:
     model = _model_of(kind, Section, named=True)
-    one: Any = Annotated[model, AfterValidator(partial(value_of, kind, name=""))]
+    entry: Any = Annotated[model, AfterValidator(partial(value_of, kind, name=""))]
     if alone:
-        one = Annotated[one, BeforeValidator(partial(_alone, alone))]
-    return Annotated[_dict_of(one), AfterValidator(_named)]
+        entry = Annotated[entry, BeforeValidator(partial(_alone, alone))]
+    return Annotated[_dict_of(entry), AfterValidator(_named)]
 
 
 def _named(values: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return each value with its name, sorted by name."""
-    return tuple(replace(one, name=name) for name, one in sorted(values.items()))
+    return tuple(replace(entry, name=name) for name, entry in sorted(values.items()))
 
 
 def _pairs(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -207,10 +213,10 @@ def _pairs(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _alone(key: str, value: Any, of: Any = int | float | str) -> Any:
+def _alone(key: str, value: Any, types: Any = int | float | str) -> Any:
     if isinstance(value, dict):
-        return {str(name): one for name, one in value.items()}  # numbers of devices are words here
-    return {key: value} if isinstance(value, of) else value
+        return {str(name): entry for name, entry in value.items()}  # numbers of devices are words here
+    return {key: value} if isinstance(value, types) else value
 
 
 def _comma_separated(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What pydantic finds wrong, in the words of users: whoever writes YAML or JSON knows no "parsing"."""
+"""Puts what pydantic finds wrong into the words of users: a person who writes YAML or JSON knows no
+"parsing"."""
 
 from typing import Any
 

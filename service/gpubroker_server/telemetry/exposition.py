@@ -1,4 +1,4 @@
-"""What a scrape reads, and how Prometheus's library writes it."""
+"""Reads the metrics of a scrape, and writes them with Prometheus's library."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,12 +49,14 @@ def histogram(
 ) -> Metric:
     ends = [*map(str, bounds), "+Inf"]
     buckets = [
-        ((*one.labels, end), count) for one in found for end, count in zip(ends, one.counts, strict=True)
+        ((*series.labels, end), count)
+        for series in found
+        for end, count in zip(ends, series.counts, strict=True)
     ]
     parts = (
         ("_bucket", (*labels, "le"), buckets),
-        ("_count", labels, [(one.labels, one.counts[-1]) for one in found]),
-        ("_sum", labels, [(one.labels, one.total) for one in found]),
+        ("_count", labels, [(series.labels, series.counts[-1]) for series in found]),
+        ("_sum", labels, [(series.labels, series.total) for series in found]),
     )
     return Metric(name, about, "histogram", parts)
 

@@ -20,7 +20,7 @@ def _seen(
     *,
     is_counter: bool = False,
 ) -> MetricRow:
-    """Left out before a leader has looked."""
+    """Make a metric of the fleet. It is left out before a leader has looked."""
 
     def samples(scrape: Scrape) -> Samples | None:
         return None if scrape.fleet is None else read(scrape.fleet, scrape)
@@ -84,7 +84,7 @@ def _idle_nodes(seen: FleetSeen, scrape: Scrape) -> Samples:
 def _overloads(seen: FleetSeen, scrape: Scrape) -> Samples:
     overloaded, nodes = set(seen.overloaded), sorted(scrape.world.node_samples)
     watched = [Overload(node, measure) for node in nodes for measure in ("cpu", "host_memory")]
-    return [(one, one in overloaded) for one in watched]
+    return [(watched_item, watched_item in overloaded) for watched_item in watched]
 
 
 def _disk_levels(seen: FleetSeen, scrape: Scrape) -> Samples:

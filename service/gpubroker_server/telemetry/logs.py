@@ -1,4 +1,4 @@
-"""How log lines are written, and the names of their fields."""
+"""The form of log lines, and the names of their fields."""
 
 import logging
 import re

@@ -54,7 +54,7 @@ def _oldest_seconds(scrape: Scrape) -> Samples:
 
 def _workers(scrape: Scrape) -> Samples:
     sets = scrape.world.worker_sets
-    wanted, running = sum(one.count for one in sets.values()), sets.running(scrape.world.tasks)
+    wanted, running = sum(workers.count for workers in sets.values()), sets.running(scrape.world.tasks)
     return [(("wanted",), wanted), (("running",), running)]
 
 
@@ -95,7 +95,7 @@ def _used_byte_seconds(scrape: Scrape) -> Samples:
 
 
 def _of_leader(name: str, about: str, read: Callable[[LeaderSeen], float]) -> MetricRow:
-    """Left out without a known leader."""
+    """Make a metric of the leader. It is left out without a known leader."""
     return MetricRow(
         name, about, (), lambda scrape: None if scrape.leader is None else [((), read(scrape.leader))]
     )
@@ -116,7 +116,7 @@ def _of_log(name: str, about: str, read: Callable[[LogGrowth], float]) -> Metric
 
 
 def _of_lanes(name: str, about: str, column: int) -> MetricRow:
-    """Only models that are asked have metrics: their names come from clients."""
+    """Make a metric of lanes. Only models that are asked have one: their names come from clients."""
 
     def samples(scrape: Scrape) -> Samples | None:
         return None if scrape.lanes is None else [((row[0],), float(row[column])) for row in scrape.lanes]
@@ -261,13 +261,13 @@ _FORECASTS: Final = (
         "gpubroker_forecast_error_seconds",
         "Median difference between the first forecast of a start and the start, by the forecast's basis.",
         ("basis",),
-        lambda scrape: [((of.basis,), of.median_error_seconds) for of in scrape.forecasts],
+        lambda scrape: [((forecast.basis,), forecast.median_error_seconds) for forecast in scrape.forecasts],
     ),
     MetricRow(
         "gpubroker_forecast_within_p90_ratio",
         "Share of forecast tasks that started by the p90; 0.9 is right.",
         ("basis",),
-        lambda scrape: [((of.basis,), of.within_p90) for of in scrape.forecasts],
+        lambda scrape: [((forecast.basis,), forecast.within_p90) for forecast in scrape.forecasts],
     ),
 )
 
@@ -300,13 +300,13 @@ _MODELS: Final = (
         "gpubroker_model_size_ratio",
         "Median ratio of leased to measured memory of models.",
         ("server",),
-        lambda scrape: [((of.server,), of.ratio) for of in scrape.model_sizes],
+        lambda scrape: [((size.server,), size.ratio) for size in scrape.model_sizes],
     ),
     MetricRow(
         "gpubroker_model_size_enough_ratio",
         "Share of models that use no more than their lease.",
         ("server",),
-        lambda scrape: [((of.server,), of.enough) for of in scrape.model_sizes],
+        lambda scrape: [((size.server,), size.enough) for size in scrape.model_sizes],
     ),
     _of_lanes("gpubroker_model_slots", "Requests that a model gets at once.", 1),
     _of_lanes("gpubroker_model_requests_in_flight", "Requests that have a slot.", 2),
@@ -394,7 +394,7 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Telemetry:
-    """One per app, so that two apps in one process do not mix their figures."""
+    """The metrics of one app. Two apps in one process do not mix their figures."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources

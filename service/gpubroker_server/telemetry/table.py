@@ -45,12 +45,12 @@ class ServerRow(NamedTuple):
 
 
 class Sources(Struct, frozen=True):
-    """Where a scrape reads."""
+    """The sources that a scrape reads."""
 
     world: World
     age_seconds: Callable[[], float]
     leader: Callable[[], LeaderSeen | None]
-    """In any process, as it last published itself: every gateway shows the same."""
+    """Returns the leader as it last published itself, in any process: every gateway shows the same."""
     policy: Policy
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
@@ -59,7 +59,8 @@ class Sources(Struct, frozen=True):
 
 
 class Scrape:
-    """What is known at one scrape. What several metrics show is computed once, and only then."""
+    """What is known at one scrape. A value that several metrics show is computed once, when it is first
+    needed."""
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class Scrape:
         self.leader = sources.leader()
         self.held_back = held_back
         self.lanes, self.servers = lanes, servers
-        """None in a process without any."""
+        """The lanes and the servers; None in a process without any."""
 
     @property
     def fleet(self) -> FleetSeen | None:
-        """None before a leader has looked."""
+        """The fleet; None before a leader has looked."""
         return None if self.leader is None else self.leader.fleet
 
     @cached_property
@@ -88,7 +89,7 @@ class Scrape:
     @cached_property
     def offered(self) -> list[tuple[tuple[str, ...], DeviceKey]]:
         """The devices that tasks may get."""
-        return [(labels, of.device.key) for labels, of in self.ledgers if of.device.offers]
+        return [(labels, ledger.device.key) for labels, ledger in self.ledgers if ledger.device.offers]
 
     @cached_property
     def fresh_nodes(self) -> list[NodeSample]:
@@ -124,7 +125,7 @@ class Scrape:
 
 
 class MetricRow(NamedTuple):
-    """One metric. `read` returns None where there is nothing to say: then the metric is left out."""
+    """One metric. It is left out where `read` returns None."""
 
     name: str
     about: str

@@ -33,7 +33,7 @@ def test_a_node_that_does_not_answer_is_found_unless_it_was_drained() -> None:
     assert (silent.kind, silent.subject, silent.first_seen) == ("node-silent", "n1", None)
 
 
-def test_a_node_whose_heartbeats_are_late_is_as_silent_as_its_last_one_is_old() -> None:
+def test_node_with_late_heartbeats_is_as_silent_as_its_last_one_is_old() -> None:
     heard_at = Instant(LATER - 20.0)
     [found] = findings(a_world(a_node("n1"), a_device()), late={N1: heard_at, NodeName("n9"): heard_at})
     assert (found.kind, found.subject, found.first_seen) == ("node-silent", "n1", heard_at)

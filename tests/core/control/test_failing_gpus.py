@@ -100,7 +100,7 @@ def test_a_run_that_goes_well_there_ends_the_row() -> None:
         (Ending.FAILED, {"state": TaskState.STOPPING}, False),
     ],
 )
-def test_runs_that_crash_at_once_count_and_those_that_ran_or_were_stopped_do_not(
+def test_runs_that_crash_at_once_count_and_longer_or_stopped_ones_do_not(
     ending: Ending | None, fields: dict[str, Any], counts: bool
 ) -> None:
     fleet = Fleet()

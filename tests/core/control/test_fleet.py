@@ -252,7 +252,7 @@ def test_a_disk_that_fills_up_is_in_the_log_once_for_each_rise() -> None:
     assert (low.node, low.path, low.level) == ("n1", "/data", DiskLevel.CLEAN)
 
 
-def test_a_full_disk_closes_its_node_whether_anything_may_be_deleted_or_not() -> None:
+def test_full_disk_closes_its_node_whether_files_may_be_deleted_or_not() -> None:
     for roots in ((), (WatchedRoot("/scratch", FileClass.LOG),)):
         world, control = a_fleet(), a_control(FleetRules(disk=DiskGuard(roots=roots)))
         control.step(world, {}, with_disks(world, NOW, n1=0.7, n2=0.69))

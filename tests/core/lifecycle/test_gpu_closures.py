@@ -96,7 +96,7 @@ def test_a_gpu_that_a_sample_leaves_out_is_left_as_it_is() -> None:
     assert the(world).is_closed
 
 
-def test_an_operator_reopens_a_gpu_whose_fault_is_still_there_and_another_closes_it() -> None:
+def test_operator_reopens_a_gpu_with_its_fault_and_another_one_closes_it() -> None:
     world = a_world(a_device("gpu0"))
     shows(world, GpuHealth(ecc_errors=2))
     asks(world, "reopen_gpu")

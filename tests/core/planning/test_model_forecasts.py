@@ -130,7 +130,7 @@ def test_nothing_is_offered_where_unpinning_does_not_help() -> None:
     assert [remedy for remedy in told.remedies if remedy.after is not None] == []
 
 
-def test_a_model_that_is_loading_is_expected_to_stay_as_long_as_it_is_wanted() -> None:
+def test_loading_model_is_expected_to_stay_as_long_as_it_is_wanted() -> None:
     world = a_world()
     submit(world, a_model(), a_run())
     plan(world)

@@ -36,7 +36,7 @@ Items = Annotated[
     ),
 ]
 Parallel = Annotated[
-    int | None, typer.Option("--parallel", "-j", help="How many workers run at once. Default: 4.")
+    int | None, typer.Option("--parallel", "-j", help="Number of workers that run at once. Default: 4.")
 ]
 Chunk = Annotated[
     int | None, typer.Option(help="Items handed to a worker together. Default: about 100 ms of work.")
@@ -44,7 +44,7 @@ Chunk = Annotated[
 ItemTimeout = Annotated[Any, typer.Option("--item-timeout", help="Time limit of one item.", **_SECONDS)]
 ItemRetries = Annotated[
     int | None,
-    typer.Option(help="How often to try an item again that failed or took too long (see --retry-on)."),
+    typer.Option(help="Number of times to retry an item that failed or took too long (see --retry-on)."),
 ]
 ArrayWord = Annotated[
     str,
@@ -104,7 +104,7 @@ def array(
     array: ArrayWord,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for it, and print its results.")] = False,
     items: Annotated[bool, typer.Option("--items", help="Print the items that are done.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="With --items: only those that failed.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Show only failed items, with --items.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Do what failed again, as a new array.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel what is left of it.")] = False,
     output: Output = Format.TABLE,
@@ -161,7 +161,7 @@ def _drawn(seen: Array) -> str:
 
 
 def _items_of(path: str, read: Callable[[str], Any]) -> Iterator[Any]:
-    """Empty lines are skipped. Raises BadParameter."""
+    """Read the items, skipping empty lines. Raises BadParameter."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         lines = data.decode().split("\n")  # JSON may hold what else ends a line of text

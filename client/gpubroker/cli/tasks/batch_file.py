@@ -67,13 +67,13 @@ def _row(number: int, answer: str | BrokerError) -> dict[str, Any]:
 
 
 def refused_table(refused: Sequence[tuple[int, BrokerError]]) -> PlainTable:
-    """One row per reason: the lines, and the message for the first of them."""
+    """Build a table with one row per reason: the lines, and the message for the first of them."""
     by_reason: dict[tuple[str, str], list[tuple[int, BrokerError]]] = {}
     for number, error in refused:
         by_reason.setdefault((error.code, _where(error)), []).append((number, error))
     rows = [
-        (_spans([number for number, _ in some]), code, where, some[0][1].detail)
-        for (code, where), some in list(by_reason.items())[:_REASONS_SHOWN]
+        (_spans([number for number, _ in refusals]), code, where, refusals[0][1].detail)
+        for (code, where), refusals in list(by_reason.items())[:_REASONS_SHOWN]
     ]
     if len(by_reason) > _REASONS_SHOWN:
         rows.append(("...", "", "", f"{len(by_reason) - _REASONS_SHOWN} more reasons"))

@@ -95,20 +95,22 @@ def _cancelled(done: "Cancelled") -> Text:
         "already ended": done.already_ended,
         "stored: the leader will cancel them": done.stored,
     }
-    return Text(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no task matches")
+    return Text(
+        ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no task matches"
+    )
 
 
 def retry(task: TaskWord, output: Output = Format.TABLE) -> None:
     """Run an ended task again, as a new task. It needs what submitting that task needs."""
     with connect() as broker:
-        again = broker.retry(task_id(broker, task, to_change=True))
-        remember_last(broker, again.id)
-        emit_all(output, [again], task_table)
+        new_task = broker.retry(task_id(broker, task, to_change=True))
+        remember_last(broker, new_task.id)
+        emit_all(output, [new_task], task_table)
 
 
 def stack(
     task: TaskWord,
-    rank: Annotated[int, typer.Option(help="Of a gang: the process of this rank.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank of a gang whose process is meant.")] = 0,
     worker: WorkerId = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -139,7 +141,7 @@ def priority(
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Also accepts the word none, which removes the value."""
+    """Parse like `parse`, but also accept the word none, which removes the value."""
     return lambda text: _NONE if text == _NONE else parse(text)
 
 

@@ -50,7 +50,7 @@ def events(
             "-n",
             min=1,
             max=500,
-            help="Without --after: start with this many of the newest. Default: 50; all of a task.",
+            help="Number of the newest events to start with, without --after. Default: 50; all of a task.",
         ),
     ] = None,
     output: Output = Format.TABLE,
@@ -120,7 +120,7 @@ def _event_line(event: Event) -> Text:
 
 
 def _subject(event: Event) -> tuple[str, str]:
-    """What an event is about, and on which device; for leases and pledges both are in the key."""
+    """Return the subject of an event, and its device; for leases and pledges both are in the key."""
     match event.kind.partition(".")[0], event.key.split(":"):
         case "task", _:
             return short_id(event.key), ""
@@ -189,15 +189,15 @@ def _fact(name: str, value: Any) -> str:
             return ""
 
 
-def _learned(kind: str, what: str, value: float | None) -> str:
-    """What a run used, and on which kind of device; without a value, the estimate was dropped."""
-    used = "" if value is None else size(value) if what == "gpu_mb" else f"{value:g} s"
-    return " ".join(word for word in (used or what, f"on {kind}" if kind else "") if word)
+def _learned(kind: str, quantity: str, value: float | None) -> str:
+    """Return what a run used, and on which kind of device; without a value, the estimate was dropped."""
+    used = "" if value is None else size(value) if quantity == "gpu_mb" else f"{value:g} s"
+    return " ".join(word for word in (used or quantity, f"on {kind}" if kind else "") if word)
 
 
 def past_of(broker: Broker, task: Task) -> dict[str, str]:
-    """What made a task stop, and its attempts if there were several, by subject. Only asks for the events of
-    a task that was stopped or started again."""
+    """Return what made a task stop, and its attempts if there were several, by subject. Asks only for the
+    events of a task that was stopped or started again."""
     has_attempts = task.attempt > 1 or bool(task.preemptions or task.failures)
     if not has_attempts and not task.stop_reason and task.state != "cancelled":
         return {}
@@ -231,24 +231,29 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
 
 
 def attempts_of(events: Iterable[Event]) -> Iterator[str]:
-    """Where each attempt ran, for how long, and why it ended."""
-    number, node, why = 0, "", ""
+    """Return where each attempt ran, for how long, and why it ended."""
+    number, node, stop_reason = 0, "", ""
     began: datetime | None = None
     failures = 0
     for event in events:
         fields = event.fields
-        subject, _, what = event.kind.partition(".")
+        subject, _, change = event.kind.partition(".")
         if subject != "task":
             continue
-        if what == "admitted":
-            number, node, why, began = fields.get("fence") or number + 1, fields.get("node") or "", "", None
-        elif what == "started":
+        if change == "admitted":
+            number, node, stop_reason, began = (
+                fields.get("fence") or number + 1,
+                fields.get("node") or "",
+                "",
+                None,
+            )
+        elif change == "started":
             began = event.at
-        elif what == "stopping":
-            why = _why_stopped(fields)
-        elif number and (what == "requeued" or what in _ENDS):
+        elif change == "stopping":
+            stop_reason = _why_stopped(fields)
+        elif number and (change == "requeued" or change in _ENDS):
             failed, failures = fields.get("failures", failures) > failures, fields.get("failures", failures)
-            end = what if what in _ENDS else "failed" if failed else why or "its run was lost"
+            end = change if change in _ENDS else "failed" if failed else stop_reason or "its run was lost"
             yield f"{_attempt(number, node, began, event.at)}, {end} at {timestamp(event.at)}"
             number = 0
     if number:
@@ -265,10 +270,10 @@ def _why_stopped(fields: Mapping[str, Any]) -> str:
 
 
 def _attempt(number: int, node: str, began: datetime | None, ended: datetime | None) -> str:
-    where = f"on {node} " if node else ""
+    on_node = f"on {node} " if node else ""
     if began is None or ended is None:
-        return f"{number}: {where}not started"
-    return f"{number}: {where}for {duration((ended - began).total_seconds())}"
+        return f"{number}: {on_node}not started"
+    return f"{number}: {on_node}for {duration((ended - began).total_seconds())}"
 
 
 def _preempted(broker: Broker, task: Task, notice: Event) -> str:

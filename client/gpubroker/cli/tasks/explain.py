@@ -71,7 +71,7 @@ def explain(task: TaskWord, output: Output = Format.TABLE) -> None:
 
 
 def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
-    """Where the whole error is, which task preempted it, and whether the cluster can run tasks."""
+    """Yield where the whole error is, which task preempted it, and whether the cluster can run tasks."""
     found = broker.get(explained.worker or explained.id, worker=explained.worker)
     if found.error and found.is_finished:
         yield f"details: gpubroker show {short_id(found.id)}"
@@ -91,15 +91,15 @@ def show_simulation(simulation: Simulation, output: Format) -> NoReturn:
 
 def _explanation(explained: Explanation, background: Iterable[str]) -> RenderableType:
     reason = (f"{explained.reason}: ", "bold") if explained.reason else ""
-    which = f"{explained.name} ({short_id(explained.id)})" if explained.name else short_id(explained.id)
+    task = f"{explained.name} ({short_id(explained.id)})" if explained.name else short_id(explained.id)
     parts: list[RenderableType] = [
-        Text(f"{which}, {explained.raw.get('state', '')}", style="bold"),
+        Text(f"{task}, {explained.raw.get('state', '')}", style="bold"),
         Text.assemble(reason, with_short_ids(explained.message)),
     ]
     parts += _place(explained)
     parts += _quota(explained.quota)
-    also = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])
-    parts += [Text(with_short_ids(line)) for line in (*also, *background)]
+    further = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])
+    parts += [Text(with_short_ids(line)) for line in (*further, *background)]
     parts += _preemption(explained.preemption)
     parts += _remedies(explained.remedies, explained.id)
     return Group(*parts, *_ranks(explained.ranks), *_devices(explained.devices))
@@ -126,7 +126,7 @@ def _simulation(simulation: Simulation) -> RenderableType:
 
 
 def _place(explained: Explanation | Simulation) -> Iterator[Text]:
-    """Its place in the queue, and when it is expected to start."""
+    """Yield its place in the queue, and when it is expected to start."""
     parts = []
     if explained.position:
         length = max(explained.queue_length, explained.position)
@@ -149,10 +149,10 @@ def _record(record: ForecastsKept | None) -> str:
 def _quota(quota: Quota | None) -> Iterator[Text]:
     if quota is None:
         return
-    lent = f", and {quota.cohort} lends {gib(quota.lent_mb)} more" if quota.cohort else ""
+    lent_text = f", and {quota.cohort} lends {gib(quota.lent_mb)} more" if quota.cohort else ""
     yield Text(
-        f"quota of {quota.tenant}: {gib_of(quota.used_mb, quota.guaranteed_mb, ' of ', ' GiB')} used{lent}; "
-        f"this task counts {gib_of(quota.counts_mb, quota.left_mb, ', ')} left"
+        f"quota of {quota.tenant}: {gib_of(quota.used_mb, quota.guaranteed_mb, ' of ', ' GiB')} used"
+        f"{lent_text}; this task counts {gib_of(quota.counts_mb, quota.left_mb, ', ')} left"
     )
 
 
@@ -163,16 +163,16 @@ def _ranks(found: Sequence[RankVerdict] | None) -> Iterator[RenderableType]:
     yield Text()
     yield Text("Ranks", style="bold")
     for line, equal in groupby(found, key=_rank_in_words):
-        numbers = [one.rank for one in equal]
-        which = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-        yield Text(f"  {which:>5}  {with_short_ids(line)}")
+        numbers = [rank.rank for rank in equal]
+        numbers_text = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        yield Text(f"  {numbers_text:>5}  {with_short_ids(line)}")
 
 
-def _rank_in_words(one: RankVerdict) -> str:
-    if one.place is None:
-        return one.message
-    indexes = ",".join(str(device.index) for device in one.place.devices)
-    return f"fits on {one.place.node}{f'/gpu{indexes}' if indexes else ''}"
+def _rank_in_words(verdict: RankVerdict) -> str:
+    if verdict.place is None:
+        return verdict.message
+    indexes = ",".join(str(device.index) for device in verdict.place.devices)
+    return f"fits on {verdict.place.node}{f'/gpu{indexes}' if indexes else ''}"
 
 
 def _within(expected: Expected) -> str:
@@ -256,8 +256,8 @@ def _devices(found: Sequence[DeviceVerdict]) -> Iterator[RenderableType]:
     rows = []
     for (node, kind, *facts), equal in groupby(shown, key=_device_facts):
         indexes = [device.index for device in equal]
-        which = f"{indexes[0]}" if len(indexes) == 1 else ",".join(map(str, indexes))
-        rows.append((f"{node} {which} {kind}", *facts))
+        index_text = f"{indexes[0]}" if len(indexes) == 1 else ",".join(map(str, indexes))
+        rows.append((f"{node} {index_text} {kind}", *facts))
     yield Text()
     yield PlainTable(_COLUMNS, rows)
     if len(found) > len(shown):
@@ -279,8 +279,8 @@ def _device_facts(device: DeviceVerdict) -> tuple[str, ...]:
 
 
 def _nearness(device: DeviceVerdict) -> tuple[float, int, str]:
-    soon = device.free_in.p50_seconds if device.free_in else float("inf")
-    return soon, (device.need_mb or 2**40) - device.free_mb, device.key
+    free_in_seconds = device.free_in.p50_seconds if device.free_in else float("inf")
+    return free_in_seconds, (device.need_mb or 2**40) - device.free_mb, device.key
 
 
 def _short(free_in: Expected) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpubroker.wire.tasks import Outcome
 
 SILENT_SECONDS = 3.0
-"""After that a person who waits is told why the task does."""
+"""The time after which a person who waits is told why the task does."""
 
 Timeout = Annotated[
     float | None,
@@ -64,9 +64,9 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the task has ended; wait for it to start.")
     ] = False,
-    attempt: Annotated[int | None, typer.Option(help="Which attempt. Default: the newest.")] = None,
+    attempt: Annotated[int | None, typer.Option(help="Attempt. Default: the newest.")] = None,
     stream: Annotated[str | None, typer.Option(help="stdout or stderr. Default: both.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Which rank of a gang. Default: 0.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of a gang. Default: 0.")] = None,
     worker: WorkerId = None,
 ) -> None:
     """Print what a task has printed: its standard output to yours, its standard error to yours."""
@@ -110,10 +110,10 @@ def show_logs(broker: Broker, task: str, wanted: LogOptions) -> None:
             except BaseException as fault:
                 faults.append(fault)
 
-        beside = threading.Thread(target=follow_errors, daemon=True)
-        beside.start()
+        errors_thread = threading.Thread(target=follow_errors, daemon=True)
+        errors_thread.start()
         _show_log(patient, task, {**wanted, "stream": "stdout"})
-        beside.join()
+        errors_thread.join()
     for fault in faults:
         raise fault
 

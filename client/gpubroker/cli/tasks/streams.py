@@ -49,7 +49,7 @@ def put(
 def signal(
     name: Name,
     progress: Annotated[
-        float | None, typer.Option(help="How good it is by now, such as its Elo: more is better.")
+        float | None, typer.Option(help="Present quality, such as its Elo: more is better.")
     ] = None,
     data_age: Annotated[
         float | None,

@@ -125,12 +125,12 @@ Env = Annotated[
     list[str] | None,
     typer.Option("--env", "-e", metavar="NAME=VALUE", help="Environment variable; repeatable."),
 ]
-Retries = Annotated[int | None, typer.Option("--retries", help="How often to retry a failed run.")]
+Retries = Annotated[int | None, typer.Option("--retries", help="Number of times to retry a failed run.")]
 RetryOn = Annotated[
     list[str] | None,
     typer.Option(
         metavar="failure|timeout",
-        help="What uses a retry; repeatable. Default: failure, for the items of map both.",
+        help="Cause that uses a retry; repeatable. Default: failure, for the items of map both.",
     ),
 ]
 Timeout = Annotated[Any, typer.Option("--timeout", help="Time limit of one run, such as 15m.", **_SECONDS)]
@@ -214,7 +214,7 @@ Batch = Annotated[
     ),
 ]
 AllOrNothing = Annotated[
-    bool, typer.Option("--all-or-nothing", help="With --batch: store no task if one is refused.")
+    bool, typer.Option("--all-or-nothing", help="Store no task if one is refused, with --batch.")
 ]
 WaitTimeout = Annotated[
     Any, typer.Option(help="Longest time to wait with --wait; the task continues.", **_SECONDS)
@@ -226,9 +226,9 @@ class CommandAfterDashes(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--" in args:
-            at = args.index("--")
-            ctx.obj = args[at + 1 :]
-            args = args[:at]
+            separator = args.index("--")
+            ctx.obj = args[separator + 1 :]
+            args = args[:separator]
         args = [
             word for number, word in enumerate(args) for word in _with_directory(word, args[number + 1 :])
         ]
@@ -334,10 +334,14 @@ def options_of_submit(*, but: str) -> Callable[[F], F]:
     """A command with `**given` gets there the options of `submit` that it lacks itself, without the named."""
 
     def decorate(command: F) -> F:
-        *own, output, _given = inspect.signature(command, eval_str=True).parameters.values()
-        there = {parameter.name for parameter in own} | {output.name, *but.split()}
-        added = [one for one in inspect.signature(submit).parameters.values() if one.name not in there]
-        setattr(command, "__signature__", inspect.Signature([*own, *added, output]))  # noqa: B010
+        *parameters, output, _given = inspect.signature(command, eval_str=True).parameters.values()
+        taken = {parameter.name for parameter in parameters} | {output.name, *but.split()}
+        added = [
+            parameter
+            for parameter in inspect.signature(submit).parameters.values()
+            if parameter.name not in taken
+        ]
+        setattr(command, "__signature__", inspect.Signature([*parameters, *added, output]))  # noqa: B010
         return command
 
     return decorate
@@ -384,7 +388,7 @@ def _submit_batch(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 
 def dependencies(broker: "Broker", given: Mapping[str, Any]) -> "SubmitOptions":
-    """What --after and --after-end say."""
+    """Return the dependencies that --after and --after-end state."""
     tasks: list[Any] = [task_id(broker, word) for word in given["after"] or []]
     tasks += [{"task": task_id(broker, word), "on_failure": "ignore"} for word in given["after_end"] or []]
     return {"after": tasks} if tasks else {}
@@ -436,6 +440,6 @@ def read_options(given: Mapping[str, Any]) -> "SubmitOptions":
         for name in Known.__annotations__.keys() - {"after"}
         if (value := given.get(name)) is not None and value is not False and value != []
     }
-    if (by := given.get("deadline")) is not None:
-        options["deadline_seconds" if isinstance(by, float) else "deadline_at"] = by
+    if (deadline := given.get("deadline")) is not None:
+        options["deadline_seconds" if isinstance(deadline, float) else "deadline_at"] = deadline
     return cast("SubmitOptions", options)

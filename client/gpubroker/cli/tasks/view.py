@@ -241,8 +241,8 @@ def demand(resources: Mapping[str, Any]) -> str:
         ranks = [(bundle.get("count", 1), demand(bundle)) for bundle in bundles]
         least = resources.get("min_ranks") or inf
         return " + ".join(
-            f"{count} rank{'s' if count > 1 else ''}" + (f" of {each}" if each else "")
-            for count, each in ranks
+            f"{count} rank{'s' if count > 1 else ''}" + (f" of {demand_text}" if demand_text else "")
+            for count, demand_text in ranks
         ) + (f", at least {least}" if least < sum(count for count, _ in ranks) else "")
     gpus = resources.get("gpus") or 0
     if not gpus:
@@ -270,10 +270,10 @@ def _rank(rank: TaskRank) -> str:
     return " ".join((f"{rank.rank}:", rank.state, "on", rank.node, *map(_device, rank.devices)))
 
 
-def _quarantined(one: Quarantined) -> str:
-    rank = f" rank {one.rank}" if one.kind == "gang_member" else ""
+def _quarantined(run: Quarantined) -> str:
+    rank = f" rank {run.rank}" if run.kind == "gang_member" else ""
     return (
-        f"! {size(one.gpu_mb)} of attempt {one.attempt}{rank}, for {ago(one.quarantined_at)}: {one.message}"
+        f"! {size(run.gpu_mb)} of attempt {run.attempt}{rank}, for {ago(run.quarantined_at)}: {run.message}"
     )
 
 
@@ -282,17 +282,17 @@ def _notes(listed: Sequence[Task]) -> Iterator[str]:
     first: dict[str, str] = {}
     for task in listed:
         preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
-        why = ""
+        reason = ""
         if task.state == "pending" and (waits := task.pending):
             place = f"position {waits.position}" if waits.position else short_id(task.id)
             known = first.setdefault(waits.message, place)
-            why = with_short_ids(waits.message) if known == place else f"as {known}"
-            why = f"{waits.position}. {why}" if waits.position else why
-        yield "; ".join(part for part in (_now(task, why), preempted, task.raw.get("notice")) if part)
+            reason = with_short_ids(waits.message) if known == place else f"as {known}"
+            reason = f"{waits.position}. {reason}" if waits.position else reason
+        yield "; ".join(part for part in (_now(task, reason), preempted, task.raw.get("notice")) if part)
 
 
-def _now(task: Task, why: str = "") -> str:
-    """What matters about a task in its present state. `why`: why it waits, if the caller says so."""
+def _now(task: Task, reason: str = "") -> str:
+    """Return what matters about a task in its present state. `reason`: why it waits, if known."""
     match task.state:
         case "pending" if task.pending:
             position = f" (position {task.pending.position})" if task.pending.position else ""
@@ -302,7 +302,7 @@ def _now(task: Task, why: str = "") -> str:
                 if inherited
                 else ""
             )
-            message = why or f"{with_short_ids(task.pending.message)}{position}"
+            message = reason or f"{with_short_ids(task.pending.message)}{position}"
             return f"{message}{note}{_expected_start(task.pending.start)}"
         case "running":
             return _progress(task)
@@ -315,7 +315,7 @@ def _now(task: Task, why: str = "") -> str:
 
 
 def _phases(task: Task) -> str:
-    """Those that took any time."""
+    """Return the phases that took any time."""
     phases = {} if task.phases is None else task.phases.raw
     words = ((name.removesuffix("_seconds"), seconds) for name, seconds in phases.items())
     return ", ".join(f"{name} {duration(seconds)}" for name, seconds in words if seconds)
@@ -328,7 +328,7 @@ def _progress(task: Task) -> str:
 
 
 def _progress_end(task: Task) -> str:
-    """At the rate of its reports; a run may stall."""
+    """Return when it ends at the rate of its reports; a run may stall."""
     progress = task.progress
     if progress is None or progress.eta_at is None or not progress.rate_per_second:
         return ""

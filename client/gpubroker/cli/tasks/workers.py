@@ -50,7 +50,7 @@ _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
 
 @workers.command()
 def create(
-    target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="What each worker makes.")],
+    target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Object that each worker makes.")],
     args: Args = None,
     kwargs: Kwargs = None,
     count: Count = None,
@@ -122,7 +122,7 @@ def show_(workers: SetWord, output: Output = Format.TABLE) -> None:
 @workers.command()
 def scale(
     workers: SetWord,
-    count: Annotated[int | None, typer.Argument(help="How many workers are wanted.")] = None,
+    count: Annotated[int | None, typer.Argument(help="Number of workers that are wanted.")] = None,
     min_count: Min = None,
     max_count: Max = None,
     output: Output = Format.TABLE,
@@ -138,7 +138,7 @@ def scale(
 @workers.command()
 def signal(
     workers: SetWord,
-    value: Annotated[float, typer.Argument(help="Such as the length of a queue of yours.")],
+    value: Annotated[float, typer.Argument(help="A number, such as the length of a queue of yours.")],
     output: Output = Format.TABLE,
 ) -> None:
     """Tell a set that scales by `signal` the number that it follows."""
@@ -170,9 +170,9 @@ def end(workers: SetWord) -> None:
 
 
 def _scaling(text: str) -> dict[str, Any]:
-    by, _, target = text.partition("=")
+    measure, _, target = text.partition("=")
     try:
-        return {"by": by, "target": float(target)}
+        return {"by": measure, "target": float(target)}
     except ValueError:
         raise typer.BadParameter(f"invalid --scale {text!r}: write BY=TARGET, such as calls=8") from None
 
@@ -184,14 +184,17 @@ def _states(seen: WorkerSet) -> str:
 def _drawn(seen: WorkerSet) -> str:
     follows = "" if seen.scale is None else f", follows {seen.scale.by} ({seen.scale.target:g} each)"
     lines = [f"{seen.id} {seen.state}: {seen.count} of {seen.min_count}–{seen.max_count} wanted{follows}"]
-    for one in seen.workers:
-        failed = f", failed {one.failures} times" if one.failures else ""
-        where = f" on {one.node}, attempt {one.attempt}" if one.node else ""
-        lines.append(f"  {one.id} {one.state}{where}{failed}")
+    for worker in seen.workers:
+        failed = f", failed {worker.failures} times" if worker.failures else ""
+        place = f" on {worker.node}, attempt {worker.attempt}" if worker.node else ""
+        lines.append(f"  {worker.id} {worker.state}{place}{failed}")
     return "\n".join(lines)
 
 
 def _table(listed: Sequence[WorkerSet]) -> RenderableType:
     columns = (Column("SET"), Column("NAME", share=0.3), Column("WANTED"), Column("WORKERS", share=0.5))
-    rows = [(short_id(one.id), one.name or "-", str(one.count), _states(one)) for one in listed]
+    rows = [
+        (short_id(workers.id), workers.name or "-", str(workers.count), _states(workers))
+        for workers in listed
+    ]
     return PlainTable(columns, rows) if rows else "no worker sets; see: gpubroker workers create --help"

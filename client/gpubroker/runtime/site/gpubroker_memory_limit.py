@@ -21,7 +21,8 @@ LIMITS_MB = "GPUBROKER_GPU_LIMITS_MB"
 
 
 def limit_torch(fractions: str) -> None:
-    """From its import on, in this process and those forked from it. `fractions` as in FRACTIONS."""
+    """Limit torch from its import on, in this process and those forked from it. `fractions` as in
+    FRACTIONS."""
     sys.meta_path.insert(0, _TorchFinder([float(fraction) for fraction in fractions.split(",")]))
 
 

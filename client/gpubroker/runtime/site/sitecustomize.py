@@ -14,8 +14,8 @@ def _limit_torch() -> None:
 
 
 def _make_way() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    own_directory = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != own_directory]
     this = sys.modules.pop(__name__)
     try:
         importlib.import_module(__name__)

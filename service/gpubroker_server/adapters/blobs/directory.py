@@ -96,7 +96,7 @@ class DirectoryBlobs:
             await asyncio.to_thread(self._drop, path, _was_put_once)
 
     @contextmanager
-    def _reachable(self, what: str) -> Iterator[None]:
+    def _reachable(self, action: str) -> Iterator[None]:
         """A full disk, a lost mount or missing access may be temporary, so the caller may try again."""
         try:
             yield
@@ -104,7 +104,7 @@ class DirectoryBlobs:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreExhausted(f"disk full: {self._root}") from error
             raise StoreUnavailable(
-                f"an object below {self._root} cannot be {what}: {error.strerror}; "
+                f"an object below {self._root} cannot be {action}: {error.strerror}; "
                 "make room, or give this user access"
             ) from error
 
@@ -161,17 +161,17 @@ class DirectoryBlobs:
 
     def _drop(self, path: Path, may_go: Callable[[os.stat_result], bool]) -> bool:
         """Rename it first: if it was put again meanwhile, it shows that, and is renamed back."""
-        aside = path.with_name(f".old-{path.name}")
+        moved_path = path.with_name(f".old-{path.name}")
         try:
             if not may_go(path.stat()):
                 return False
-            os.rename(path, aside)
+            os.rename(path, moved_path)
         except FileNotFoundError:
             return False
-        if not may_go(aside.stat()):
-            os.rename(aside, path)
+        if not may_go(moved_path.stat()):
+            os.rename(moved_path, path)
             return False
-        aside.unlink()
+        moved_path.unlink()
         return True
 
     def put_now(self, data: bytes) -> str:
@@ -266,12 +266,12 @@ class DirectoryBlobs:
 def copy_objects(source: Path, target: Path, digests: Iterable[str]) -> frozenset[str]:
     """Copy objects to `target` and read each back. Return those that `source` lacks or has damaged. Raises
     OSError."""
-    here, there = DirectoryBlobs(source), DirectoryBlobs(target)
+    source_blobs, target_blobs = DirectoryBlobs(source), DirectoryBlobs(target)
     lost = set()
     for digest in digests:
         try:
-            there.put_now(here.get_now(digest))
-            there.get_now(digest)
+            target_blobs.put_now(source_blobs.get_now(digest))
+            target_blobs.get_now(digest)
         except (BlobMissing, BlobCorrupt):
             lost.add(digest)
     return frozenset(lost)

@@ -113,7 +113,7 @@ class GpuThread:
         for uuid, why in failed.items():
             self._note([uuid], why)
         measured = [reading.measured for reading in read if reading.measured is not None]
-        self.health = {one.uuid: one.health for one in measured if one.health is not None}
+        self.health = {device.uuid: device.health for device in measured if device.health is not None}
         return measured
 
     def note_silence(self) -> None:
@@ -124,9 +124,9 @@ class GpuThread:
         if self.absence:
             return
         at_once = self.devices is None or self.is_lost
-        for name, (why, _) in self._silent.items():
+        for name, (fault, _) in self._silent.items():
             if at_once or not self._is_awaited(name):
-                yield name, why
+                yield name, fault
 
     def awaited(self) -> set[str]:
         """The devices of which a measurement is soon to be had; the empty name for any that is unknown."""
@@ -138,11 +138,11 @@ class GpuThread:
         _, since = self._silent.get(name, ("", time.monotonic()))
         return time.monotonic() - since < SILENT_SECONDS
 
-    def _note(self, names: Iterable[str], why: str) -> None:
+    def _note(self, names: Iterable[str], fault: str) -> None:
         for name in names:
             self.health.pop(name, None)
             _, since = self._silent.get(name, ("", time.monotonic()))
-            self._silent[name] = why, since
+            self._silent[name] = fault, since
 
     def _read(self, holders: Holders) -> Sequence[DeviceReading]:
         self._began = time.monotonic()

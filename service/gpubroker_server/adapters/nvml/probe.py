@@ -345,8 +345,8 @@ class NvmlProbe:
         if holders is None or processes is None:
             return MeasuredDevice(uuid, used_mb, None, {}, utilization)
         # A run is foreign on a device on which it has no lease.
-        here = {name: group for name, group in holders.items() if uuid in group.leased_mb}
-        owners = {pid: name for name, group in here.items() for pid in group.pids}
+        on_device = {name: group for name, group in holders.items() if uuid in group.leased_mb}
+        owners = {pid: name for name, group in on_device.items() for pid in group.pids}
         by_holder: dict[str, Mib] = {}
         foreign_mb = 0
         for pid, mb in processes.items():

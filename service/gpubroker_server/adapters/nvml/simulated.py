@@ -54,6 +54,8 @@ def _declared_by(pid: int) -> Mib:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return Mib(0)  # it has ended
-    declared = (value for name, _, value in (one.partition(b"=") for one in variables) if name == _VARIABLE)
+    declared = (
+        value for name, _, value in (variable.partition(b"=") for variable in variables) if name == _VARIABLE
+    )
     value = next(declared, b"")
     return Mib(int(value)) if value.isdigit() else Mib(0)

@@ -23,7 +23,7 @@ _LIMITS = ServiceLimits()
 
 
 class RayOptions(RaySettings, frozen=True):
-    """What the operator says of Ray, and what its executor is told besides."""
+    """The operator's settings for Ray, and what else its executor is told."""
 
     data_dir: Path
     devices: tuple[ReportedDevice, ...] | None = None
@@ -74,8 +74,8 @@ class RayOptions(RaySettings, frozen=True):
     @property
     def instance(self) -> str:
         """Identifies this broker among others on the same machines; marks every process of its runs."""
-        where = str(self.data_dir.resolve()) if self.is_local else f"{self.address}/{self.cluster}"
-        return hashlib.sha256(where.encode()).hexdigest()[:12]
+        place = str(self.data_dir.resolve()) if self.is_local else f"{self.address}/{self.cluster}"
+        return hashlib.sha256(place.encode()).hexdigest()[:12]
 
     @property
     def namespace(self) -> str:
@@ -123,7 +123,7 @@ class AgentConfig(Struct, frozen=True):
     task_path: tuple[str, ...]
     task_user: str
     run_dir: str
-    """Records and logs of runs, on the node itself."""
+    """The directory of records and logs of runs, on the node itself."""
     sample_period_seconds: float
     beat_seconds: float
     idle_stop_seconds: float
@@ -159,11 +159,11 @@ class AgentConfig(Struct, frozen=True):
         return self.memory_mb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
 
     def on_node(self, name: str, cpus: float | None = None) -> "AgentConfig":
-        """Simulated devices, which are named after their node, have other UUIDs on each. `cpus`: what the
-        node was started with."""
-        here, there = f"-sim-{self.node}-", f"-sim-{name}-"
+        """Return the configuration for one node. Simulated devices, which are named after their node, have
+        other UUIDs on each. `cpus`: what the node was started with."""
+        target_mark, own_mark = f"-sim-{self.node}-", f"-sim-{name}-"
         named = tuple(
-            (uuid.replace(here, there), kind, index, mb, parent.replace(here, there))
+            (uuid.replace(target_mark, own_mark), kind, index, mb, parent.replace(target_mark, own_mark))
             for uuid, kind, index, mb, parent in self.devices or ()
         )
         devices = None if self.devices is None else named
@@ -174,7 +174,9 @@ class AgentConfig(Struct, frozen=True):
         know."""
         defaults = {field.name: field.default for field in fields(self) if field.default is not NODEFAULT}
         given = {
-            name: it for name, it in to_builtins(self).items() if name not in defaults or it != defaults[name]
+            name: value
+            for name, value in to_builtins(self).items()
+            if name not in defaults or value != defaults[name]
         }
         return json.dumps(given, sort_keys=True)
 

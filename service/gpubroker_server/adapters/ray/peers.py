@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster reach each other at the ports that Ray uses between them."""
+"""Finds out if the nodes of a cluster reach each other at the ports that Ray uses between them."""
 
 import asyncio
 import os
@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 CONNECT_SECONDS = 3.0
 AT_ONCE = 8
-"""So many others a node tries each time: in a large cluster each pair has its turn in the end."""
+"""The number of other nodes that a node tries in one round. In a large cluster each pair has its turn in the
+end."""
 MOST_KEPT = 8
-"""Peers that could not be reached, which are tried again each time."""
+"""The most peers that could not be reached and are tried again each time."""
 
 
 class Peer(NamedTuple):
@@ -19,14 +20,14 @@ class Peer(NamedTuple):
 
 
 def peers_of(circle: Sequence[Peer], at: int, turn: int) -> list[Peer]:
-    """The next ones after this one in the circle; at each turn those after the ones before."""
+    """Return the next nodes after this one in the circle; each turn continues where the last one ended."""
     others = len(circle) - 1
     steps = range(turn * AT_ONCE, turn * AT_ONCE + min(AT_ONCE, others))
     return [circle[(at + 1 + step % others) % len(circle)] for step in steps]
 
 
 class PeerPorts:
-    """As one node sees the others. In its agent's memory only."""
+    """The ports of other nodes as one node sees them. They are kept in its agent's memory only."""
 
     def __init__(self) -> None:
         self._unreached: dict[Peer, tuple[str, str]] = {}
@@ -39,19 +40,19 @@ class PeerPorts:
         return [(peer.node, *found) for peer, found in self._unreached.items()]
 
     def try_all(self, peers: Iterable[Peer]) -> None:
-        """These, and once more those that could not be reached. Not while others are tried."""
+        """Try these peers, and once more those that could not be reached, unless a round is under way."""
         if self._trying is None or self._trying.done():
-            again = {peer.node: peer for peer in (*self._unreached, *peers)}
-            self._trying = asyncio.create_task(self._try_all(list(again.values())))
+            to_try = {peer.node: peer for peer in (*self._unreached, *peers)}
+            self._trying = asyncio.create_task(self._try_all(list(to_try.values())))
 
     async def _try_all(self, peers: Sequence[Peer]) -> None:
         found = await asyncio.gather(*map(_unreached, peers))
-        kept = [(peer, it) for peer, it in zip(peers, found, strict=True) if it is not None]
+        kept = [(peer, fault) for peer, fault in zip(peers, found, strict=True) if fault is not None]
         self._unreached = dict(kept[-MOST_KEPT:])
 
 
 async def _unreached(peer: Peer) -> tuple[str, str] | None:
-    """Address and fault of the first port that cannot be reached."""
+    """Return the address and the fault of the first port that cannot be reached."""
     for port in peer.ports:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):

@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 class ProcessId(NamedTuple):
-    """With the machine's boot id this names one process for ever."""
+    """A process's pid and start time. With the machine's boot id they name one process for ever."""
 
     pid: int
     start_ticks: int
@@ -49,7 +49,7 @@ class ProcessEntry(Struct, frozen=True):
     id: ProcessId
     parent: int
     state: str
-    """One letter, as in ps."""
+    """The state of the process as one letter, as in ps."""
 
     @property
     def has_ended(self) -> bool:
@@ -58,7 +58,7 @@ class ProcessEntry(Struct, frozen=True):
 
 
 def entry_of(pid: int) -> ProcessEntry | None:
-    """None if there is no such process."""
+    """Return the entry of a process; None if there is no such process."""
     try:
         stat = _read(f"/proc/{pid}/stat")
     except OSError:
@@ -76,7 +76,7 @@ def process_id(pid: int) -> ProcessId:
 
 
 def process_table(*, with_ended: bool = False) -> dict[int, ProcessEntry]:
-    """All processes that have not ended, by pid; also those that wait to be reaped, if asked for."""
+    """Return all processes that have not ended, by pid; also those that wait to be reaped, if asked for."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     entries = (entry_of(pid) for pid in pids)
     return {
@@ -92,7 +92,7 @@ def name_of(pid: int) -> str:
 
 
 def session_of(pid: int) -> int:
-    """Pid of its session's leader, alive or not; 0 if the process is gone."""
+    """Return the pid of the leader of its session, alive or not; 0 if the process is gone."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -100,7 +100,7 @@ def session_of(pid: int) -> int:
 
 
 def descendants(root: int, table: dict[int, ProcessEntry]) -> list[ProcessId]:
-    """Everything below `root`, without itself."""
+    """Return every process below `root`, without itself."""
     children: dict[int, list[ProcessEntry]] = {}
     for entry in table.values():
         children.setdefault(entry.parent, []).append(entry)
@@ -122,9 +122,9 @@ def ancestors(pid: int, table: dict[int, ProcessEntry]) -> set[int]:
     return found
 
 
-def are_related(one: int, other: int, table: dict[int, ProcessEntry]) -> bool:
+def are_related(first: int, second: int, table: dict[int, ProcessEntry]) -> bool:
     """Return True if one is the other, above it or below it."""
-    return one in ancestors(other, table) or other in ancestors(one, table)
+    return first in ancestors(second, table) or second in ancestors(first, table)
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -149,7 +149,8 @@ def files_opened_by(pid: int) -> Iterator[str]:
 
 
 def private_mb(pid: int) -> int:
-    """Host memory in MiB that no file backs, so that the kernel cannot drop it. 0 if the process is gone."""
+    """Return the host memory in MiB that no file backs, so that the kernel cannot drop it. 0 if the process
+    is gone."""
     try:
         fields = _read(f"/proc/{pid}/statm").split()
     except OSError:
@@ -158,7 +159,7 @@ def private_mb(pid: int) -> int:
 
 
 def private_mb_below(roots: Collection[int]) -> dict[int, list[int]]:
-    """Host memory of each of these processes, and of each process below it."""
+    """Return the host memory of each of these processes, and of each process below it."""
     table = process_table() if roots else {}
     return {
         root: [private_mb(pid) for pid in (root, *(process.pid for process in descendants(root, table)))]
@@ -236,7 +237,8 @@ class WatchedProcess:
         return self._ended.is_set()
 
     async def exit_status(self) -> int | None:
-        """See exit_status_of. Waits a moment for the parent of a process that has ended."""
+        """Return the exit status, as `exit_status_of`. Waits a moment for the parent of a process that has
+        ended."""
         pause = FIRST_PAUSE_SECONDS
         while (
             (entry := entry_of(self.id.pid)) is not None
@@ -269,7 +271,7 @@ class WatchedProcess:
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Never reaches another process that got its pid. Nothing happens if it is gone."""
+    """Send a signal to the process if it still exists. Never reaches another process that got its pid."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(process.pid)
         try:

@@ -48,23 +48,24 @@ SPOKEN = (8, 9, 10, 11, PROTOCOL)
 release also speaks the forms since the last release. Both sides take the newest that they share."""
 
 TELLS_LOGS = 9
-"""From this form on, agents report the output of runs."""
+"""The first form in which agents report the output of runs."""
 GUARDS_DISKS = 9
-"""From this form on, agents look for files that may go, and delete them."""
+"""The first form in which agents look for files that may go, and delete them."""
 TRIES_PEERS = 9
-"""From this form on, agents try the ports of other nodes."""
+"""The first form in which agents try the ports of other nodes."""
 TELLS_UNPROVEN_ENDS = 10
 """From this form on, agents say of each end whether it is unproven (`Ended.is_unproven`)."""
 TELLS_GPU_STATE = 11
 """From this form on, agents say why a machine shows no GPU, and whether a GPU needs a reset."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
-"""From this form on. An earlier agent would run a worker's function or command once, without an item, give a
-function the name of an object in its place, and end the worker of a set with the object that it has made."""
+"""The first form in which agents know arrays and objects. An earlier agent would run a worker's function or
+command once, without an item, give a function the name of an object in its place, and end the worker of a set
+with the object that it has made."""
 UNPACKS_UPLOADS = 12
 """From this form on, agents unpack the directory that a run works in, and collect its outputs. An earlier
 agent would start the run elsewhere."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
-"""In JSON, and as a pickle has it: there any text of 64 hexadecimal digits."""
+"""Matches the id of an object in JSON, and in a pickle, where any text of 64 hexadecimal digits matches."""
 
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
@@ -125,7 +126,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Sequences come back as tuples, bytes as bytes."""
+    """Decode values. Sequences come back as tuples, bytes as bytes."""
     return msgpack.unpackb(data, use_list=False, raw=False, strict_map_key=False)
 
 
@@ -136,7 +137,7 @@ def frame(*parts: Any) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
-    """None when the other side is gone."""
+    """Read one frame; None when the other side is gone."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         parts: tuple[Any, ...] = unpack(await reader.readexactly(length))
@@ -179,12 +180,12 @@ class OrderWriter:
     def _run_order(self, order: StartOrder, payload: RunPayload) -> dict[str, Any]:
         """Return the fields of a RunOrder: each is the order's, else the payload's, else the spec's."""
         spec = payload.spec
-        told = told_variables(spec) if spec.is_told_more else {}
+        variables = told_variables(spec) if spec.is_told_more else {}
         given = {
             **dict(zip(_OF_SPEC, _of_spec(spec), strict=True)),
             **dict(zip(_OF_PAYLOAD, _of_payload(payload), strict=True)),
             **dict(zip(_OF_ORDER, _of_order(order), strict=True)),
-            "env": {**spec.env, **told, **_gpu_limits(order.shares)},
+            "env": {**spec.env, **variables, **_gpu_limits(order.shares)},
             "leases": _by_uuid(order.devices),
             "result_limit_bytes": self._result_limit_bytes,
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
@@ -243,7 +244,7 @@ def _without_gpu_state(report: WireReport) -> WireReport:
 
 
 def _without_order_time(report: WireReport) -> WireReport:
-    """Form 8 has no time in the report of a start at which the agent had the order."""
+    """Write a report for form 8, in which a start has no time at which the agent had the order."""
     return report[:6] if report[0] == "started" else report
 
 

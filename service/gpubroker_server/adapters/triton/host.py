@@ -305,29 +305,29 @@ def _left(until: float) -> Seconds:
 
 def _revision_of(files: Mapping[Path, os.stat_result]) -> str:
     """A load itself may write a `__pycache__`."""
-    mine = [found for file, found in files.items() if file.parent.name != "__pycache__"]
-    newest = max((found.st_mtime_ns for found in mine), default=0)
-    return f"{len(mine)}:{sum(found.st_size for found in mine)}:{newest}"
+    model_files = [found for file, found in files.items() if file.parent.name != "__pycache__"]
+    newest = max((found.st_mtime_ns for found in model_files), default=0)
+    return f"{len(model_files)}:{sum(found.st_size for found in model_files)}:{newest}"
 
 
-def _refused(failed: CallFailed, what: str) -> HostRefused:
-    said = failed.detail
+def _refused(failed: CallFailed, message: str) -> HostRefused:
+    detail = failed.detail
     if failed.trouble is Trouble.UNREACHABLE:
-        return HostRefused(HostFault.UNREACHABLE, said)
-    if _NOT_ALLOWED in said:
-        return HostRefused(HostFault.NOT_ALLOWED, said)
+        return HostRefused(HostFault.UNREACHABLE, detail)
+    if _NOT_ALLOWED in detail:
+        return HostRefused(HostFault.NOT_ALLOWED, detail)
     if failed.code in _UNCERTAIN:
-        return HostRefused(HostFault.UNKNOWN, f"{what}: {said}")
-    if failed.code == _CODE_NOT_FOUND or any(words in said for words in _NOT_FOUND):
-        return HostRefused(HostFault.NOT_FOUND, said)
-    return HostRefused(fault_of_load(said), said)
+        return HostRefused(HostFault.UNKNOWN, f"{message}: {detail}")
+    if failed.code == _CODE_NOT_FOUND or any(words in detail for words in _NOT_FOUND):
+        return HostRefused(HostFault.NOT_FOUND, detail)
+    return HostRefused(fault_of_load(detail), detail)
 
 
-def fault_of_load(said: str) -> HostFault:
+def fault_of_load(detail: str) -> HostFault:
     """Return the fault that a server's refusal of a load means. Its words name the model, and may quote
     it."""
-    _, *of_versions = _OF_A_VERSION.split(said)
-    for words in of_versions or [said]:
+    _, *of_versions = _OF_A_VERSION.split(detail)
+    for words in of_versions or [detail]:
         if _OF_PYTHON not in words and any(sign in words.lower() for sign in _NO_MEMORY):
             return HostFault.OUT_OF_MEMORY
     return HostFault.FAILED

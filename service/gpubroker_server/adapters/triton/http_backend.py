@@ -58,9 +58,9 @@ class HttpBackend(ModelBackend):
         self._opening: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._sweep_seconds = min(1.0, server.silence_seconds / 4)
-        own = [(b"Host", server.authority), *server.headers]
-        self._own = b"".join(b"%b: %b\r\n" % header for header in own)
-        self._replaced = {name.lower() for name, _ in own}
+        headers = [(b"Host", server.authority), *server.headers]
+        self._own = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self._replaced = {name.lower() for name, _ in headers}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -178,9 +178,9 @@ class HttpBackend(ModelBackend):
                     lambda: ServerConnection(self, loop), server.host, server.port, ssl=server.tls
                 )
         except (OSError, TimeoutError) as fault:
-            why = str(fault) or f"no connection within {server.connect_seconds:g} s"
+            detail = str(fault) or f"no connection within {server.connect_seconds:g} s"
             if waiting := self._checks or self._waiting:
-                waiting.popleft().fail(Trouble.UNREACHABLE, why)
+                waiting.popleft().fail(Trouble.UNREACHABLE, detail)
             return
         self._connections.add(connection)
         self.on_free(connection)
@@ -194,7 +194,9 @@ class HttpBackend(ModelBackend):
         """Close connections of silent servers and unused ones. Repeats while there are connections."""
         now = loop.time()
         silence_seconds = self._server.silence_seconds
-        silent = [one for one in self._connections if one.is_silent(now - silence_seconds)]
+        silent = [
+            connection for connection in self._connections if connection.is_silent(now - silence_seconds)
+        ]
         for connection in silent:
             connection.give_up(Trouble.SILENT, f"nothing came for {silence_seconds:g} s")
         while self._idle and self._idle[0].moved_at < now - IDLE_SECONDS:

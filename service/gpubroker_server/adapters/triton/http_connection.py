@@ -226,8 +226,8 @@ class ServerConnection(asyncio.Protocol):
         if self._ends_with_connection and error is None:
             self._finish(request)
         else:
-            why = error or "the server closed the connection before its answer had ended"
-            request.fail(Trouble.BROKEN, str(why))
+            cause = error or "the server closed the connection before its answer had ended"
+            request.fail(Trouble.BROKEN, str(cause))
 
     def pause_writing(self) -> None:
         self._is_full = True

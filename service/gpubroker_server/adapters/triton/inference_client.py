@@ -75,7 +75,7 @@ class TritonInferenceClient(InferenceClient):
         versions."""
         response = await self._ask(b"GET", f"/v2/models/{quote(model, safe='')}".encode())
         try:
-            versions = [str(one) for one in json.loads(response.body)["versions"]]
+            versions = [str(version_name) for version_name in json.loads(response.body)["versions"]]
         except (ValueError, TypeError, KeyError):
             return
         if versions and version not in versions:
@@ -119,9 +119,9 @@ class TritonInferenceClient(InferenceClient):
         return response
 
 
-def _path(model: str, version: str, what: str) -> bytes:
+def _path(model: str, version: str, path: str) -> bytes:
     of_version = f"/versions/{quote(version, safe='')}" if version else ""
-    return f"/v2/models/{quote(model, safe='')}{of_version}/{what}".encode()
+    return f"/v2/models/{quote(model, safe='')}{of_version}/{path}".encode()
 
 
 def _failure(response: "_Response") -> InferenceFailed:
@@ -185,8 +185,8 @@ class _Response(ResponseHandler):
             self._parts.append(data)
             return
         self._parts.clear()
-        most = f"the answer has more than {self._most_bytes} bytes"
-        detail = f"{most}; ask for fewer outputs or rows, or raise limits.result_bytes"
+        excess = f"the answer has more than {self._most_bytes} bytes"
+        detail = f"{excess}; ask for fewer outputs or rows, or raise limits.result_bytes"
         self._fail(InferenceFault.REFUSED, detail)
 
     def on_end(self) -> None:

@@ -30,10 +30,12 @@ class ModelConfig(Struct, frozen=True):
 
     def versions_in(self, folder: Path) -> tuple[str, ...]:
         """The versions in the model's folder that a load brings, sorted as in an index. Raises OSError."""
-        there = [one.name for one in folder.iterdir() if one.is_dir() and _VERSION.fullmatch(one.name)]
+        versions = [
+            entry.name for entry in folder.iterdir() if entry.is_dir() and _VERSION.fullmatch(entry.name)
+        ]
         if self.specific:
-            return tuple(sorted(set(self.specific) & set(there)))
-        highest_first = sorted(there, key=int, reverse=True)
+            return tuple(sorted(set(self.specific) & set(versions)))
+        highest_first = sorted(versions, key=int, reverse=True)
         return tuple(sorted(highest_first[: self.latest]))
 
 

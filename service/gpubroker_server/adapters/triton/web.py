@@ -24,8 +24,8 @@ async def visible_gpus(metrics: ModelBackend, within_seconds: Seconds) -> tuple[
     try:
         body = await _get(metrics, "/metrics", within_seconds)
     except NotFetched as fault:
-        said = f"the metrics of {metrics.name}, in which it lists its GPUs, cannot be read: {fault}"
-        raise HostRefused(HostFault.UNREACHABLE, said) from None
+        message = f"the metrics of {metrics.name}, in which it lists its GPUs, cannot be read: {fault}"
+        raise HostRefused(HostFault.UNREACHABLE, message) from None
     return tuple(sorted({uuid.decode("ascii", "replace") for uuid in _GPU.findall(body)}))
 
 
@@ -34,8 +34,8 @@ async def model_config(web: ModelBackend, model: str, within_seconds: Seconds) -
     try:
         config = json.loads(await _get(web, f"/v2/models/{quote(model, safe='')}/config", within_seconds))
     except (NotFetched, ValueError) as fault:
-        said = f"{web.name} does not tell the configuration of {model}: {fault}"
-        raise HostRefused(HostFault.UNKNOWN, said) from None
+        message = f"{web.name} does not tell the configuration of {model}: {fault}"
+        raise HostRefused(HostFault.UNKNOWN, message) from None
     if not isinstance(config, dict):
         raise HostRefused(HostFault.UNKNOWN, f"{web.name} has no configuration of {model}: {config!r:.200}")
     return config

@@ -1,1 +1,1 @@
-"""What is asked of this machine and its processes from outside: do they live, and is anything wrong?"""
+"""Examines this machine and its processes from outside: do they live, and is anything wrong?"""

@@ -56,17 +56,18 @@ def findings_for(settings: Settings) -> list[FoundByDoctor]:
         machine.append(unreachable_service(str(error), has_started=has_started, is_refused=is_refused))
     found = [*map(_told, machine), *fleet]
     order = [severity.value for severity in Severity]
-    return sorted(found, key=lambda one: order.index(one.severity))
+    return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def _told(one: Finding) -> FoundByDoctor:
+def _told(finding: Finding) -> FoundByDoctor:
     """Return what was found on this machine as if the service had found it. Nobody knows since when."""
-    told = {name: getattr(one, name) for name in Diagnosis.__struct_fields__}
-    return decode(FoundByDoctor, {**told, "evidence": dict(one.evidence)})
+    fields = {name: getattr(finding, name) for name in Diagnosis.__struct_fields__}
+    return decode(FoundByDoctor, {**fields, "evidence": dict(finding.evidence)})
 
 
 def look_at_machine(settings: Settings) -> MachineSeen:
-    """Changes nothing, and takes a few seconds at most for each address that does not answer."""
+    """Look at this machine. Changes nothing, and takes a few seconds at most for each address that does not
+    answer."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     runs_ray = settings.engine == "ray"
     has_local_ray = runs_ray and not settings.ray.address
@@ -165,7 +166,7 @@ def _target(file: Path) -> str:
 
 
 def _place(path: Path) -> DiskRoom | None:
-    """None if it is not there."""
+    """Return the place; None if it does not exist."""
     try:
         use = shutil.disk_usage(path)
     except OSError:

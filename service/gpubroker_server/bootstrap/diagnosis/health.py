@@ -50,8 +50,8 @@ def health_at(url: str) -> Liveness:
     except HTTPError as refused:
         return Liveness(False, f"{url} answers {refused.code}; is gpubroker there?")
     except (OSError, HTTPException, ValueError) as fault:
-        why = getattr(fault, "reason", None) or fault
-        return Liveness(False, f"no healthy answer from {url}: {why}")
+        cause = getattr(fault, "reason", None) or fault
+        return Liveness(False, f"no healthy answer from {url}: {cause}")
     if not isinstance(found, Mapping) or found.get("status") != "ok":
         return Liveness(False, f"{url} answers, but not as gpubroker does; is another program there?")
     return Liveness(True, f"{url} answers")

@@ -104,10 +104,10 @@ def like_with(first: AdmittedTask, id: TaskId, arguments: bytes) -> AdmittedTask
     return AdmittedTask(task, replace(first.spec, arguments=arguments), like=first)
 
 
-def no_such(what: str, name: str, known: Collection[str]) -> str:
-    """Return the text that there is no `what` of this name, with the name that may be meant."""
-    meant = did_you_mean(name, known, otherwise=f"there are: {', '.join(sorted(known)) or 'none'}")
-    return f'there is no {what} "{name[:100]}"; {meant}'
+def no_such(noun: str, name: str, known: Collection[str]) -> str:
+    """Return the text that there is no `noun` of this name, with the name that may be meant."""
+    suggestion = did_you_mean(name, known, otherwise=f"there are: {', '.join(sorted(known)) or 'none'}")
+    return f'there is no {noun} "{name[:100]}"; {suggestion}'
 
 
 def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> Iterator[Refusal]:
@@ -121,14 +121,14 @@ def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy
     if profile and profile not in profiles:
         yield Refusal("unknown", no_such("profile", profile, profiles), "/profile")
     named: list[TaskId] = []
-    for at, dependency in enumerate(submission.after):
+    for index, dependency in enumerate(submission.after):
         id, found = dependency.task, facts.dependencies.get(dependency.task)
         if found is None or found.tenant != submission.tenant:
             detail = f'there is no task "{id}"; GET /tasks lists yours'
-            yield Refusal("unknown-task", detail, f"/after/{at}/task")
+            yield Refusal("unknown-task", detail, f"/after/{index}/task")
         elif id in named:
             detail = f"task {id} is already at /after/{named.index(id)}; name it once"
-            yield Refusal("named-twice", detail, f"/after/{at}/task")
+            yield Refusal("named-twice", detail, f"/after/{index}/task")
         named.append(id)
 
 
@@ -198,7 +198,9 @@ def _task_of(
         after=submission.after,
         queue_ttl_seconds=timing.queue_ttl_seconds,
         deadline_at=timing.deadline_at,
-        expected_seconds=None if (it := submission.expected_seconds) is None else Seconds(it),
+        expected_seconds=None
+        if (expected_seconds := submission.expected_seconds) is None
+        else Seconds(expected_seconds),
         stream=submission.stream,
         subject=subject,
         queued_bytes=bytes_of(spec),
@@ -330,8 +332,8 @@ def _demand_at(spec: RunSpec) -> str:
 
 def unknown_objects(missing: Mapping[str, str], object_seconds: float) -> Iterator[Refusal]:
     """Yield a refusal for each of the first objects that the tenant does not have. `missing`: id by place."""
-    for at, id in islice(missing.items(), _MOST_NAMED):
-        yield Refusal("unknown-object", unknown_object(id, object_seconds), at)
+    for pointer, id in islice(missing.items(), _MOST_NAMED):
+        yield Refusal("unknown-object", unknown_object(id, object_seconds), pointer)
 
 
 def unknown_object(id: str, object_seconds: float) -> str:

@@ -28,7 +28,9 @@ class NamedDefaults(ShownProfile, frozen=True):
         """Return these, and the other ones where these say nothing. Without GPUs there is no size of one."""
         if self.gpus == 0:
             other = replace(other, gpu_mb=None)
-        own = {it.name: value for it in fields(self) if (value := getattr(self, it.name)) is not None}
+        own = {
+            field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None
+        }
         return replace(other, **own)
 
 

@@ -84,7 +84,7 @@ def _rank_gpu_mb(bundle: Asked, gang: Asked, usual: NamedDefaults) -> GpuSize | 
     ranks if no bundle mentions GPUs or devices."""
     if bundle.mentions_gpus:
         return bundle.gpu_mb
-    none_mentions = not any(one.mentions_gpus or one.names_devices for one in gang.bundles)
+    none_mentions = not any(bundle.mentions_gpus or bundle.names_devices for bundle in gang.bundles)
     return usual.gpu_mb if bundle.names_devices or none_mentions else None
 
 
@@ -116,10 +116,10 @@ def _process_demand(
     )
 
 
-def _merged(own: PlacementConstraints, common: PlacementConstraints) -> PlacementConstraints:
+def _merged(given: PlacementConstraints, common: PlacementConstraints) -> PlacementConstraints:
     if common == NO_CONSTRAINTS:
-        return own
-    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(own, name))})
+        return given
+    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(given, name))})
 
 
 def _sized(demand: Demand, gpu_mb: GpuSize | None, learn: LearnSize) -> Demand:

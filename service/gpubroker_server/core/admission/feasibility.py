@@ -35,10 +35,10 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
     if not demand.gpus:
         return _over_nodes(demand, open_nodes)
     names = {node.name for node in open_nodes}
-    there = [device for device in devices if device.node in names]
-    usable = [device for device in there if may_use_device(demand, device)]
-    if there and not usable:
-        return _no_such_device(demand, there)
+    named_devices = [device for device in devices if device.node in names]
+    usable = [device for device in named_devices if may_use_device(demand, device)]
+    if named_devices and not usable:
+        return _no_such_device(demand, named_devices)
     return _over_devices(demand, usable, open_nodes)
 
 
@@ -110,19 +110,19 @@ def _no_such_device(demand: Demand, devices: Sequence[Device]) -> Refusal:
 def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
     """Return the refusal of a demand above the operator's maximum. With a limit on the size per GPU, the size
     must be stated: whole GPUs and shares differ by GPU."""
-    most = policy.maximum
+    maximum = policy.maximum
     differs = demand.takes_whole_devices or demand.gpu_fraction is not None
-    if most.gpu_mb is not None and differs:
+    if maximum.gpu_mb is not None and differs:
         message = (
-            f"one task may have at most {in_gib(most.gpu_mb)} of a GPU here, so whole GPUs and shares are "
+            f"one task may have at most {in_gib(maximum.gpu_mb)} of a GPU here, so whole GPUs and shares are "
             "refused; state the size with gpu_mb"
         )
         return Refusal("exceeds-maximum", message, "gpu_mb")
     for field, asked, limit in (
-        ("gpus", demand.gpus, most.gpus),
-        ("gpu_mb", demand.gpu_mb or 0, most.gpu_mb),
-        ("cpu", demand.cpu, most.cpu),
-        ("memory_mb", demand.memory_mb, most.memory_mb),
+        ("gpus", demand.gpus, maximum.gpus),
+        ("gpu_mb", demand.gpu_mb or 0, maximum.gpu_mb),
+        ("cpu", demand.cpu, maximum.cpu),
+        ("memory_mb", demand.memory_mb, maximum.memory_mb),
     ):
         if limit is not None and asked > limit:
             message = f"{field} {asked}: one task may have at most {limit} here; ask for less"
@@ -134,11 +134,11 @@ def check_times(
     timeout_seconds: Seconds | None, max_retries: int, grace_seconds: Seconds, policy: Policy
 ) -> Refusal | None:
     """Return the refusal of a timeout, of retries or of a grace period above the operator's maximum."""
-    most = policy.maximum
+    maximum = policy.maximum
     asked: tuple[tuple[str, float | None, float | None], ...] = (
-        ("timeout_seconds", timeout_seconds, most.timeout_seconds),
-        ("max_retries", max_retries, most.max_retries),
-        ("grace_seconds", grace_seconds, most.grace_seconds),
+        ("timeout_seconds", timeout_seconds, maximum.timeout_seconds),
+        ("max_retries", max_retries, maximum.max_retries),
+        ("grace_seconds", grace_seconds, maximum.grace_seconds),
     )
     for field, value, limit in asked:
         if limit is not None and value is not None and value > limit:
@@ -182,11 +182,11 @@ def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Nod
     count = {node.name: 0 for node in nodes}
     for device in large:
         count[device.node] += 1
-    most = max(count, key=lambda name: count[name])
-    if demand.gpus > count[most]:
+    fullest = max(count, key=lambda name: count[name])
+    if demand.gpus > count[fullest]:
         size = f" of {in_gib(demand.gpu_mb)}" if demand.gpu_mb is not None else ""
         message = (
-            f"{demand.gpus} GPUs{size} on one node: the node with the most has {count[most]} ({most}); "
+            f"{demand.gpus} GPUs{size} on one node: the node with the most has {count[fullest]} ({fullest}); "
             "ask for fewer GPUs, or split the task"
         )
         return Refusal("exceeds-capacity", message, "gpus")
@@ -195,14 +195,19 @@ def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Nod
 
 def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
     if not devices:
-        which = f"no node that matches {constraints_text(demand)}" if demand.where.nodes else "no node"
-        message = f"the task asks for a GPU, and {which} has one; add a node with GPUs, or ask for none"
+        matching_node = (
+            f"no node that matches {constraints_text(demand)}" if demand.where.nodes else "no node"
+        )
+        message = (
+            f"the task asks for a GPU, and {matching_node} has one; add a node with GPUs, or ask for none"
+        )
         return Refusal("exceeds-capacity", message, "gpus")
     largest = max(devices, key=lambda device: (device.allocatable_mb - device.context_mb, device.key))
-    beside = f" beside {in_gib(largest.context_mb)} for each process" if largest.context_mb else ""
+    context_text = f" beside {in_gib(largest.context_mb)} for each process" if largest.context_mb else ""
     offers_mb = largest.allocatable_mb - largest.context_mb
     there_is = (
-        f"{in_gib(offers_mb, demand.gpu_mb or 0)} of {largest.kind} {largest.node}/gpu{largest.index}{beside}"
+        f"{in_gib(offers_mb, demand.gpu_mb or 0)} of {largest.kind} {largest.node}/gpu{largest.index}"
+        f"{context_text}"
     )
     if demand.gpu_mb is None:
         message = (
@@ -218,25 +223,26 @@ def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
 
 def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
     """`nodes` have enough GPUs; one of them must also have the CPU and the host memory."""
-    which = f" with {demand.gpus} such GPUs" if demand.gpus else ""
+    with_gpus = f" with {demand.gpus} such GPUs" if demand.gpus else ""
     by_cpu = max(nodes, key=lambda node: node.cpu)
     if demand.cpu > by_cpu.cpu:
         message = (
-            f"{demand.cpu:g} CPUs exceed the largest node{which}, {by_cpu.name} with {by_cpu.cpu:g}; "
+            f"{demand.cpu:g} CPUs exceed the largest node{with_gpus}, {by_cpu.name} with {by_cpu.cpu:g}; "
             "ask for less"
         )
         return Refusal("exceeds-capacity", message, "cpu")
     by_memory = max(nodes, key=lambda node: node.memory_mb)
     if demand.memory_mb > by_memory.memory_mb:
         message = (
-            f"{in_gib(demand.memory_mb, by_memory.memory_mb)} of host memory exceed the largest node{which}, "
-            f"{by_memory.name} with {in_gib(by_memory.memory_mb, demand.memory_mb)}; ask for less"
+            f"{in_gib(demand.memory_mb, by_memory.memory_mb)} of host memory exceed the largest "
+            f"node{with_gpus}, {by_memory.name} with {in_gib(by_memory.memory_mb, demand.memory_mb)}; "
+            "ask for less"
         )
         return Refusal("exceeds-capacity", message, "memory_mb")
     if not any(node.cpu >= demand.cpu and node.memory_mb >= demand.memory_mb for node in nodes):
         message = (
-            f"no node{which} has {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory together; "
-            "ask for less of one"
+            f"no node{with_gpus} has {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory "
+            "together; ask for less of one"
         )
         return Refusal("exceeds-capacity", message, "memory_mb")
     return None
@@ -244,12 +250,12 @@ def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
 
 def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Refusal | None:
     """Return why the tenant's quota could never allow a demand that counts `need_mb`, or None."""
-    most = policy.most_mb(tenant)
-    if most is None or need_mb <= most:
+    maximum_mb = policy.most_mb(tenant)
+    if maximum_mb is None or need_mb <= maximum_mb:
         return None
     message = (
-        f"the task counts {in_gib(need_mb, most)} of GPU memory (on the largest GPUs that it may use), and "
-        f"tenant {tenant} may have {in_gib(most, need_mb)} at most, guaranteed and borrowed; "
+        f"the task counts {in_gib(need_mb, maximum_mb)} of GPU memory (on the largest GPUs that it may use), "
+        f"and tenant {tenant} may have {in_gib(maximum_mb, need_mb)} at most, guaranteed and borrowed; "
         "ask for less, or for smaller kinds"
     )
     return Refusal("exceeds-quota", message, "gpu_mb" if demand.gpu_mb is not None else "gpus")

@@ -34,5 +34,5 @@ def max_of_roles(roles: Iterable[RoleSizes]) -> dict[str, Any]:
     for name, amount in (pair for role in roles for pair in role.custom.items()):
         custom[name] = max(amount, custom.get(name, 0.0))
     exclusive = any(role.gpus and role.gpu_mb is None and role.gpu_fraction is None for role in roles)
-    most = {size: max(values, default=None) for size, values in given.items()}
-    return {**most, "custom": custom, "exclusive": exclusive}
+    largest = {size: max(values, default=None) for size, values in given.items()}
+    return {**largest, "custom": custom, "exclusive": exclusive}

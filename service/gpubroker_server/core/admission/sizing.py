@@ -43,10 +43,10 @@ def learned_size(
     p95_mb, n = ceil(enough[kind]), known[kind].n
     with_margin = ceil(enough[kind] * (1 + policy.learned_margin)) - costs[kind]
     gpu_mb = max(1, min(with_margin, offers[kind]))
-    beside = f" beside {in_gib(costs[kind])} for each process" if costs[kind] else ""
+    context_text = f" beside {in_gib(costs[kind])} for each process" if costs[kind] else ""
     message = (
         f"95 of 100 runs of {subject} used at most {in_gib(p95_mb)} of a GPU ({n} runs on {kind}); "
-        f"with a margin of {policy.learned_margin:.0%} that makes {in_gib(gpu_mb)}{beside}"
+        f"with a margin of {policy.learned_margin:.0%} that makes {in_gib(gpu_mb)}{context_text}"
     )
     return Sizing(gpu_mb, p95_mb, n, kind, message)
 

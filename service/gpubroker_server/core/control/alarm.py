@@ -36,8 +36,8 @@ class Alarm(Struct, frozen=True):
     def follow(self, value: float | None, threshold: Threshold, now: Instant) -> "Alarm":
         """Return the alarm after this value. A value of None is unknown: it changes nothing, and counts as
         neither high nor low."""
-        crosses = value is not None and (value < threshold.low if self.is_on else value >= threshold.high)
-        if not crosses:
+        has_crossed = value is not None and (value < threshold.low if self.is_on else value >= threshold.high)
+        if not has_crossed:
             return self if self.crossed_at is None else replace(self, crossed_at=None)
         # A clock that is set back begins the wait anew.
         crossed_at = now if self.crossed_at is None else min(self.crossed_at, now)

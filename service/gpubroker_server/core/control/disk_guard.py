@@ -180,7 +180,7 @@ class Cleaning(Struct, frozen=True):
 
     @property
     def freed_bytes(self) -> int:
-        return sum(one.size_bytes for one in self.files)
+        return sum(file.size_bytes for file in self.files)
 
 
 def choose(
@@ -202,22 +202,22 @@ def choose(
     newest = _newest_checkpoints(files)
     kept: Counter[str] = Counter()
     may_go = []
-    for one in files:
-        why = _why_kept(one, newest, live, now, old_seconds)
-        if why is None:
-            may_go.append(one)
+    for file in files:
+        reason = _why_kept(file, newest, live, now, old_seconds)
+        if reason is None:
+            may_go.append(file)
         else:
-            kept[why] += 1
-    may_go.sort(key=lambda one: (CLASSES.index(one.file_class), one.modified_at, one.whole_path))
+            kept[reason] += 1
+    may_go.sort(key=lambda file: (CLASSES.index(file.file_class), file.modified_at, file.whole_path))
     chosen, freed_bytes = [], 0
-    for one in may_go:
+    for file in may_go:
         if freed_bytes >= needed_bytes:
             kept[KeptBecause.NOT_NEEDED] += 1
-        elif left := why_left(one):
+        elif left := why_left(file):
             kept[left] += 1
         else:
-            chosen.append(one)
-            freed_bytes += one.size_bytes
+            chosen.append(file)
+            freed_bytes += file.size_bytes
     return Cleaning(tuple(chosen), dict(kept))
 
 
@@ -236,17 +236,17 @@ def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
     name."""
     found: dict[str, dict[str, tuple[Instant, int]]] = {}
     oldest: dict[str, Instant] = {}
-    for one in files:
-        if one.file_class is FileClass.CHECKPOINT:
-            for directory, entry in _entries(one):
-                oldest[directory] = min(oldest.get(directory, one.modified_at), one.modified_at)
+    for file in files:
+        if file.file_class is FileClass.CHECKPOINT:
+            for directory, entry in _entries(file):
+                oldest[directory] = min(oldest.get(directory, file.modified_at), file.modified_at)
                 entries = found.setdefault(directory, {})
-                at, size_bytes = entries.get(entry, (one.modified_at, 0))
-                entries[entry] = max(at, one.modified_at), size_bytes + one.size_bytes
+                at, size_bytes = entries.get(entry, (file.modified_at, 0))
+                entries[entry] = max(at, file.modified_at), size_bytes + file.size_bytes
     kept: set[str] = set()
     for directory, entries in found.items():
         largest = max(size_bytes for _, size_bytes in entries.values())
-        order = {entry: (at, entry) for entry, (at, _) in entries.items()}
+        order = {entry: (modified_at, entry) for entry, (modified_at, _) in entries.items()}
         newest = max(order[entry] for entry, (_, size_bytes) in entries.items() if 2 * size_bytes >= largest)
         first = Instant(newest[0] - SHARD_SECONDS), ""
         if oldest[directory] >= first[0] and directory in found.get(directory.rpartition("/")[0], ()):
@@ -255,37 +255,37 @@ def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
     return frozenset(kept)
 
 
-def _entries(one: FileSeen) -> Iterator[tuple[str, str]]:
+def _entries(file: FileSeen) -> Iterator[tuple[str, str]]:
     """Yield each directory above the file, with the entry of that directory which is the file or has it. Both
     are whole paths."""
-    entry = one.whole_path
-    while entry != one.root:
+    entry = file.whole_path
+    while entry != file.root:
         directory = entry.rpartition("/")[0]
-        if directory != one.root or entry == one.whole_path:
+        if directory != file.root or entry == file.whole_path:
             yield directory, entry
         entry = directory
 
 
-def _is_in(one: FileSeen, places: frozenset[str]) -> bool:
+def _is_in(file: FileSeen, places: frozenset[str]) -> bool:
     """Return True if the file, or a directory that holds it, is one of these whole paths."""
-    parts = one.whole_path.split("/")
+    parts = file.whole_path.split("/")
     return any("/".join(parts[:end]) in places for end in range(2, len(parts) + 1))
 
 
 def _why_kept(
-    one: FileSeen, newest: frozenset[str], live: tuple[str, ...], now: Instant, old_seconds: Seconds
+    file: FileSeen, newest: frozenset[str], live: tuple[str, ...], now: Instant, old_seconds: Seconds
 ) -> KeptBecause | None:
-    if now - one.modified_at < old_seconds:
+    if now - file.modified_at < old_seconds:
         return KeptBecause.YOUNG
-    if one.whole_path.startswith(live):
+    if file.whole_path.startswith(live):
         return KeptBecause.OF_LIVE_TASK
-    match one.file_class:
-        case FileClass.EMPTY_DATABASE if one.has_journal:
+    match file.file_class:
+        case FileClass.EMPTY_DATABASE if file.has_journal:
             return KeptBecause.HAS_JOURNAL
-        case FileClass.EMPTY_DATABASE if not one.is_empty:
+        case FileClass.EMPTY_DATABASE if not file.is_empty:
             return KeptBecause.HAS_ROWS
-        case FileClass.CHECKPOINT if _is_in(one, newest):
+        case FileClass.CHECKPOINT if _is_in(file, newest):
             return KeptBecause.NEWEST_CHECKPOINT
-    if (one.needs_copy or one.file_class is FileClass.REDUNDANT) and not one.is_synced:
+    if (file.needs_copy or file.file_class is FileClass.REDUNDANT) and not file.is_synced:
         return KeptBecause.NOT_SYNCED
     return None

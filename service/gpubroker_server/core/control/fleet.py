@@ -142,22 +142,25 @@ class FleetControl:
         self._rules = rules
         self._policy = policy
         known = [
-            (target, one) for target in rules.targets for one in before.targets if one[:4] == _about(target)
+            (target, seen)
+            for target in rules.targets
+            for seen in before.targets
+            if seen[:4] == _about(target)
         ]
-        self._standings = {target: Standing(one.value, one.is_in, one.since) for target, one in known}
+        self._standings = {target: Standing(seen.value, seen.is_in, seen.since) for target, seen in known}
         self._constrained = {
-            target: Alarm(True, one.constrained_since)
-            for target, one in known
-            if one.constrained_since is not None
+            target: Alarm(True, seen.constrained_since)
+            for target, seen in known
+            if seen.constrained_since is not None
         }
         self._controls: dict[FleetTarget, Control] = {}
-        self._quiet = {one.name: one for one in before.idle}
+        self._quiet = {resource.name: resource for resource in before.idle}
         self._idle = list(before.idle)
         self._idle_pace = Interval(rules.idle_check_seconds)
         self._filled: dict[str, Instant] = {}
         """Device or node -> the time at which it was last seen with only idle work."""
-        self._alarms = {one.name: Alarm(True, one.since) for one in before.pressures}
-        self._disks = {(one.node, one.path): one for one in before.low_disks}
+        self._alarms = {pressure.name: Alarm(True, pressure.since) for pressure in before.pressures}
+        self._disks = {(disk.node, disk.path): disk for disk in before.low_disks}
         self._stepped_at: Instant | None = None
         self.memory_failures = MemoryFailureCount()
         self.failing_gpus = FailingGpus(rules.failing_gpus)
@@ -192,7 +195,7 @@ class FleetControl:
             tuple(waiting_calls(world, self.loads)),
             steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
             self._full_disks(),
-            tuple(one for one in self._disks.values() if one.level),
+            tuple(disk for disk in self._disks.values() if disk.level),
             self.nodes.overloaded,
             idle_grace_seconds=rules.idle.grace_seconds,
             at=now,
@@ -244,20 +247,20 @@ class FleetControl:
     def _follow_idle(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         rules = self._rules.idle
         self._quiet = follow_idle(self._quiet, self._readings(world, now, gone), now, rules)
-        known = {one.name for one in self._idle}
+        known = {resource.name for resource in self._idle}
         if self._idle_pace.is_due(now):
             self._idle_pace.done(now)
             self._idle = idle(self._quiet, now, rules)
-            self.fill.find(world, [one.name for one in self._idle])
+            self.fill.find(world, [resource.name for resource in self._idle])
         self.fill.look(world, self._quiet.keys(), now)
-        for one in self._idle:
-            if one.name not in known:
+        for resource in self._idle:
+            if resource.name not in known:
                 about: dict[str, Any] = {
-                    "utilization": one.utilization,
-                    "idle_seconds": now - one.since,
+                    "utilization": resource.utilization,
+                    "idle_seconds": now - resource.since,
                     "threshold": rules.below,
                 }
-                yield Notice("fleet.IDLE_RESOURCE_DETECTED", one.name, about)
+                yield Notice("fleet.IDLE_RESOURCE_DETECTED", resource.name, about)
 
     def _readings(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Reading]:
         """Yield the utilization of all devices that take work, and of the CPUs of all nodes."""
@@ -288,9 +291,9 @@ class FleetControl:
             if alarm.is_on is not before.get(name, Alarm()).is_on:
                 threshold = thresholds[threshold_name(name, thresholds)]
                 limit = threshold.high if alarm.is_on else threshold.low
-                what = "ACTIVATED" if alarm.is_on else "RELEASED"
+                change = "ACTIVATED" if alarm.is_on else "RELEASED"
                 about = {"value": values[name], "threshold": limit}
-                yield Notice(f"fleet.BACKPRESSURE_{what}", name, about, tenant_of(name))
+                yield Notice(f"fleet.BACKPRESSURE_{change}", name, about, tenant_of(name))
 
     def _follow_disks(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         """A disk that is not measured now keeps its level: one that is full may be slow to answer.
@@ -304,9 +307,9 @@ class FleetControl:
         ]
         heard = {node.name for node, _ in fresh}
         self._disks = {
-            (node, path): one
-            for (node, path), one in before.items()
-            if node in known_nodes and (node not in heard or now - one.at <= GONE_SECONDS)
+            (node, path): disk
+            for (node, path), disk in before.items()
+            if node in known_nodes and (node not in heard or now - disk.at <= GONE_SECONDS)
         }
         now_known = {(one.node, one.path): one for one in follow_disks(before, self._rules.disk, fresh)}
         self._disks |= now_known
@@ -323,8 +326,8 @@ class FleetControl:
     def _full_disks(self) -> dict[NodeName, str]:
         full = [one for one in self._disks.values() if one.level is DiskLevel.BLOCK]
         return {
-            one.node: f"{one.path} ({one.used_share:.0%} used, {one.threshold:.0%} allowed)"
-            for one in sorted(full, key=lambda one: one.used_share)
+            disk.node: f"{disk.path} ({disk.used_share:.0%} used, {disk.threshold:.0%} allowed)"
+            for disk in sorted(full, key=lambda disk: disk.used_share)
         }
 
     def _pressures_seen(self, values: Mapping[str, float | None], now: Instant) -> Iterator[Pressure]:
@@ -333,11 +336,13 @@ class FleetControl:
             if alarm.is_on:
                 below = closed_below(alarm, now, self._rules.next_band_seconds)
                 high = thresholds[threshold_name(name, thresholds)].high
-                again = self._rules.retry_after_seconds
-                yield Pressure(name, alarm.since, values.get(name), high, below, again)
+                retry_after_seconds = self._rules.retry_after_seconds
+                yield Pressure(name, alarm.since, values.get(name), high, below, retry_after_seconds)
 
     def _pressure_values(self, values: Mapping[str, float | None]) -> dict[str, float]:
-        shown = (name for name, it in self._alarms.items() if it.is_on or name in self._rules.thresholds)
+        shown = (
+            name for name, alarm in self._alarms.items() if alarm.is_on or name in self._rules.thresholds
+        )
         return {name: value for name in shown if (value := values[name]) is not None}
 
 
@@ -355,8 +360,8 @@ def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) ->
 
 
 def _scope(name: str) -> FleetScope:
-    kind, _, which = name.partition(":")
-    return FleetScope(kind, which)
+    kind, _, subject = name.partition(":")
+    return FleetScope(kind, subject)
 
 
 def _devices(world: World, scope: FleetScope, policy: Policy) -> Iterator[tuple[NodeName, DeviceKey]]:
@@ -383,8 +388,8 @@ def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[in
 def _is_filled(ledger: DeviceLedger) -> bool:
     """Return True if the device has leases of idle work, and no others that stay."""
     priorities = [holding.lease.priority for holding in ledger.holdings.values()]
-    staying = [priority for priority in priorities if not gives_way(priority)]
-    return bool(staying) and all(map(is_idle_work, staying))
+    remaining = [priority for priority in priorities if not gives_way(priority)]
+    return bool(remaining) and all(map(is_idle_work, remaining))
 
 
 def _runs_idle_work(world: World, node: NodeName) -> bool:

@@ -81,19 +81,19 @@ def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> l
         if node is None:
             continue
         if ledger is None:
-            takers = [one for one in templates if not one.demand.gpus]
+            takers = [template for template in templates if not template.demand.gpus]
         else:
             room_mb = ledger.unallocated_mb() + ledger.held_mb()  # what holds it has left when it is open
-            takers = [one for one in templates if 0 < _need_mb(one, ledger.device) <= room_mb]
-        takers = [one for one in takers if may_use_node(one.demand, node)]
+            takers = [template for template in templates if 0 < _need_mb(template, ledger.device) <= room_mb]
+        takers = [template for template in takers if may_use_node(template.demand, node)]
         if takers:
             found.append(Seat(name, node.name, tuple(takers)))
     return sorted(found, key=attrgetter("node", "name"))
 
 
-def _need_mb(one: Template, device: Device) -> int:
+def _need_mb(template: Template, device: Device) -> int:
     """0: it does not go there."""
-    return (need_mb(one.demand, device) or 0) if one.demand.gpus else 0
+    return (need_mb(template.demand, device) or 0) if template.demand.gpus else 0
 
 
 def missing(
@@ -111,20 +111,20 @@ def missing(
 
     may_come: dict[str, int] = {}
 
-    def is_wanted(one: Template) -> bool:
-        if (number := may_come.get(one.name)) is None:
-            waits = waiting.get(one.name, 0)
-            new = min(one.max_running - alive.get(one.name, 0), MOST_WAITING - waits)
-            number = may_come[one.name] = waits + (0 if one.name in paused else max(0, new))
+    def is_wanted(template: Template) -> bool:
+        if (number := may_come.get(template.name)) is None:
+            waits = waiting.get(template.name, 0)
+            new = min(template.max_running - alive.get(template.name, 0), MOST_WAITING - waits)
+            number = may_come[template.name] = waits + (0 if template.name in paused else max(0, new))
         return number > 0
 
-    def cost(one: Template) -> tuple[bool, float, str]:
-        used = (held[one.name] + 1) * one.seats + used_seconds.get(one.name, 0.0)
-        return not to_come[one.name], used / one.weight, one.name
+    def cost(template: Template) -> tuple[bool, float, str]:
+        used = (held[template.name] + 1) * template.seats + used_seconds.get(template.name, 0.0)
+        return not to_come[template.name], used / template.weight, template.name
 
     for _, group in groupby(open_seats, attrgetter("node")):
         left = [SeatGroup(takers, len(list(same))) for takers, same in groupby(group, attrgetter("takers"))]
-        while able := [one for one in _able(left) if is_wanted(one)]:
+        while able := [template for template in _able(left) if is_wanted(template)]:
             chosen = min(able, key=cost)
             left = _without(left, chosen)
             may_come[chosen.name] -= 1
@@ -146,13 +146,13 @@ class SeatGroup(NamedTuple):
 def _able(left: Sequence[SeatGroup]) -> Iterable[Template]:
     """Return the templates that find enough seats among these."""
     if len(left) == 1:
-        return (one for one in left[0].takers if one.seats <= left[0].seats)
-    found = {one.name: one for seat_group in left for one in seat_group.takers}
+        return (template for template in left[0].takers if template.seats <= left[0].seats)
+    found = {template.name: template for seat_group in left for template in seat_group.takers}
     count = Counter[str]()
     for seat_group in left:
-        for one in seat_group.takers:
-            count[one.name] += seat_group.seats
-    return (one for name, one in found.items() if one.seats <= count[name])
+        for template in seat_group.takers:
+            count[template.name] += seat_group.seats
+    return (template for name, template in found.items() if template.seats <= count[name])
 
 
 def _without(left: Sequence[SeatGroup], chosen: Template) -> list[SeatGroup]:
@@ -206,7 +206,7 @@ class IdleFill:
     def find(self, world: World, idle: Iterable[str]) -> None:
         """Find the seats anew: what is idle has changed, or the templates have."""
         self._seats = seats(world, idle, self.templates) if self.templates else ()
-        names = {one.name for one in self.templates}
+        names = {template.name for template in self.templates}
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
 
     def look(self, world: World, idle: Set[str], now: Instant) -> None:
@@ -217,8 +217,15 @@ class IdleFill:
         paused = {name: pause.until for name, pause in self._pauses.items() if self._is_paused(name, now)}
         more = missing(self._open_seats(world, idle, now), alive, waiting, self._used_seconds, paused)
         self.seen = tuple(
-            TemplateSeen(one, running[one], waiting[one], self._submitted[one], more[one], paused.get(one))
-            for one in sorted({template.name for template in self.templates} | alive.keys())
+            TemplateSeen(
+                template,
+                running[template],
+                waiting[template],
+                self._submitted[template],
+                more[template],
+                paused.get(template),
+            )
+            for template in sorted({template.name for template in self.templates} | alive.keys())
         )
 
     def _open_seats(self, world: World, idle: Set[str], now: Instant) -> Iterator[Seat]:
@@ -234,7 +241,7 @@ class IdleFill:
                 else:
                     is_open = not (is_closed or ledger.takes_nothing(now, self._period_seconds))
                     is_open = is_open and all(
-                        gives_way(one.lease.priority) for one in ledger.holdings.values()
+                        gives_way(holding.lease.priority) for holding in ledger.holdings.values()
                     )
                 if is_open and seat.name in idle:
                     yield seat
@@ -256,12 +263,12 @@ class IdleFill:
         """Age the use of each template. What was to be submitted counts as used too, whether it came or not:
         a template with refused tasks keeps no seat from the others."""
         seconds = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
-        asked = {one.name: one.missing for one in self.seen}
+        asked = {seen.name: seen.missing for seen in self.seen}
         kept = max(0.0, 1.0 - seconds / MEMORY_SECONDS)
         self._used_seconds = {
-            one.name: kept * self._used_seconds.get(one.name, 0.0)
-            + seconds * one.seats * (alive.get(one.name, 0) + asked.get(one.name, 0))
-            for one in self.templates
+            template.name: kept * self._used_seconds.get(template.name, 0.0)
+            + seconds * template.seats * (alive.get(template.name, 0) + asked.get(template.name, 0))
+            for template in self.templates
         }
         self._looked_at = now
 

@@ -65,6 +65,8 @@ class MemoryFailureCount:
 
     def often(self, now: Instant) -> tuple[MemoryFailures, ...]:
         self._known = {
-            about: one for about, one in self._known.items() if now - one.last_at <= LATELY_SECONDS
+            about: failures
+            for about, failures in self._known.items()
+            if now - failures.last_at <= LATELY_SECONDS
         }
-        return tuple(one for one in self._known.values() if one.times >= OFTEN)
+        return tuple(failures for failures in self._known.values() if failures.times >= OFTEN)

@@ -70,10 +70,10 @@ class NodeWatch:
             left |= self._expected
             self._expected = set()
         self._present = present
-        for what, names in (("JOINED", came), ("LEFT", left)):
+        for change, names in (("JOINED", came), ("LEFT", left)):
             for name in sorted(names):
                 gpus = sum(world.ledgers[key].device.offers for key in world.by_node.get(name, ()))
-                yield Notice(f"fleet.NODE_{what}", name, {"gpus": gpus, "nodes": len(present)})
+                yield Notice(f"fleet.NODE_{change}", name, {"gpus": gpus, "nodes": len(present)})
 
     def _overloads(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         before, self._alarms = self._alarms, {}
@@ -86,8 +86,8 @@ class NodeWatch:
                 known = before.get(about, Alarm())
                 self._alarms[about] = alarm = known.follow(value, threshold, now)
                 if alarm.is_on and not known.is_on:
-                    told = {"measure": measure, "value": value, "threshold": threshold.high}
-                    yield Notice("fleet.NODE_OVERLOADED", node, told)
+                    fields = {"measure": measure, "value": value, "threshold": threshold.high}
+                    yield Notice("fleet.NODE_OVERLOADED", node, fields)
 
 
 def _use(sample: NodeSample) -> Mapping[str, float]:

@@ -38,11 +38,11 @@ def factors_of(stream: StreamState, now: Instant, rules: StreamRules) -> Factors
 
 
 def steady_weights(
-    before: Mapping[str, float], told: Mapping[str, StreamState], policy: Policy, now: Instant
+    before: Mapping[str, float], streams: Mapping[str, StreamState], policy: Policy, now: Instant
 ) -> dict[str, float]:
     """The weight of each stream in the queue; `before`: what they were when this was last asked."""
     weights = {}
-    for name, stream in sorted(known_streams(policy.streams, told).items()):
+    for name, stream in sorted(known_streams(policy.streams, streams).items()):
         weight = factors_of(stream, now, policy.stream_rules).weight
         was = before.get(name, weight)
         weights[name] = was if abs(weight - was) <= STEADY_WITHIN * was else weight
@@ -55,17 +55,20 @@ def draws(
     """Return each stream's chance, in name order. A paused stream has none; the sum of the others is 1, and
     none of them is less than `least_share` over their number."""
     factors = {name: factors_of(streams[name], now, rules) for name in sorted(streams)}
-    weights = [one.weight for name, one in factors.items() if name not in paused]
+    weights = [factor.weight for name, factor in factors.items() if name not in paused]
 
     def chance(weight: float) -> float:
         return rules.least_share / len(weights) + (1.0 - rules.least_share) * weight / sum(weights)
 
-    return [Draw(name, 0.0 if name in paused else chance(one.weight), one) for name, one in factors.items()]
+    return [
+        Draw(name, 0.0 if name in paused else chance(factor.weight), factor)
+        for name, factor in factors.items()
+    ]
 
 
 def drawn(chances: Iterable[Draw], at: float) -> Draw | None:
     """`at`: a random number from 0 to below 1. Equal chances and numbers give equal draws. None: there is
     nothing to draw."""
-    able = [one for one in chances if one.probability]
-    sums = list(accumulate(one.probability for one in able))
+    able = [draw for draw in chances if draw.probability]
+    sums = list(accumulate(draw.probability for draw in able))
     return able[min(bisect_right(sums, at * sums[-1]), len(able) - 1)] if able else None

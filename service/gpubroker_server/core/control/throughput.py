@@ -38,11 +38,11 @@ class Throughput:
         self._counted_at: Instant | None = None
         self._told: dict[str, float] = {}
 
-    def moved(self, what: Move, *, is_inference: bool) -> None:
+    def moved(self, transition: Move, *, is_inference: bool) -> None:
         """A task moved so."""
-        if (component := _MOVES.get(what) or _ENDS.get(what)) is not None:
+        if (component := _MOVES.get(transition) or _ENDS.get(transition)) is not None:
             self.done[component] += 1
-        if is_inference and what in _ENDS:
+        if is_inference and transition in _ENDS:
             self.done[INFERENCES] += 1
 
     def follow(self, now: Instant) -> Iterator[Notice]:
@@ -55,10 +55,10 @@ class Throughput:
             return
         for component in COMPONENTS:
             rate = (self._counted[component] - before[component]) / (now - since)
-            told = self._told.get(component, 0.0)
-            step = max(self._rules.change * told, self._rules.least_per_second)
-            if abs(rate - told) >= step:
+            published = self._told.get(component, 0.0)
+            step = max(self._rules.change * published, self._rules.least_per_second)
+            if abs(rate - published) >= step:
                 self._told[component] = rate
-                threshold = told + step if rate > told else told - step
-                about = {"items_per_second": rate, "before": told, "threshold": threshold}
+                threshold = published + step if rate > published else published - step
+                about = {"items_per_second": rate, "before": published, "threshold": threshold}
                 yield Notice("fleet.THROUGHPUT", component, about)

@@ -28,15 +28,17 @@ class WaitingCalls(NamedTuple):
 def waiting_calls(world: World, loads: Mapping[TaskId, Loaded]) -> Iterator[WaitingCalls]:
     """Yield the worker sets whose calls wait while all workers are busy, by what the workers last
     reported."""
-    for one in world.worker_sets.values():
-        told = [loads[it] for it in one.workers if it in loads and _runs(world, loads[it])]
-        running, waiting = sum(it.running for it in told), sum(it.waiting for it in told)
-        if told and running == len(told) * one.max_concurrency <= waiting:
-            percent = sum(it.cpu_percent for it in told) / len(told)
-            about = one.id, one.tenant, one.name, len(told), one.max_concurrency
+    for workers in world.worker_sets.values():
+        reported = [
+            loads[worker] for worker in workers.workers if worker in loads and _runs(world, loads[worker])
+        ]
+        running, waiting = sum(load.running for load in reported), sum(load.waiting for load in reported)
+        if reported and running == len(reported) * workers.max_concurrency <= waiting:
+            percent = sum(load.cpu_percent for load in reported) / len(reported)
+            about = workers.id, workers.tenant, workers.name, len(reported), workers.max_concurrency
             yield WaitingCalls(*about, running, waiting, percent)
 
 
-def _runs(world: World, told: Loaded) -> bool:
-    task = world.tasks.get(told.task)
-    return task is not None and task.state is TaskState.RUNNING and task.fence == told.fence
+def _runs(world: World, load: Loaded) -> bool:
+    task = world.tasks.get(load.task)
+    return task is not None and task.state is TaskState.RUNNING and task.fence == load.fence

@@ -30,9 +30,9 @@ class TaskWrite(Struct, frozen=True):
     """Names of the changed fields besides `state`: the event carries exactly these."""
 
 
-def write_move(task: Task, what: Move, **changes: Any) -> TaskWrite:
+def write_move(task: Task, transition: Move, **changes: Any) -> TaskWrite:
     """Move a task and record which fields changed. Raises IllegalTransition."""
-    return TaskWrite(move(task, what, **changes), what, tuple(changes))
+    return TaskWrite(move(task, transition, **changes), transition, tuple(changes))
 
 
 class PledgeWrite(Struct, frozen=True):
@@ -135,12 +135,12 @@ class StreamState(Struct, frozen=True):
 
 
 def known_streams(
-    settings: Iterable[tuple[str, float]], told: Mapping[str, StreamState]
+    settings: Iterable[tuple[str, float]], streams: Mapping[str, StreamState]
 ) -> dict[str, StreamState]:
     """All work streams, each with a weight: those of the settings, and those that were given one since."""
-    known = {name: stream for name, stream in told.items() if stream.curriculum is not None}
+    known = {name: stream for name, stream in streams.items() if stream.curriculum is not None}
     for name, weight in settings:
-        known.setdefault(name, replace(told.get(name, StreamState(name)), curriculum=weight))
+        known.setdefault(name, replace(streams.get(name, StreamState(name)), curriculum=weight))
     return known
 
 

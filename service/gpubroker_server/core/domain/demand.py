@@ -96,7 +96,7 @@ def interned(demand: Demand) -> Demand:
     A field that equals its default is that default itself. An encoder that leaves out defaults knows them by
     identity, so a computed `cpu=0.0` would be written with every task.
     """
-    defaults = {name: it for name, it in _DEFAULTS.items() if getattr(demand, name) == it}
+    defaults = {name: default for name, default in _DEFAULTS.items() if getattr(demand, name) == default}
     return replace(demand, **defaults)
 
 
@@ -155,8 +155,8 @@ def node_preference_rank(demand: Demand, node: Node) -> int:
 
 
 def _unmet(wanted: Labels, node: Node) -> list[str]:
-    has = {**dict(node.labels), "node": node.name}
-    return [label for label, values in wanted if has.get(label) not in values]
+    node_labels = {**dict(node.labels), "node": node.name}
+    return [label for label, values in wanted if node_labels.get(label) not in values]
 
 
 class NodeUpperBound(NamedTuple):

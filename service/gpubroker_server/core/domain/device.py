@@ -31,7 +31,7 @@ def is_of_kind(reported: str, name: str) -> bool:
     is in `NVIDIA H100 80GB HBM3`; `L40` is not in `NVIDIA L40S`."""
     words, wanted = _WORDS.findall(reported.lower()), _WORDS.findall(name.lower())
     starts = range(len(words) - len(wanted) + 1)
-    return any(words[at : at + len(wanted)] == wanted for at in starts)
+    return any(words[start : start + len(wanted)] == wanted for start in starts)
 
 
 def kind_of(reported: str, kinds: Iterable[GpuKind]) -> GpuKind | None:

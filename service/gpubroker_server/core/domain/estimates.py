@@ -35,11 +35,11 @@ class Sketch(Struct, frozen=True):
 
     def add(self, value: float) -> "Sketch":
         counts, bucket = self.counts, bucket_of(value)
-        at = bisect_left(counts, (bucket,))
-        rest, count = at, 1
-        if at < len(counts) and counts[at][0] == bucket:
-            rest, count = at + 1, counts[at][1] + 1
-        more = (*counts[:at], (bucket, count), *counts[rest:])
+        index = bisect_left(counts, (bucket,))
+        rest, count = index, 1
+        if index < len(counts) and counts[index][0] == bucket:
+            rest, count = index + 1, counts[index][1] + 1
+        more = (*counts[:index], (bucket, count), *counts[rest:])
         if self.n >= MOST_COUNTED:
             more = tuple((bucket, count // 2) for bucket, count in more if count > 1)
         return Sketch(more)

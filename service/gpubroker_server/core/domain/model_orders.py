@@ -47,8 +47,8 @@ class _ModelOrder(_AtServer, frozen=True, kw_only=True):
 
     def concerns(self, other: "_ModelOrder") -> bool:
         """Return True if both orders change a model of one server."""
-        mine, others = {self.model, *self.steps}, {other.model, *other.steps}
-        return self.server == other.server and not mine.isdisjoint(others)
+        own_models, other_models = {self.model, *self.steps}, {other.model, *other.steps}
+        return self.server == other.server and not own_models.isdisjoint(other_models)
 
 
 class LoadOrder(_ModelOrder, frozen=True):

@@ -249,11 +249,13 @@ class Policy(Struct, frozen=True, dict=True):
 
     def most_mb(self, tenant: str) -> int | None:
         """Return the most that a tenant could ever hold, guaranteed and borrowed; None without a quota."""
-        mine = self.tenant(tenant)
-        if mine.guaranteed_mb is None or not mine.cohort:
-            return mine.guaranteed_mb
-        others = self.guaranteed_mb(mine.cohort) - mine.guaranteed_mb
-        return mine.guaranteed_mb + (others if mine.borrow_mb is None else min(others, mine.borrow_mb))
+        tenant_policy = self.tenant(tenant)
+        if tenant_policy.guaranteed_mb is None or not tenant_policy.cohort:
+            return tenant_policy.guaranteed_mb
+        others = self.guaranteed_mb(tenant_policy.cohort) - tenant_policy.guaranteed_mb
+        return tenant_policy.guaranteed_mb + (
+            others if tenant_policy.borrow_mb is None else min(others, tenant_policy.borrow_mb)
+        )
 
     def weight_of(self, stream: str) -> float:
         """1 for no stream, or one that is no longer configured."""

@@ -76,8 +76,8 @@ def rank_tasks_on(task: Task, node: NodeName) -> Iterator[Task]:
     if not isinstance(task.holder, Gang):
         yield task
         return
-    for rank, there in ranks_of(task):
-        if there == node:
+    for rank, rank_node in ranks_of(task):
+        if rank_node == node:
             yield rank_task(task, rank)
 
 
@@ -137,8 +137,8 @@ def removable_ranks(task: Task) -> tuple[int, ...]:
     """Return the ranks that a running elastic gang can lose."""
     match task.holder:
         case Gang(members) if task.state is TaskState.RUNNING:
-            beyond = members[task.demand.least_ranks :]
-            return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
+            optional = members[task.demand.least_ranks :]
+            return tuple(member.rank for member in optional if member.takes_part and not member.has_ended)
         case _:
             return ()
 

@@ -137,7 +137,7 @@ class ArrayTerms(Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        return sum(behind - first for first, behind in self.numbers)
+        return sum(end - first for first, end in self.numbers)
 
     def retries_on(self, cause: RetryOn) -> int:
         """Return how often an item is tried again after this."""
@@ -233,7 +233,7 @@ _TOLD = frozenset(
 
 def told_variables(spec: RunSpec) -> dict[str, str]:
     """Return what the process of a task finds of its specification in its environment, beside `env`."""
-    told = {
+    variables = {
         ROLES_VARIABLE: ",".join(spec.roles),
         PROFILE_VARIABLE: spec.profile,
         CONCURRENCY_VARIABLE: "" if spec.max_concurrency is None else str(spec.max_concurrency),
@@ -241,7 +241,7 @@ def told_variables(spec: RunSpec) -> dict[str, str]:
         ARRAY_VARIABLE: "" if spec.items is None else json.encode(spec.items).decode(),
         WORKER_SET_VARIABLE: "" if spec.seat is None else json.encode(spec.seat).decode(),
     }
-    return {name: text for name, text in told.items() if text}
+    return {name: text for name, text in variables.items() if text}
 
 
 def with_told(spec: RunSpec) -> RunSpec:
@@ -391,7 +391,7 @@ def withdrawn_entrypoints(patterns: EntrypointPatterns, waiting: Mapping[str, in
     """Return those entrypoints of waiting tasks that are not allowed, with the number of tasks that name
     each, the most frequent first."""
     found = [(name, count) for name, count in waiting.items() if not is_entrypoint_allowed(patterns, name)]
-    return sorted(found, key=lambda each: (-each[1], each[0]))
+    return sorted(found, key=lambda item: (-item[1], item[0]))
 
 
 def _matches(entrypoint: str, pattern: str) -> bool:

@@ -11,8 +11,8 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return the question that names the most similar of the known names; without one, `otherwise`."""
-    near = nearest(name, known)
-    return f'did you mean "{near}"?' if near else otherwise
+    suggestion = nearest(name, known)
+    return f'did you mean "{suggestion}"?' if suggestion else otherwise
 
 
 def meant_field(name: str, known: Collection[str], inner: Mapping[str, Collection[str]]) -> str:

@@ -306,13 +306,13 @@ def stop_notices(task: Task) -> list[Notice]:
             return [stop_notice(task)]
 
 
-def move(task: Task, what: Move, **changes: Any) -> Task:
+def move(task: Task, transition: Move, **changes: Any) -> Task:
     """The task after one move: next state, version + 1, and the given fields changed. Raises
     IllegalTransition."""
     try:
-        state = TRANSITIONS[task.state, what]
+        state = TRANSITIONS[task.state, transition]
     except KeyError:
-        raise IllegalTransition(f"task {task.id} is {task.state}; it cannot be {what}") from None
+        raise IllegalTransition(f"task {task.id} is {task.state}; it cannot be {transition}") from None
     return replace(task, state=state, version=task.version + 1, **changes)
 
 

@@ -49,7 +49,9 @@ class Advice(Struct, frozen=True):
         """Say what would become of the task if it were submitted now; `found` says what it would wait for."""
         places, eviction = self.way.places, self.way.eviction
         if self.verdict == "starts" and places is not None:
-            return f"the task would start now on {', '.join(sorted({one.node for one in places}))}"
+            return (
+                f"the task would start now on {', '.join(sorted({placement.node for placement in places}))}"
+            )
         if self.verdict == "preempts" and eviction is not None:
             victims = self.preemption.message
             return f"{victims}, and the task would start on {eviction.node}; until then: {found.message}"
@@ -112,7 +114,7 @@ def _end_of_need(
             end = expected_ends.of_holding(held).within(expected_ends.now)
             if end is not None:
                 ends.append((end, held.occupied_mb))
-    ends.sort(key=lambda one: one[0].p50_seconds)
+    ends.sort(key=lambda end: end[0].p50_seconds)
     for end, mb in ends:
         if missing_mb <= 0:
             break
@@ -120,10 +122,10 @@ def _end_of_need(
     return within if missing_mb <= 0 else None
 
 
-def _later(one: Remaining, other: Remaining) -> Remaining:
+def _later(first: Remaining, second: Remaining) -> Remaining:
     """Return when both have ended; n is the smaller one."""
-    p50, p90 = max(one.p50_seconds, other.p50_seconds), max(one.p90_seconds, other.p90_seconds)
-    return Remaining(p50, p90, min((end.n for end in (one, other) if end.n), default=0))
+    p50, p90 = max(first.p50_seconds, second.p50_seconds), max(first.p90_seconds, second.p90_seconds)
+    return Remaining(p50, p90, min((end.n for end in (first, second) if end.n), default=0))
 
 
 def _start(survey: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> ExpectedStart | None:

@@ -35,14 +35,14 @@ NOTHING = Capacity(0, 0, 0.0, 0)
 
 def total_of(amounts: Iterable[Capacity]) -> Capacity:
     total = NOTHING
-    for each in amounts:
-        total = plus(total, each)
+    for amount in amounts:
+        total = plus(total, amount)
     return total
 
 
-def plus(one: Capacity, other: Capacity) -> Capacity:
-    cpu = round(one.cpu + other.cpu, DIGITS)
-    return Capacity(one.gpus + other.gpus, one.gpu_mb + other.gpu_mb, cpu, one.memory_mb + other.memory_mb)
+def plus(left: Capacity, right: Capacity) -> Capacity:
+    cpu = round(left.cpu + right.cpu, DIGITS)
+    return Capacity(left.gpus + right.gpus, left.gpu_mb + right.gpu_mb, cpu, left.memory_mb + right.memory_mb)
 
 
 class AutoscalingDemand(Struct, frozen=True):
@@ -297,8 +297,8 @@ def _is_in_pool(world: World, node: NodeName, pool: Pool | None) -> bool:
     """A pool without kinds and nodes is everywhere."""
     if pool is None:
         return True
-    here = world.nodes[node]
-    labels = {**dict(here.labels), "node": here.name}
+    known_node = world.nodes[node]
+    labels = {**dict(known_node.labels), "node": known_node.name}
     kinds = {world.ledgers[device].device.kind for device in world.by_node.get(node, ())}
     return all(labels.get(label) in values for label, values in pool.nodes.items()) and (
         not pool.kinds or any(is_of_kind(kind, name) for kind in kinds for name in pool.kinds)
@@ -320,24 +320,24 @@ def _used_of(draft: Draft, node: NodeName, kind: str) -> Capacity:
 
 
 def _is_spare(draft: Draft, node: NodeName, waiting: Set[Demand]) -> bool:
-    here = draft.world.nodes[node]
+    known_node = draft.world.nodes[node]
     ledgers = list(_present(draft, node))
-    if not here.ready or draft.use(node).runs or any(ledger.holdings for ledger in ledgers):
+    if not known_node.ready or draft.use(node).runs or any(ledger.holdings for ledger in ledgers):
         return False
     return not any(_could_use(draft, node, ledgers, part) for part in waiting)
 
 
 def _could_use(draft: Draft, node: NodeName, ledgers: list[DeviceLedger], part: Demand) -> bool:
-    here = draft.world.nodes[node]
+    known_node = draft.world.nodes[node]
     offered = ledgers if part.gpus else ()
     large = sum(need_mb(part, ledger.device) is not None for ledger in offered)
-    enough = here.cpu >= part.cpu and here.memory_mb >= part.memory_mb
-    return not here.cordoned and may_use_node(part, here) and enough and large >= part.gpus
+    enough = known_node.cpu >= part.cpu and known_node.memory_mb >= part.memory_mb
+    return not known_node.cordoned and may_use_node(part, known_node) and enough and large >= part.gpus
 
 
 def _spare(draft: Draft, node: NodeName) -> SpareNode:
-    here = draft.world.nodes[node]
+    known_node = draft.world.nodes[node]
     devices = [ledger.device for ledger in _present(draft, node)]
     kinds = tuple(sorted({device.kind for device in devices}))
     gpu_mb = sum(device.allocatable_mb for device in devices)
-    return SpareNode(len(devices), gpu_mb, here.cpu, here.memory_mb, node, kinds)
+    return SpareNode(len(devices), gpu_mb, known_node.cpu, known_node.memory_mb, node, kinds)

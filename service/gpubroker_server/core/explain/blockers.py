@@ -47,8 +47,8 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
     """Everything that keeps the task from a placement; empty if there is one. `of_rank`: without the limits
     and the priorities for custom resources, which count over all ranks."""
     if isinstance(survey.task.holder, Inference):
-        why = inference_blockers(survey.draft.world, survey.task, survey.policy)
-        return [*limit_blockers(survey), *(Blocker(reason, message) for reason, message in why)]
+        reasons = inference_blockers(survey.draft.world, survey.task, survey.policy)
+        return [*limit_blockers(survey), *(Blocker(reason, message) for reason, message in reasons)]
     demand, world = survey.task.demand, survey.draft.world
     devices = [ledger.device for ledger in world.ledgers.values()]
     refusal = check(demand, devices, world.nodes.values(), survey.policy)
@@ -127,9 +127,9 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
         return _closed(nodes, names)
     usable = [node for node in nodes if node.is_usable and node.devices]
     if usable and all(node.count(*OPEN) == 0 and node.count(Verdict.HELD_BACK) for node in usable):
-        where = _some(node.node.name for node in usable)
+        on_nodes = _some(node.node.name for node in usable)
         message = (
-            f"background and idle work may take no more GPU memory now on {where}; see `gpubroker targets`"
+            f"background and idle work may take no more GPU memory now on {on_nodes}; see `gpubroker targets`"
         )
         return Blocker(Reason.BACKGROUND_LIMITED, message)
     if not any(_is_open(node, survey.task.demand.gpus) for node in nodes):
@@ -147,8 +147,8 @@ def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
     if full and not any(node.node.cordoned for node in nodes):
         message = f"the nodes that are large enough have a disk that is too full ({_some(full)})"
         return Blocker(Reason.DISK_FULL, message)
-    which = "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
-    return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {which} ({names})")
+    state = "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
+    return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {state} ({names})")
 
 
 def _closed_gpus(nodes: Iterable[NodeFinding]) -> list[str]:
@@ -202,8 +202,8 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
         kept = f"CPU and host memory of {_some(map(node_of, sorted(pledges)))}"
     event = f"{_some(victims)} to stop" if victims else "their memory to be released"
     left = max(pledge.deadline_at for pledge in pledges.values()) - survey.now
-    when = f"within {in_time(left)}" if left > 0 else f"due {in_time(-left)} ago"
-    return Blocker(Reason.WAITING_FOR_PREEMPTION, f"{kept} are pledged to it; it waits for {event} ({when})")
+    due = f"within {in_time(left)}" if left > 0 else f"due {in_time(-left)} ago"
+    return Blocker(Reason.WAITING_FOR_PREEMPTION, f"{kept} are pledged to it; it waits for {event} ({due})")
 
 
 def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
@@ -231,22 +231,22 @@ def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
 def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
     """Return how near the best node comes to a demand of several devices: one large block does not help."""
     best = max(nodes, key=lambda node: (node.count(Verdict.FITS), node.node.name))
-    fitting = [one.ledger.device.label for one in best.devices if one.verdict is Verdict.FITS]
-    where = f" ({_some(fitting)})" if fitting else ""
+    fitting = [device.ledger.device.label for device in best.devices if device.verdict is Verdict.FITS]
+    device_names = f" ({_some(fitting)})" if fitting else ""
     free = "empty" if task.demand.takes_whole_devices else "with that much free"
-    return f"no node has {f'more than {len(fitting)}' if fitting else 'one'} {free}{where}"
+    return f"no node has {f'more than {len(fitting)}' if fitting else 'one'} {free}{device_names}"
 
 
 def _kept_for_others(task: Task, node: NodeFinding) -> Blocker:
     """The room on this node is pledged to tasks of the same or higher priority."""
     kept = [finding for finding in node.devices if finding.verdict is Verdict.KEPT_FOR_OTHERS]
     pledges = {pledge.preemptor: pledge for finding in kept for pledge in finding.ledger.pledges.values()}
-    where = _some(finding.ledger.device.label for finding in kept)
+    device_names = _some(finding.ledger.device.label for finding in kept)
     owners = _some(
         f"{task_label(pledge.preemptor, pledge.tenant, task)} (priority {pledge.priority})"
         for pledge in sorted(pledges.values(), key=lambda p: (-p.priority, p.preemptor))
     )
-    return Blocker(Reason.BEHIND_HIGHER_PRIORITY, f"the free memory of {where} is pledged to {owners}")
+    return Blocker(Reason.BEHIND_HIGHER_PRIORITY, f"the free memory of {device_names} is pledged to {owners}")
 
 
 def _needs(survey: Survey, smallest_mb: int, *beside_mb: int) -> str:
@@ -273,8 +273,8 @@ def _not_whole(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
         for finding in devices:
             others = used_without_lease(finding.ledger)
             if others and finding.verdict is Verdict.NO_ROOM and not finding.ledger.holdings:
-                where = finding.ledger.device.label
-                return f", and of {where} {others}: end or declare them, or ask for a size (gpu_mb)"
+                label = finding.ledger.device.label
+                return f", and of {label} {others}: end or declare them, or ask for a size (gpu_mb)"
     return ""
 
 
@@ -369,6 +369,6 @@ def expected_send_at(
         return None
     if sum(map(len, waiting(world)[model])) > policy.serving.at_once:
         return None
-    timed = [one for one in holders(world, policy, model) if model_of(one).load_seconds]
-    starts = (expected_ready_at(world, one, forecasts, now) for one in timed)
+    timed = [holder for holder in holders(world, policy, model) if model_of(holder).load_seconds]
+    starts = (expected_ready_at(world, holder, forecasts, now) for holder in timed)
     return min((start for start in starts if start is not None), default=None)

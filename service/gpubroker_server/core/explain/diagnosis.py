@@ -99,19 +99,19 @@ class _Gang:
             admit(draft, self._task, places, self._survey.now)
         fit = len(places)
         part = _rank_survey(self._survey, fit, draft)
-        why = self._why(part)
+        blocker = self._why(part)
         if draft.pledges_of(self._task.id):
             first = waiting_for_preemption(part)
         else:
-            has = f"there is room for {fit or 'none'} of the {self._least} ranks that must start together"
-            first = Blocker(why.reason, f"{has}; rank {fit}: {why.message}")
-        return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, why))
+            summary = f"there is room for {fit or 'none'} of the {self._least} ranks that must start together"
+            first = Blocker(blocker.reason, f"{summary}; rank {fit}: {blocker.message}")
+        return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, blocker))
 
     def _why(self, part: Survey) -> Blocker:
         """Return the blocker for which a rank has no place beside those that have one."""
         found = room_blockers(part, of_rank=True)
-        how = STRATEGY_TEXT[self._task.demand.strategy]
-        return found[0] if found else Blocker(Reason.FRAGMENTED, f"no place beside the others {how}")
+        strategy = STRATEGY_TEXT[self._task.demand.strategy]
+        return found[0] if found else Blocker(Reason.FRAGMENTED, f"no place beside the others {strategy}")
 
     def _verdicts(
         self, places: Gang, draft: Draft | None = None, first: Blocker | None = None
@@ -148,7 +148,7 @@ def _most_places(survey: Survey, gang_nodes: list[GangNode]) -> Gang:
     found: Gang = ()
     too_many = survey.task.demand.least_ranks
     while too_many - len(found) > 1:
-        some = (len(found) + too_many) // 2
-        more = place_ranks(survey.task, some, gang_nodes)
-        found, too_many = (found, some) if more is None else (more, too_many)
+        middle = (len(found) + too_many) // 2
+        more = place_ranks(survey.task, middle, gang_nodes)
+        found, too_many = (found, middle) if more is None else (more, too_many)
     return found

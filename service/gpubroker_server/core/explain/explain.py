@@ -65,7 +65,7 @@ class DeviceVerdict(NamedTuple):
     def holders(self) -> list[Holding]:
         """The largest first."""
         held = self.finding.ledger.holdings.values()
-        return sorted(held, key=lambda one: (-one.occupied_mb, one.lease.holder))
+        return sorted(held, key=lambda holding: (-holding.occupied_mb, holding.lease.holder))
 
 
 class Explanation(Struct, frozen=True):
@@ -139,8 +139,8 @@ def position_of(
     if task.id not in world.queue and (not is_new or is_deferred(task, world)):
         return None
     shares = FairShares(world, policy, now) if shares is None else shares
-    own = world.queue.order_within_tenant(task, now, policy)
-    key = order_key(own, shares.rank(task.tenant))
+    own_order = world.queue.order_within_tenant(task, now, policy)
+    key = order_key(own_order, shares.rank(task.tenant))
     return is_new + world.queue.count_until(key, shares.rank, now, policy)
 
 
@@ -182,19 +182,21 @@ def _held(world: World, task: Task) -> str:
 
 def _paused(pause: QueuePause, now: Instant) -> str:
     kind, _, name = pause.queue.partition(":")
-    what = f"{'work stream' if kind == 'stream' else kind} {name}"
-    why = f" ({pause.reason})" if pause.reason else ""
-    return f"{what} was paused {in_time(max(0.0, now - pause.at))} ago{why}; it starts nothing until resumed"
+    queue = f"{'work stream' if kind == 'stream' else kind} {name}"
+    reason = f" ({pause.reason})" if pause.reason else ""
+    return (
+        f"{queue} was paused {in_time(max(0.0, now - pause.at))} ago{reason}; it starts nothing until resumed"
+    )
 
 
 def _not_yet(task: Task, seconds: float) -> Blocker:
-    when = in_time(seconds)
-    message = f"its start time is in {when}"
+    due = in_time(seconds)
+    message = f"its start time is in {due}"
     if task.failures:
-        message = f"attempt {task.failures} of at most {task.max_retries + 1} failed; the next is in {when}"
+        message = f"attempt {task.failures} of at most {task.max_retries + 1} failed; the next is in {due}"
     elif isinstance(task.holder, Inference) and task.fence:
         model = task.demand.answered_by
-        said = f"its server does not answer or does not have model {model}; it is asked again in {when}"
+        said = f"its server does not answer or does not have model {model}; it is asked again in {due}"
         return Blocker(Reason.MODEL_LOADING, said)
     return Blocker(Reason.NOT_BEFORE, message)
 
@@ -202,7 +204,9 @@ def _not_yet(task: Task, seconds: float) -> Blocker:
 def _awaited(world: World, task: Task) -> str:
     """Dependencies belong to the same tenant, so they may be named."""
     awaited = (
-        {it.task for it in task.after} if task.id not in world.tasks else world.awaited.remaining.get(task.id)
+        {dependency.task for dependency in task.after}
+        if task.id not in world.tasks
+        else world.awaited.remaining.get(task.id)
     )
     left = sorted(awaited or ())
     names = [f"{name} ({_state_of(world, name)})" for name in left[:MAX_NAMED]]
@@ -232,9 +236,9 @@ def _statement(world: World, task: Task, policy: Policy, now: Instant) -> str:
             left = in_time(max(0.0, (task.stop_deadline_at or now) - now))
             if task.stop_cause:
                 return f"asked to leave for {task.stop_cause}; {left} of grace are left"
-            why = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
+            purpose = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
             goes_to = ", and continues on another node, where room is pledged to it" if task.is_moving else ""
-            return f"asked to stop ({task.stop_reason}){why}{goes_to}; {left} of grace are left"
+            return f"asked to stop ({task.stop_reason}){purpose}{goes_to}; {left} of grace are left"
         case _:
             return str(task.state)
 
@@ -287,14 +291,14 @@ def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> st
     """Return the reason for which a running elastic gang has fewer ranks than it may have; empty while ranks
     are joining or done."""
     members = members_of(task)
-    most, failed = len(task.demand.bundles), failed_joins(members)
-    missing = most - sum(not member.has_ended for member in members)
+    count, failed = len(task.demand.bundles), failed_joins(members)
+    missing = count - sum(not member.has_ended for member in members)
     if missing <= 0 or any(member.is_joining or member.has_finished for member in members):
         return ""
-    lack = f"; {missing} of its {most} ranks are missing"
+    lack = f"; {missing} of its {count} ranks are missing"
     if bundles := vacant_bundles(task):
-        why = _why_none_joins(world, task, bundles[0], policy, now)
-        return f"{lack} and join when there is room that no waiting task can use; {why}"
+        explanation = _why_none_joins(world, task, bundles[0], policy, now)
+        return f"{lack} and join when there is room that no waiting task can use; {explanation}"
     used = f"{len(members)} rank numbers are used (at most {MOST_RANKS})"
     return (
         f"{lack} until its next start: {failed} that joined failed (at most {MOST_FAILED_JOINS}), and {used}"

@@ -87,30 +87,32 @@ class FleetPlan(Struct, frozen=True):
     def message(self) -> str:
         """Say what has no place and what is missing, or what would have to leave."""
         if not self.fits:
-            without = ", ".join(f"{one.count} of {one.component.name}" for one in self.unplaced)
-            why = _missing_in_words(self.missing) or self.unplaced[0].message
-            return f"it does not fit: there is no place for {without}; {why}"
-        whole = sum(one.ranks is None for one in self.displaced)
-        gangs = [one.ranks for one in self.displaced if one.ranks is not None]
+            without = ", ".join(
+                f"{shortage.count} of {shortage.component.name}" for shortage in self.unplaced
+            )
+            cause = _missing_in_words(self.missing) or self.unplaced[0].message
+            return f"it does not fit: there is no place for {without}; {cause}"
+        whole = sum(run.ranks is None for run in self.displaced)
+        gangs = [run.ranks for run in self.displaced if run.ranks is not None]
         ranks = sum(map(len, gangs))
         conditions = []
         if whole:
             conditions.append("1 run leaves" if whole == 1 else f"{whole} runs leave")
         if gangs:
-            giving = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
-            conditions.append(f"{giving} up {ranks} rank{'s' * (ranks > 1)}")
+            subject = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
+            conditions.append(f"{subject} up {ranks} rank{'s' * (ranks > 1)}")
         return f"it fits if {' and '.join(conditions)}" if conditions else "it fits"
 
 
 def _missing_in_words(missing: Missing) -> str:
     """Return an empty text if enough is left in total."""
     parts = []
-    for one in missing.gpus:
-        kind = f" {' or '.join(one.kinds)}" if one.kinds else ""
-        if one.whole_gpus:
-            parts.append(f"{one.whole_gpus} whole{kind} GPU{'s' * (one.whole_gpus > 1)}")
-        if one.gpu_mb:
-            parts.append(f"{in_gib(one.gpu_mb)} of{kind} GPU memory")
+    for lacking in missing.gpus:
+        kind = f" {' or '.join(lacking.kinds)}" if lacking.kinds else ""
+        if lacking.whole_gpus:
+            parts.append(f"{lacking.whole_gpus} whole{kind} GPU{'s' * (lacking.whole_gpus > 1)}")
+        if lacking.gpu_mb:
+            parts.append(f"{in_gib(lacking.gpu_mb)} of{kind} GPU memory")
     if missing.cpu:
         parts.append(f"{missing.cpu:g} CPU{'s' * (missing.cpu != 1)}")
     if missing.memory_mb:
@@ -143,24 +145,33 @@ def plan_fleet(
         is_refused = check_task(_task(component, 0, tenant, now), world, policy) is not None
         for number in range(component.count):
             task = _task(component, number, tenant, now)
-            places, leavers = (None, ()) if is_refused else _put(draft, what_if, task, now)
-            for leaver in leavers:
-                displaced[leaver.run.id] = _joined(leaver, displaced.get(leaver.run.id))
+            places, displacements = (None, ()) if is_refused else _put(draft, what_if, task, now)
+            for displacement in displacements:
+                displaced[displacement.run.id] = _joined(displacement, displaced.get(displacement.run.id))
             if places is None:
-                why = _why(survey_nodes(draft, task, policy, now, forecasts))
-                unplaced.append(Unplaced(component, component.count - number, why.reason, why.message))
+                blocker = _why(survey_nodes(draft, task, policy, now, forecasts))
+                unplaced.append(
+                    Unplaced(component, component.count - number, blocker.reason, blocker.message)
+                )
                 break
             is_gang = bool(task.demand.bundles)
-            placed.append(Placed(component.name, number, places, is_gang, len(leavers)))
+            placed.append(Placed(component.name, number, places, is_gang, len(displacements)))
             yield
-    lacking = [(one.component.demand, one.count) for one in unplaced]
+    lacking = [(shortage.component.demand, shortage.count) for shortage in unplaced]
     return FleetPlan(
         tuple(placed),
         tuple(unplaced),
         tuple(displaced[name] for name in sorted(displaced)),
         shortage_of(lacking, free_capacity(draft), world),
-        totals_of([(it.demand, it.count) for it in components], world),
-        totals_of([(role, it.count) for it in components for role in it.apart or (it.demand,)], world),
+        totals_of([(component.demand, component.count) for component in components], world),
+        totals_of(
+            [
+                (role, component.count)
+                for component in components
+                for role in component.apart or (component.demand,)
+            ],
+            world,
+        ),
     )
 
 
@@ -171,8 +182,8 @@ def _receive_all(draft: Draft) -> None:
         run = world.tasks[name]
         if run.state is TaskState.STOPPING:
             draft.remove_run(run)
-        elif leavers := leaving_members(run):
-            draft.remove_run(run, [member.rank for member in leavers])
+        elif members := leaving_members(run):
+            draft.remove_run(run, [member.rank for member in members])
     for node in world.nodes:
         draft.release_ended(node)
 
@@ -182,23 +193,23 @@ def _put(
 ) -> tuple[Gang | None, tuple[Displaced, ...]]:
     """Place the task as the planner would, once its victims have left."""
     way = what_if.way(task)
-    places, leavers = way.places if isinstance(way, Start) else None, tuple[Displaced, ...]()
+    places, displacements = way.places if isinstance(way, Start) else None, tuple[Displaced, ...]()
     if isinstance(way, Evict):
-        leavers = _make_room(draft, task, way.eviction, now)
+        displacements = _make_room(draft, task, way.eviction, now)
         places = what_if.places(task)
     if places is None:
         return None, ()
     admit(draft, task, places, now)
     draft.assume_started(task.id)  # a fleet is planned as it will be, not as it starts
-    return places, leavers
+    return places, displacements
 
 
 def _make_room(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> tuple[Displaced, ...]:
     evict(draft, task, eviction, now)
-    leavers = tuple(Displaced(run, eviction.surplus.get(run.id)) for run in eviction.victims)
-    for leaver in leavers:
-        draft.remove_run(draft.task(leaver.run.id), leaver.ranks)
-    return leavers
+    displacements = tuple(Displaced(run, eviction.surplus.get(run.id)) for run in eviction.victims)
+    for displacement in displacements:
+        draft.remove_run(draft.task(displacement.run.id), displacement.ranks)
+    return displacements
 
 
 def _why(survey: Survey) -> Blocker:
@@ -208,11 +219,13 @@ def _why(survey: Survey) -> Blocker:
     return blockers[0] if blockers else gave_up
 
 
-def _joined(leaver: Displaced, before: Displaced | None) -> Displaced:
+def _joined(displacement: Displaced, before: Displaced | None) -> Displaced:
     """A gang may give up more ranks for the next task, or stop."""
     if before is None:
-        return leaver
-    ranks = None if leaver.ranks is None else tuple(sorted({*(before.ranks or ()), *leaver.ranks}))
+        return displacement
+    ranks = (
+        None if displacement.ranks is None else tuple(sorted({*(before.ranks or ()), *displacement.ranks}))
+    )
     return Displaced(before.run, ranks)
 
 
@@ -261,7 +274,7 @@ def _shared_mb(part: Demand, devices: Sequence[Device]) -> int:
     """A fraction is one of the largest device that it may use; 0 if it may use none."""
     if not part.gpus or part.takes_whole_devices:
         return 0
-    return part.gpu_mb or max((need_mb(part, one) or 0 for one in devices), default=0)
+    return part.gpu_mb or max((need_mb(part, device) or 0 for device in devices), default=0)
 
 
 def free_capacity(draft: Draft) -> FreeCapacity:
@@ -282,12 +295,14 @@ def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, worl
     """Return the least that would have to be added, however it is spread over nodes."""
     wanted = _parts(unplaced)
     known = [ledger.device for ledger in world.ledgers.values()]
-    usable = {part: [one for one in known if may_use_device(part, one)] for part in wanted if part.gpus}
+    usable = {
+        part: [device for device in known if may_use_device(part, device)] for part in wanted if part.gpus
+    }
     free = dict(left.devices)
     gpus: dict[tuple[str, ...], tuple[int, int]] = {}
     # Demands with the fewest usable devices take what is left of them first.
-    for part, mine in sorted(usable.items(), key=lambda item: len(item[1])):
-        whole, mb = _taken_from(free, part, wanted[part] * part.gpus, mine)
+    for part, devices in sorted(usable.items(), key=lambda item: len(item[1])):
+        whole, mb = _taken_from(free, part, wanted[part] * part.gpus, devices)
         before = gpus.get(part.where.kinds, (0, 0))
         gpus[part.where.kinds] = before[0] + whole, before[1] + mb
     cpu = sum(count * part.cpu for part, count in wanted.items())
@@ -299,16 +314,20 @@ def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, worl
     )
 
 
-def _taken_from(free: dict[DeviceKey, Mib], part: Demand, count: int, mine: list[Device]) -> tuple[int, int]:
+def _taken_from(
+    free: dict[DeviceKey, Mib], part: Demand, count: int, devices: list[Device]
+) -> tuple[int, int]:
     """Take `count` devices, or their MiB, out of what is free; (devices, MiB) that are missing."""
     if part.takes_whole_devices:
-        whole = [one.key for one in mine if free.get(one.key, 0) >= max(1, one.allocatable_mb)][:count]
+        whole = [
+            device.key for device in devices if free.get(device.key, 0) >= max(1, device.allocatable_mb)
+        ][:count]
         for key in whole:
             del free[key]
         return count - len(whole), 0
-    each = max((need_mb(part, one) or 0 for one in mine), default=0) or part.gpu_mb or 0
-    lacking = count * each
-    for device in mine:
+    mb_each = max((need_mb(part, device) or 0 for device in devices), default=0) or part.gpu_mb or 0
+    lacking = count * mb_each
+    for device in devices:
         taken = min(lacking, free.get(device.key, 0))
         if taken:
             free[device.key] = Mib(free[device.key] - taken)

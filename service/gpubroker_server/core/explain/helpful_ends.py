@@ -44,12 +44,12 @@ def first_end(survey: Survey, expected_ends: ExpectedEnds) -> End | None:
     anywhere = _is_limited(survey) or bool(task.demand.bundles)
     runs = _runs(survey, anywhere=anywhere)
     known = ((expected_ends.of(run).within(survey.now), run) for run in runs if run.is_active)
-    soonest = nsmallest(
+    earliest = nsmallest(
         MAX_RUNS_OF_A_GANG if task.demand.bundles else MAX_RUNS,
         ((end, run) for end, run in known if end is not None),
         key=lambda pair: (pair[0].p50_seconds, pair[1].id),
     )
-    for end, run in soonest:
+    for end, run in earliest:
         without = Draft(survey.draft.world)
         without.remove_run(run)
         what_if = WhatIf(without, survey.policy, survey.now, survey.forecasts)
@@ -76,20 +76,20 @@ def _runs(survey: Survey, *, anywhere: bool) -> Iterator[Task]:
     if anywhere:
         yield from map(draft.task, draft.world.active)
         return
-    for one in survey.nodes:
-        if one.is_usable and may_use_node(survey.task.demand, one.node):
-            yield from _large_enough_runs(survey, one)
+    for finding in survey.nodes:
+        if finding.is_usable and may_use_node(survey.task.demand, finding.node):
+            yield from _large_enough_runs(survey, finding)
 
 
-def _large_enough_runs(survey: Survey, one: NodeFinding) -> Iterator[Task]:
+def _large_enough_runs(survey: Survey, finding: NodeFinding) -> Iterator[Task]:
     """Runs on a node, each of which holds enough to give the task its missing devices."""
-    draft, node = survey.draft, one.node.name
-    gpus = survey.task.demand.gpus - one.count(Verdict.FITS)
+    draft, node = survey.draft, finding.node.name
+    gpus = survey.task.demand.gpus - finding.count(Verdict.FITS)
     if gpus <= 0:
         yield from draft.runs_on(node)
         return
     given: dict[str, int] = {}
-    for device in one.devices:
+    for device in finding.devices:
         missing_mb = (device.need_mb or 0) - device.free_mb
         is_full = device.verdict is Verdict.NO_ROOM or device.verdict is Verdict.KEPT_FOR_OTHERS
         if is_full and device.ledger.held_mb() >= missing_mb:
@@ -127,14 +127,14 @@ class _TasksAhead:
             task, now, policy = self._survey.task, self._survey.now, self._survey.policy
             self._shares = FairShares(self._survey.draft.world, policy, now)
             world = self._survey.draft.world
-            own = world.queue.order_within_tenant(task, now, policy)
-            key = order_key(own, self._shares.rank(task.tenant))
+            own_order = world.queue.order_within_tenant(task, now, policy)
+            key = order_key(own_order, self._shares.rank(task.tenant))
             to_place = (
                 equivalence
                 for equivalence in world.queue.classes.values()
                 if not equivalence.demand.answered_by
             )
-            found = [one for equivalence in to_place for one in self._of(equivalence, key)]
+            found = [task for equivalence in to_place for task in self._of(equivalence, key)]
             found += [world.tasks[name] for name in world.pledges if name in world.queue]
             self._ahead = [other for other in found if other.id != task.id]
         return self._ahead
@@ -151,12 +151,13 @@ class _TasksAhead:
         ]
         for group in sorted(groups, key=lambda group: -group.priority):
             first = group.member(0)
-            own = group.order_within_tenant(first, now, policy)
+            own_order = group.order_within_tenant(first, now, policy)
             # The end of a run may change the order between tenants.
             is_other = group.tenant != self._survey.task.tenant
             tenant = group.tenant if policy.has_quotas else ""
             if tenant not in found and (
-                (is_other and own[0] <= key[0]) or order_key(own, self._shares.rank(group.tenant)) < key
+                (is_other and own_order[0] <= key[0])
+                or order_key(own_order, self._shares.rank(group.tenant)) < key
             ):
                 found.add(tenant)
                 yield replace(world.tasks[first[1]], id=TaskId(""))

@@ -36,18 +36,18 @@ def check_demand(
     demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy
 ) -> Refusal | None:
     """Return the refusal of a demand that could never run, or None. The refusal of a gang names the ranks."""
-    there, known = list(devices), list(nodes)
+    device_list, node_list = list(devices), list(nodes)
     if not demand.bundles:
-        return check(demand, there, known, policy)
+        return check(demand, device_list, node_list, policy)
     refusal = check(total_of(demand), (), (), policy)  # limits over all nodes
     if refusal is not None:
         return replace(refusal, message=f"all ranks together: {refusal.message}", field="bundles")
     for bundle in dict.fromkeys(demand.bundles):
-        refusal = check(bundle, there, known, policy)
+        refusal = check(bundle, device_list, node_list, policy)
         if refusal is not None:
-            which = ranks_text(demand, bundle)
-            return replace(refusal, message=f"{which}: {refusal.message}", field="bundles")
-    return _too_many(demand, there, known) if known else None
+            ranks = ranks_text(demand, bundle)
+            return replace(refusal, message=f"{ranks}: {refusal.message}", field="bundles")
+    return _too_many(demand, device_list, node_list) if node_list else None
 
 
 def _too_many(demand: Demand, devices: Sequence[Device], nodes: Sequence[Node]) -> Refusal | None:
@@ -58,8 +58,8 @@ def _too_many(demand: Demand, devices: Sequence[Device], nodes: Sequence[Node]) 
         return None
     fit, too_many = 0, least
     while too_many - fit > 1:
-        some = (fit + too_many) // 2
-        fit, too_many = (some, too_many) if may_fit(gang, some, gang_nodes) else (fit, some)
+        middle = (fit + too_many) // 2
+        fit, too_many = (middle, too_many) if may_fit(gang, middle, gang_nodes) else (fit, middle)
     ranks = f"{least} ranks" if least == len(demand.bundles) else f"the {least} ranks it needs at least"
     message = (
         f"{ranks} never fit {STRATEGY_TEXT[demand.strategy]}: even when empty the cluster has room for "

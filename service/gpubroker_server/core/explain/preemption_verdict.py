@@ -75,7 +75,7 @@ class Protection(StrEnum):
     LEAVING = "leaving"
 
 
-_ORDER = {protection: at for at, protection in enumerate(Protection)}
+_ORDER = {protection: place for place, protection in enumerate(Protection)}
 
 
 class RunProtection(Struct, frozen=True):
@@ -97,14 +97,18 @@ def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = 
     it from preempting, if that is why it waits."""
     runs = _protections(survey, way)
     counts = Counter(protection for _, protection in runs)
-    listed = nsmallest(MAX_LISTED, runs, key=lambda one: (_ORDER[one[1]], one[0].priority, one[0].id))
-    why = _status(survey, way, counts, ahead)
+    listed = nsmallest(
+        MAX_LISTED, runs, key=lambda listing: (_ORDER[listing[1]], listing[0].priority, listing[0].id)
+    )
+    status = _status(survey, way, counts, ahead)
     leases_of = survey.draft.world.leases_of
     return PreemptionVerdict(
-        why,
-        _message(survey, why, counts, ahead),
+        status,
+        _message(survey, status, counts, ahead),
         dict(sorted(counts.items())),
-        tuple(RunProtection(run, Mib(sum(it.mb for it in leases_of(run))), found) for run, found in listed),
+        tuple(
+            RunProtection(run, Mib(sum(lease.mb for lease in leases_of(run))), found) for run, found in listed
+        ),
     )
 
 
@@ -166,9 +170,9 @@ def _status(
 
 
 def _message(
-    survey: Survey, why: PreemptionStatus, counts: Counter[Protection], ahead: Sequence[Reservation]
+    survey: Survey, status: PreemptionStatus, counts: Counter[Protection], ahead: Sequence[Reservation]
 ) -> str:
-    match why:
+    match status:
         case PreemptionStatus.NOT_NEEDED:
             return "no run has to be preempted for it"
         case PreemptionStatus.UNDER_WAY:
@@ -189,18 +193,20 @@ def _message(
             return "nothing runs on the nodes that it could use"
         case PreemptionStatus.NOT_ENOUGH:
             unprotected = _runs(counts[Protection.WOULD_NOT_HELP])
-            besides = _protected(counts, "; protected are ")
-            return f"no run is preempted, because without {unprotected} it would still not fit{besides}"
+            protected_text = _protected(counts, "; protected are ")
+            return (
+                f"no run is preempted, because without {unprotected} it would still not fit{protected_text}"
+            )
         case PreemptionStatus.ALL_SHIELDED:
             return f"no run may be preempted for priority {survey.task.priority}{_protected(counts, ': ')}"
         case _:
-            assert_never(why)
+            assert_never(status)
 
 
 def _reserved(survey: Survey, ahead: Sequence[Reservation]) -> str:
-    first = min(ahead, key=lambda one: (one.forecast.start_at, one.task.id))
+    first = min(ahead, key=lambda reservation: (reservation.forecast.start_at, reservation.task.id))
     name = task_label(first.task.id, first.task.tenant, survey.task)
-    others = len({one.task.id for one in ahead}) - 1
+    others = len({reservation.task.id for reservation in ahead}) - 1
     more = f" and {others} more" if others else ""
     start = in_time(max(0.0, first.forecast.start_at - survey.now))
     return (
@@ -220,7 +226,9 @@ _PROTECTED = {
 
 
 def _protected(counts: Counter[Protection], before: str) -> str:
-    parts = [f"{_runs(counts[one])} {text}" for one, text in _PROTECTED.items() if counts[one]]
+    parts = [
+        f"{_runs(counts[protection])} {text}" for protection, text in _PROTECTED.items() if counts[protection]
+    ]
     return f"{before}{', '.join(parts)}" if parts else ""
 
 

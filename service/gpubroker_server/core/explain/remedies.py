@@ -43,10 +43,10 @@ def remedies(
     """Remedies for a task without room, the smallest change first: a few plans for this one task. `now`: what
     the planner would decide today; `highest_priority`: the highest that the caller may set."""
     planner = RemedyPlanner(survey, what_if)
-    aside = planner.is_deferred
+    is_deferred = planner.is_deferred
     if not isinstance(now, Wait):
         highest_priority = 0  # it starts without a higher priority
-    found = iter([_release(planner)]) if aside else _others(planner, expected_ends, highest_priority)
+    found = iter([_release(planner)]) if is_deferred else _others(planner, expected_ends, highest_priority)
     return tuple(remedy for remedy in found if remedy is not None)
 
 
@@ -88,7 +88,9 @@ def _shorter_run_time(planner: RemedyPlanner) -> Remedy | None:
     """A run time that ends before the first task that it would delay starts."""
     survey, task = planner.survey, planner.task
     ahead = planner.what_if.reserved_from(task) if survey.forecasts else ()
-    seconds = Seconds(float(int(min((seconds_until(one, survey) for one in ahead), default=0.0))))
+    seconds = Seconds(
+        float(int(min((seconds_until(reservation, survey) for reservation in ahead), default=0.0)))
+    )
     if seconds < MIN_SECONDS or seconds >= (task.expected_seconds or inf):
         return None
     shorter = replace(task, expected_seconds=seconds)
@@ -107,9 +109,9 @@ def _after_an_end(planner: RemedyPlanner, expected_ends: ExpectedEnds) -> Remedy
     if found is None:
         return None
     end = found.within
-    when = f"expected within {in_time(end.p50_seconds)}" if end.p50_seconds else "any moment"
+    due = f"expected within {in_time(end.p50_seconds)}" if end.p50_seconds else "any moment"
     run = task_label(found.run.id, found.run.tenant, task)
-    message = f"when {run} ends ({when}), it starts on {places_text(planner.draft, found.places)}"
+    message = f"when {run} ends ({due}), it starts on {places_text(planner.draft, found.places)}"
     return Remedy({}, task, message, Start(found.places), found.run, end)
 
 

@@ -59,7 +59,7 @@ class RemedyPlanner:
         self.what_if = what_if
         self.task = survey.task
         self.draft: Draft = survey.draft
-        self.nodes = [one.node.name for one in survey.nodes if one.is_usable]
+        self.nodes = [finding.node.name for finding in survey.nodes if finding.is_usable]
         self.is_deferred = is_deferred(survey.task, survey.draft.world)
 
     def _share_of(self, demand: Demand) -> float:
@@ -93,18 +93,18 @@ class RemedyPlanner:
         if isinstance(way, Wait):
             return None
         if isinstance(way, Start):
-            where = places_text(self.draft, way.places)
-            return Remedy(change, task, f"{text}, it starts now on {where}", way)
+            place_names = places_text(self.draft, way.places)
+            return Remedy(change, task, f"{text}, it starts now on {place_names}", way)
         victims = way.eviction.victims
         seconds = way.eviction.deadline_at - self.survey.now
         runs = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
         nodes = {node_of(device) for device, _ in way.eviction.devices}
-        where = f"on {' and '.join(sorted(nodes))} within {in_time(seconds)}"
-        message = f"{text}, it preempts {runs} and starts {where}"
+        place_names = f"on {' and '.join(sorted(nodes))} within {in_time(seconds)}"
+        message = f"{text}, it preempts {runs} and starts {place_names}"
         return Remedy(change, task, message, way)
 
 
 def first_step(steps: Sequence[int], helps: Callable[[int], bool]) -> int | None:
     """The first step that helps, if all after it help as well."""
-    at = bisect_left(steps, True, key=helps)
-    return steps[at] if at < len(steps) else None
+    index = bisect_left(steps, True, key=helps)
+    return steps[index] if index < len(steps) else None

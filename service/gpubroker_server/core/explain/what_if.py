@@ -107,13 +107,15 @@ class WhatIf:
         ahead = view.limits.ahead_of(task)
         if unreserved is None or (places is not None and not ahead):
             return ()
-        nodes = {one.node for one in unreserved}
+        nodes = {placement.node for placement in unreserved}
         on = sorted(nodes & view.reservations.on.keys())
         delayed = [
-            one for node in on for one in view.reservations.delayed_by(task, node, all_reservations=False)
+            reservation
+            for node in on
+            for reservation in view.reservations.delayed_by(task, node, all_reservations=False)
         ]
         if not delayed and self._is_beyond_depth(task, nodes):
-            delayed = [one for node in on for one in view.reservations.on[node]]
+            delayed = [reservation for node in on for reservation in view.reservations.on[node]]
         return ahead or tuple(delayed)
 
     def keeps_from_preempting(self, task: Task) -> Sequence[Reservation]:
@@ -126,8 +128,8 @@ class WhatIf:
             for node in sorted(reservations.on)
             if any(could_make_room(offers, part, node) for part in parts)
         ]
-        closing = [one for node in nodes for one in reservations.closing(node, task)]
-        return closing or [one for node in nodes for one in reservations.on[node]]
+        closing = [reservation for node in nodes for reservation in reservations.closing(node, task)]
+        return closing or [reservation for node in nodes for reservation in reservations.on[node]]
 
     def _is_beyond_depth(self, task: Task, nodes: Set[NodeName]) -> bool:
         """Return True if so many tasks are ahead of it that the planner may try no more on nodes with
@@ -172,15 +174,15 @@ class WhatIf:
 
 
 def _nodes_of(places: Gang | None) -> set[NodeName]:
-    return {one.node for one in places or ()}
+    return {placement.node for placement in places or ()}
 
 
 def places_text(draft: Draft, places: Gang) -> str:
     """`n1`, `n1/gpu0,3`, `n1/gpu0 and n2/gpu0`."""
     found: dict[NodeName, set[int]] = {}
-    for one in places:
-        indexes = {draft.ledger(device).device.index for device, _ in one.devices}
-        found.setdefault(one.node, set()).update(indexes)
+    for placement in places:
+        indexes = {draft.ledger(device).device.index for device, _ in placement.devices}
+        found.setdefault(placement.node, set()).update(indexes)
     return " and ".join(
         f"{node}/gpu{','.join(map(str, sorted(indexes)))}" if indexes else str(node)
         for node, indexes in found.items()
@@ -198,8 +200,8 @@ class _LazyShares:
         self._known: FairShares | None = None
 
     def key_of(self, task: Task) -> OrderKey:
-        own = self._world.queue.order_within_tenant(task, self._now, self._policy)
-        return order_key(own, self._shares().rank(task.tenant))
+        own_order = self._world.queue.order_within_tenant(task, self._now, self._policy)
+        return order_key(own_order, self._shares().rank(task.tenant))
 
     def count_ahead(self, task: Task) -> int:
         """Return how many tasks that may be planned are ahead of it."""
@@ -220,7 +222,7 @@ def reservation_blockers(survey: Survey) -> list[Blocker]:
     keepers = what_if.reserved_from(survey.task)
     if not keepers:
         return []
-    first = min(keepers, key=lambda one: (one.forecast.start_at, one.task.id))
+    first = min(keepers, key=lambda reservation: (reservation.forecast.start_at, reservation.task.id))
     name, start = task_label(first.task.id, first.task.tenant, survey.task), seconds_until(first, survey)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
     if isinstance(first, FirstWaiting):
@@ -231,5 +233,5 @@ def reservation_blockers(survey: Survey) -> list[Blocker]:
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
 
 
-def seconds_until(one: Reservation | FirstWaiting, survey: Survey) -> float:
-    return max(0.0, one.forecast.start_at - survey.now)
+def seconds_until(reservation: Reservation | FirstWaiting, survey: Survey) -> float:
+    return max(0.0, reservation.forecast.start_at - survey.now)

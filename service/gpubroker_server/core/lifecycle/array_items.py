@@ -49,11 +49,11 @@ class ArrayWork:
         self, terms: ArrayTerms, done: Iterable[ItemRange], last_page: int, size_bytes: int = 0
     ) -> None:
         self.terms = terms
-        self._status = bytearray(max((behind for _, behind in terms.numbers), default=0))
-        for first, behind in terms.numbers:
-            self._status[first:behind] = bytes([_OPEN]) * (behind - first)
-        for first, behind in done:
-            self._status[first:behind] = bytes([_DONE]) * (behind - first)
+        self._status = bytearray(max((end for _, end in terms.numbers), default=0))
+        for first, end in terms.numbers:
+            self._status[first:end] = bytes([_OPEN]) * (end - first)
+        for first, end in done:
+            self._status[first:end] = bytes([_DONE]) * (end - first)
         self.left = len(self._status) - self._status.count(_DONE) - self._status.count(_ABSENT)
         self.last_page = last_page
         self.size_bytes = size_bytes
@@ -83,12 +83,16 @@ class ArrayWork:
         if run not in self._held:
             # A new leader learns from the report what the run holds. An item that it has given to another run
             # since stays with that one.
-            told = (n for first, behind in report.held for n in range(first, min(behind, len(self._status))))
-            mine = frozenset(n for n in told if self._status[n] == _OPEN)
-            self._mark(mine, _HELD)
-            self._held[run] = mine
-        told_of = {it.number: it for it in report.results if self._is_left(it.number)}
-        new = [self._with_tries(it) for it in told_of.values() if not self._is_tried_again(run, it)]
+            reported = (n for first, end in report.held for n in range(first, min(end, len(self._status))))
+            items = frozenset(n for n in reported if self._status[n] == _OPEN)
+            self._mark(items, _HELD)
+            self._held[run] = items
+        new_results = {result.number: result for result in report.results if self._is_left(result.number)}
+        new = [
+            self._with_tries(result)
+            for result in new_results.values()
+            if not self._is_tried_again(run, result)
+        ]
         new += [self._killed(number) for number in self._crashed_too_often if self._is_left(number)]
         self._crashed_too_often = []
         for result in new:
@@ -106,26 +110,26 @@ class ArrayWork:
     def _is_left(self, number: int) -> bool:
         return 0 <= number < len(self._status) and self._status[number] not in (_ABSENT, _DONE)
 
-    def _is_tried_again(self, run: _Holder, it: ItemResult) -> bool:
+    def _is_tried_again(self, run: _Holder, result: ItemResult) -> bool:
         """A run tries an item as often as it may be tried, unless it could not interrupt it: then the run
         ends with it, and another one goes on."""
-        if it.failure is None:
+        if result.failure is None:
             return False
         retries = self.terms.retries_on(
-            RetryOn.TIMEOUT if it.failure.kind == ITEM_TIMEOUT else RetryOn.FAILURE
+            RetryOn.TIMEOUT if result.failure.kind == ITEM_TIMEOUT else RetryOn.FAILURE
         )
-        if it.tries > retries:
+        if result.tries > retries:
             return False
-        if it.number not in self._held[run]:
+        if result.number not in self._held[run]:
             return True  # counted already, unless that was another leader
-        tries = self._tries.get(it.number, 0) + it.tries
+        tries = self._tries.get(result.number, 0) + result.tries
         if tries > retries:
             return False
-        self._tries[it.number] = tries
+        self._tries[result.number] = tries
         return True
 
-    def _with_tries(self, it: ItemResult) -> ItemResult:
-        return it._replace(tries=it.tries + self._tries.pop(it.number, 0))
+    def _with_tries(self, result: ItemResult) -> ItemResult:
+        return result._replace(tries=result.tries + self._tries.pop(result.number, 0))
 
     def _mark(self, numbers: Iterable[int], status: int) -> None:
         for number in numbers:
@@ -133,27 +137,27 @@ class ArrayWork:
 
     def _give(self, run: _Holder, wanted: int) -> None:
         """Give items to a run: fewer at a time towards the end, so that all runs end together."""
-        mine = [number for number in self._held[run] if self._status[number] == _HELD]
+        items = [number for number in self._held[run] if self._status[number] == _HELD]
         # Nothing is given beside a suspect: if the run crashes again, that item did it.
-        if not any(number in self._crashes for number in mine):
+        if not any(number in self._crashes for number in items):
             wanted = min(wanted, MOST_WANTED)
             share = -(-self.left // (2 * len(self._held)))
             chunk = self.terms.chunk or max(1, min(wanted // CHUNKS_AHEAD, share))
-            lacking = max(chunk, min(wanted, share)) - len(mine)
+            lacking = max(chunk, min(wanted, share)) - len(items)
             if lacking > 0:
-                mine += self._next_open(-(-lacking // chunk) * chunk)
-            if not mine and (suspect := self._status.find(_SUSPECT)) >= 0:
-                mine = [suspect]
-        self._mark(mine, _HELD)
-        self._held[run] = frozenset(mine)
+                items += self._next_open(-(-lacking // chunk) * chunk)
+            if not items and (suspect := self._status.find(_SUSPECT)) >= 0:
+                items = [suspect]
+        self._mark(items, _HELD)
+        self._held[run] = frozenset(items)
 
-    def _next_open(self, most: int) -> list[int]:
+    def _next_open(self, limit: int) -> list[int]:
         found: list[int] = []
-        at = self._lowest_open
-        while len(found) < most and (at := self._status.find(_OPEN, at)) >= 0:
-            found.append(at)
-            at += 1
-        self._lowest_open = at if at >= 0 else len(self._status)
+        number = self._lowest_open
+        while len(found) < limit and (number := self._status.find(_OPEN, number)) >= 0:
+            found.append(number)
+            number += 1
+        self._lowest_open = number if number >= 0 else len(self._status)
         return found
 
     def _take_back(self, world: World) -> None:
@@ -182,8 +186,8 @@ class ArrayWork:
 
     def _killed(self, number: int) -> ItemResult:
         tries = 1 + self._crashes.pop(number)
-        why = f"its process ended {tries} times without a result: it crashed or was killed"
-        return ItemResult(number, 0.0, tries, None, Failure("killed", why))
+        message = f"its process ended {tries} times without a result: it crashed or was killed"
+        return ItemResult(number, 0.0, tries, None, Failure("killed", message))
 
 
 def reported(
@@ -235,18 +239,18 @@ def without_spare_workers(
 def ranges_of(numbers: Sequence[int]) -> Iterator[ItemRange]:
     """Yield the ranges of numbers that are in order and without repetitions."""
     first = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-            yield numbers[first], numbers[at - 1] + 1
-            first = at
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[first], numbers[index - 1] + 1
+            first = index
 
 
 def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes: int) -> Iterator[ItemPage]:
     results = {result.number: result for result in new}
-    for first, behind in ranges_of(sorted(results)):
+    for first, end in ranges_of(sorted(results)):
         size_bytes, start = 0, first
         lines: list[bytes] = []
-        for number in range(first, behind):
+        for number in range(first, end):
             line = line_of(results[number], work.terms.result_format)
             if work.size_bytes + len(line) > most_bytes:
                 results[number] = _without_result(results[number], most_bytes)
@@ -254,7 +258,7 @@ def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes:
             lines.append(line)
             size_bytes += len(line)
             work.size_bytes += len(line)
-            if size_bytes > PAGE_BYTES or number + 1 == behind:
+            if size_bytes > PAGE_BYTES or number + 1 == end:
                 work.last_page += 1
                 failed = sum(results[n].failure is not None for n in range(start, number + 1))
                 about = work.terms.id, start, work.last_page, work.terms.tenant
@@ -262,25 +266,29 @@ def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes:
                 size_bytes, start, lines = 0, number + 1, []
 
 
-def _without_result(it: ItemResult, most_bytes: int) -> ItemResult:
+def _without_result(item: ItemResult, most_bytes: int) -> ItemResult:
     """A short line, so that the array can end."""
-    why = f"the results of its array take more than {most_bytes} bytes (limits.array_result_bytes)"
-    told = Failure(it.failure.kind, why) if it.failure else Failure(ARRAY_RESULTS_TOO_LARGE, why)
-    return it._replace(result=None, failure=told)
+    message = f"the results of its array take more than {most_bytes} bytes (limits.array_result_bytes)"
+    failure = (
+        Failure(item.failure.kind, message) if item.failure else Failure(ARRAY_RESULTS_TOO_LARGE, message)
+    )
+    return item._replace(result=None, failure=failure)
 
 
-def line_of(it: ItemResult, result_format: str) -> bytes:
+def line_of(item: ItemResult, result_format: str) -> bytes:
     """A line of JSON, as clients get it. A result in JSON is written as it came."""
-    state = "succeeded" if it.failure is None else "failed"
-    head = f'{{"number":{it.number},"state":"{state}","seconds":{it.seconds:.6f},"tries":{it.tries},'.encode()
-    if it.failure is not None:
+    state = "succeeded" if item.failure is None else "failed"
+    head = (
+        f'{{"number":{item.number},"state":"{state}","seconds":{item.seconds:.6f},"tries":{item.tries},'
+    ).encode()
+    if item.failure is not None:
         error: Mapping[str, str] = {
-            "kind": it.failure.kind,
-            "message": it.failure.message,
-            "traceback": it.failure.traceback,
+            "kind": item.failure.kind,
+            "message": item.failure.message,
+            "traceback": item.failure.traceback,
         }
         return head + b'"error":' + json.dumps(error).encode() + b"}\n"
-    result = it.result or b"null"
+    result = item.result or b"null"
     if result_format == "json":
         # JSON escapes the line breaks inside its strings, so any that is left stands between two tokens.
         return head + b'"result":' + result.replace(b"\n", b" ") + b"}\n"

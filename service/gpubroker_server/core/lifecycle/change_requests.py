@@ -83,8 +83,8 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
     if request.what == "resume":
-        said = str(request.fields["by"]), "detection.resume", ", ".join(request.fields["nodes"])
-        return replace(done, audit=(AuditNote(now, request.tenant, *said, str(request.fields["reason"])),))
+        entry = str(request.fields["by"]), "detection.resume", ", ".join(request.fields["nodes"])
+        return replace(done, audit=(AuditNote(now, request.tenant, *entry, str(request.fields["reason"])),))
     if request.what in ("pause", "unpause"):
         return _change_pause(world, request, now, done)
     if request.what == "attest":
@@ -145,8 +145,8 @@ def _change_stream(world: World, requests: list[Request], now: Instant, policy: 
         stream = StreamState(name) if weight is None else replace(stream, curriculum=weight)
         if stream != was:
             action = "stream.delete" if weight is None else "stream.put"
-            said = str(asked["by"]), action, name, str(asked["reason"])
-            audit.append(AuditNote(now, request.tenant, *said))
+            entry = str(asked["by"]), action, name, str(asked["reason"])
+            audit.append(AuditNote(now, request.tenant, *entry))
     return Decision(
         subject=name,
         why="stream",
@@ -156,11 +156,13 @@ def _change_stream(world: World, requests: list[Request], now: Instant, policy: 
     )
 
 
-def with_signal(stream: StreamState, told: Mapping[str, Any], at: Instant, rules: StreamRules) -> StreamState:
+def with_signal(
+    stream: StreamState, signal: Mapping[str, Any], at: Instant, rules: StreamRules
+) -> StreamState:
     """The stream once a client has told this. Progress of an earlier time than what is known is dropped;
     progress told twice for one instant replaces itself."""
-    progress, age, quality = told.get("progress"), told.get("data_age_seconds"), told.get("quality")
-    progress_at = Instant(min(at, told.get("progress_at") or at))
+    progress, age, quality = signal.get("progress"), signal.get("data_age_seconds"), signal.get("quality")
+    progress_at = Instant(min(at, signal.get("progress_at") or at))
     since = progress_at - stream.progress_at
     if progress is not None and (stream.progress is None or since >= 0):
         velocity = stream.velocity_per_hour
@@ -287,11 +289,11 @@ def _cordon(world: World, request: Request, now: Instant, done: Decision) -> Dec
         state["drain_deadline_at"] = None if limit is None else Instant(now + limit)
     places = node_key(node.name), *world.by_node.get(node.name, ())
     row = replace(node, **state, version=node.version + 1)
-    said = str(request.fields["by"]), f"node.{request.what}", node.name, reason
+    entry = str(request.fields["by"]), f"node.{request.what}", node.name, reason
     return replace(
         done,
         nodes=(row,),
         notices=(Notice("cordon.changed", node.name, cordon_of(row)),),
         pledges=dissolved_pledges(world, places) if closes else (),
-        audit=(AuditNote(now, request.tenant, *said),),
+        audit=(AuditNote(now, request.tenant, *entry),),
     )

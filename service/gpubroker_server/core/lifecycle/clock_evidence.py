@@ -57,17 +57,17 @@ def add_reading(known: ClockEvidence, wall: Instant, boot: MonotonicSeconds) -> 
     has come back. A clock that was set ahead counts from when it has stayed there for STEADY_SECONDS; a clock
     that was set back never does in this process: what has been lived would be lived twice."""
     offset_seconds = wall - boot
-    apart = offset_seconds - known.expected_seconds
-    if abs(apart) <= BOUND_SECONDS:
+    difference = offset_seconds - known.expected_seconds
+    if abs(difference) <= BOUND_SECONDS:
         # The expectation moves no faster than healthy clocks drift: else a clock that is set ahead in many
         # small steps would never be contradicted.
         drift = MOST_DRIFT * (boot - known.read_at)
-        expected_seconds = known.expected_seconds + max(-drift, min(drift, apart))
+        expected_seconds = known.expected_seconds + max(-drift, min(drift, difference))
         return ClockEvidence(expected_seconds, offset_seconds, known.since, boot)
     found = known.contradiction
     if found is None or abs(offset_seconds - found.offset_seconds) > BOUND_SECONDS:
         found = Contradiction(offset_seconds, boot)
-    if apart > 0 and boot - found.since >= STEADY_SECONDS:
+    if difference > 0 and boot - found.since >= STEADY_SECONDS:
         return begin_evidence(wall, boot)
     return replace(known, offset_seconds=known.expected_seconds, read_at=boot, contradiction=found)
 

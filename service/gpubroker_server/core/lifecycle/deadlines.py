@@ -101,9 +101,9 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         if preemptor in expiring:
             continue  # its expiry ends its pledges
         deadline_at = max(pledge.deadline_at for pledge in pledges.values())
-        mover = world.tasks.get(preemptor)
+        moving_task = world.tasks.get(preemptor)
         is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
-        if mover is not None and mover.is_moving:
+        if moving_task is not None and moving_task.is_moving:
             is_late = False  # while its run stops, it has had no turn
         if is_late:
             dissolved = _dissolve(world, preemptor, moved)
@@ -145,8 +145,8 @@ def _late(members: Iterable[Member], now: Instant) -> list[Member]:
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
     """Return the active tasks past a limit, or STOPPING past their grace period, ordered by id."""
-    perhaps = map(world.tasks.__getitem__, world.active.due(now))
-    late = (task for task in perhaps if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
+    due = map(world.tasks.__getitem__, world.active.due(now))
+    late = (task for task in due if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
     return sorted(late, key=lambda task: task.id)
 
 
@@ -247,20 +247,22 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
 
 
 def _attempts(task: Task) -> str:
-    past = [f"{n} {what}" for n, what in ((task.failures, "failed"), (task.preemptions, "preempted")) if n]
+    past = [
+        f"{n} {outcome}" for n, outcome in ((task.failures, "failed"), (task.preemptions, "preempted")) if n
+    ]
     return f" (attempts before: {', '.join(past)})" if past else ""
 
 
 def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
     """Move a task on whose run is not confirmed gone; its leases go into quarantine."""
     leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
-    what, changes = after_stop(task, now, policy)
+    next_move, changes = after_stop(task, now, policy)
     outcome = None
     match task.holder:
         case External():
             outcome = not_released(task, now)
         case Model():  # not loaded again beside what is left of it
-            what, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
+            next_move, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
             outcome = not_unloaded(task, now)
         case Run() | Gang() | WorkerSeat() | Inference():
             pass
@@ -269,7 +271,7 @@ def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision
     return Decision(
         task.id,
         "unconfirmed",
-        tasks=(write_move(task, what, **changes),),
+        tasks=(write_move(task, next_move, **changes),),
         leases=tuple(quarantine(lease, now) for lease in leases),
         outcome=outcome,
     )

@@ -130,8 +130,8 @@ def _failure(task: Task, proof: Proof) -> Failure:
             "such a process; name the process of your own program, or none"
         )
         return Failure("not_your_process", message)
-    what = "its node was rebooted" if pid is None else f"its process {pid} no longer exists"
-    return Failure("process_gone", f"{what}; the lease ended with it and was not released")
+    cause = "its node was rebooted" if pid is None else f"its process {pid} no longer exists"
+    return Failure("process_gone", f"{cause}; the lease ended with it and was not released")
 
 
 def _forget(world: World, task: Task) -> tuple[ForgetOrder, ...]:

@@ -58,7 +58,7 @@ def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Insta
         update.move(Move.CHANGED, "rank_ready", holder=Gang(members))
         return
     update.move(Move.STARTED, "started", started_at=at, ordered_at=task.ordered_at, holder=Gang(members))
-    update.orders += [go_order(world, update.known, each) for each in members]
+    update.orders += [go_order(world, update.known, rank) for rank in members]
 
 
 def beginning_orders(world: World, task: Task, member: Member) -> tuple[Order, ...]:
@@ -138,11 +138,11 @@ def _succeeded(
 
 
 def _go_on(
-    update: TaskUpdate, world: World, members: tuple[Member, ...], at: Instant, why: str = "rank_ended"
+    update: TaskUpdate, world: World, members: tuple[Member, ...], at: Instant, reason: str = "rank_ended"
 ) -> None:
     before = update.known
-    what, changes = going_on(members, at)
-    update.move(what, "ended" if what is Move.SUCCEEDED else why, **changes)
+    next_move, changes = going_on(members, at)
+    update.move(next_move, "ended" if next_move is Move.SUCCEEDED else reason, **changes)
     update.orders += news_of_world(world, before, update.known)
 
 
@@ -170,10 +170,10 @@ def _ended_by_stop(
         _succeeded(update, world, outcome, members, report.rank)
         return
     if report.rank == 0 and task.stop_reason not in _TOLD:
-        told = timeout_failure(task, task.stop_reason) or report.failure
+        failure = timeout_failure(task, task.stop_reason) or report.failure
         if report.ending is not Ending.NEVER_STARTED:
             ending = Ending.STOPPED if report.ending is Ending.SUCCEEDED else outcome.ending
-            update.outcome = replace(outcome, ending=ending, result=None, failure=told)
+            update.outcome = replace(outcome, ending=ending, result=None, failure=failure)
     update.move(Move.CHANGED, "rank_ended", holder=Gang(members))
 
 
@@ -259,14 +259,14 @@ def _stop_others(
 
 
 def _settle(
-    update: TaskUpdate, task: Task, members: tuple[Member, ...], why: str, now: Instant, policy: Policy
+    update: TaskUpdate, task: Task, members: tuple[Member, ...], reason: str, now: Instant, policy: Policy
 ) -> None:
     changes: dict[str, Any] = {"holder": Gang(members)}
-    what = Move.CHANGED
+    next_move = Move.CHANGED
     if all(member.gone for member in members):
-        what, moved = after_stop(task, now, policy)
+        next_move, moved = after_stop(task, now, policy)
         changes |= moved
-    update.move(what, why, **changes)
+    update.move(next_move, reason, **changes)
 
 
 def _of_rank(outcome: Outcome, rank: int) -> Outcome:
@@ -316,8 +316,8 @@ def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
     for rank in ranks if number else ():
         member = members[rank]
         if not member.has_ended:
-            at = member.node, world.nodes[member.node].incarnation
-            yield WorldOrder(task.id, task.fence, *at, ranks, rank, number if has_grown else None)
+            address = member.node, world.nodes[member.node].incarnation
+            yield WorldOrder(task.id, task.fence, *address, ranks, rank, number if has_grown else None)
 
 
 def news_of_world(world: World, before: Task, after: Task) -> Iterator[Order]:
@@ -361,8 +361,8 @@ def give_up(world: World, task: Task, late: Collection[Member], now: Instant) ->
         for lease in world.leases_of(task)
         if lease.rank in ranks and lease.state is not LeaseState.QUARANTINED
     )
-    what, changes = going_on(members, now)
-    write = write_move(task, what, **changes)
+    next_move, changes = going_on(members, now)
+    write = write_move(task, next_move, **changes)
     orders = tuple(news_of_world(world, task, write.task))
     return Decision(task.id, "unconfirmed", tasks=(write,), leases=leases, orders=orders)
 

@@ -42,7 +42,7 @@ def learn(
     later run would lease enough. Each rank of a gang teaches its use when it ends, the gang its duration.
     """
     known: dict[SketchKey, Sketch] = {}
-    taught: list[Decision] = []
+    observed: list[Decision] = []
     for decision in decisions:
         lessons: list[Observation] = []
         for write in decision.tasks:
@@ -50,11 +50,11 @@ def learn(
                 sketch = known.get(topic) or world.learned.sketch(topic)
                 known[topic] = sketch.add(value)
                 lessons.append(Observation(topic, value, known[topic], now))
-        taught.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
+        observed.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
     if known and (forgotten := _too_many(world, known, most_topics)):
-        last = max(at for at, decision in enumerate(taught) if decision.lessons)
-        taught[last] = replace(taught[last], forgotten=forgotten)
-    return taught
+        last = max(index for index, decision in enumerate(observed) if decision.lessons)
+        observed[last] = replace(observed[last], forgotten=forgotten)
+    return observed
 
 
 def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]:
@@ -181,11 +181,16 @@ def unmeasurable(world: World, ledger: DeviceLedger, now: Instant, sample_period
         return f"{gpu} is simulated, so nothing measures what a model takes of it"
     if ledger.sample is None or ledger.is_stale(now, sample_period_seconds):
         return f"{gpu} is not measured now; `gpubroker gpus` says since when, and why"
-    holders = [one.lease for one in ledger.holdings.values()]
-    if any(one.lease.state is not LeaseState.HELD or one.is_leaving for one in ledger.holdings.values()):
+    holders = [holding.lease for holding in ledger.holdings.values()]
+    if any(
+        holding.lease.state is not LeaseState.HELD or holding.is_leaving
+        for holding in ledger.holdings.values()
+    ):
         return f"on {gpu} something else comes or goes, and would count as the model's; try again later"
     known = _DISTINGUISHABLE if ledger.sample.foreign_mb is not None else frozenset[HolderKind]()
-    others = sorted(world.tasks[TaskId(one.holder)].name for one in holders if one.holder_kind not in known)
+    others = sorted(
+        world.tasks[TaskId(lease.holder)].name for lease in holders if lease.holder_kind not in known
+    )
     if others:
         return f"on {gpu} the model could not be told from {', '.join(others)}; have them leave first"
     return ""
@@ -283,10 +288,10 @@ def _before(world: World, task: Task, last: _Look) -> _Watch | None:
 
 def _others(ledger: DeviceLedger, task: Task) -> dict[str, int] | None:
     """Return the measured use of each other holder; None unless all are there to stay."""
-    others = {key: one for key, one in ledger.holdings.items() if one.lease.holder != task.id}
-    if any(one.lease.state is not LeaseState.HELD or one.is_leaving for one in others.values()):
+    others = {key: holding for key, holding in ledger.holdings.items() if holding.lease.holder != task.id}
+    if any(holding.lease.state is not LeaseState.HELD or holding.is_leaving for holding in others.values()):
         return None
-    return {key: one.measured_mb for key, one in others.items()}
+    return {key: holding.measured_mb for key, holding in others.items()}
 
 
 def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:

@@ -84,7 +84,7 @@ def _rooms(world: World, task: Task) -> list[tuple[DeviceLedger, Mib]]:
         and may_use_node(task.demand, world.nodes[ledger.device.node])
         and (mb := need_mb(task.demand, ledger.device)) is not None
     ]
-    return sorted(found, key=lambda one: (-one[0].foreign_mb, one[0].device.key))
+    return sorted(found, key=lambda room: (-room[0].foreign_mb, room[0].device.key))
 
 
 def _lease(
@@ -163,8 +163,8 @@ def base_released(world: World, task: Task, move: Move, now: Instant) -> Decisio
     update.move(move, "released", finished_at=now, freeing_for=None)
     decision = update.decision()
     assert decision is not None, "it has just ended"
-    why = f"the settings name no base_mb for server {model_of(task).server}"
-    note = AuditNote(now, task.tenant, "settings", "base_mb.release", task.id, why)
+    message = f"the settings name no base_mb for server {model_of(task).server}"
+    note = AuditNote(now, task.tenant, "settings", "base_mb.release", task.id, message)
     return replace(decision, audit=(note,))
 
 

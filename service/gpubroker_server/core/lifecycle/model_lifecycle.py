@@ -118,8 +118,8 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
         stage = index.stage_of(terms.model)
         if task.state is TaskState.PENDING and stage is ModelState.READY:
             # One at a time, so that the next one sees the leases of this one.
-            there = replace(task, holder=_seen_at(terms, index))
-            adopted = None if is_adopting else adopt(world, there, standing(task, now), now)
+            seen_task = replace(task, holder=_seen_at(terms, index))
+            adopted = None if is_adopting else adopt(world, seen_task, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
             continue
@@ -262,9 +262,9 @@ def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
     changes: dict[str, Any] = {"holder": terms, "expires_at": expires_at}
     if task.state is TaskState.RUNNING:
         changes["priority"] = standing(replace(task, **changes), now)
-    said = "model.pin" if is_pinned else "model.unpin"
+    action = "model.pin" if is_pinned else "model.unpin"
     name = f"{terms.server}/{terms.model}"
-    note = AuditNote(now, task.tenant, str(request.fields.get("by", "")), said, name, "")
+    note = AuditNote(now, task.tenant, str(request.fields.get("by", "")), action, name, "")
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), audit=(note,))
 
 

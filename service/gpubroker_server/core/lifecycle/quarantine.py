@@ -35,8 +35,8 @@ def quarantined(world: World, holder: str | None = None) -> list[Quarantined]:
     """Return the runs in quarantine, of one holder or of all, the longest in quarantine first."""
     known = world.unconfirmed.quarantined
     leases = known.values() if holder is None else [known.get(holder, {})]
-    found = [one for of_holder in leases for one in _runs(world, of_holder.values())]
-    return sorted(found, key=lambda one: (one.since, one.holder, one.attempt, one.rank))
+    found = [run for of_holder in leases for run in _runs(world, of_holder.values())]
+    return sorted(found, key=lambda run: (run.since, run.holder, run.attempt, run.rank))
 
 
 def _runs(world: World, leases: Iterable[Lease]) -> Iterator[Quarantined]:
@@ -68,22 +68,24 @@ def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, .
     if lease.holder_kind is HolderKind.EXTERNAL:
         pid = _outside_pid(world, lease)
         if pid is None:
-            said = f"its holder says that the memory is free, or {node} is rebooted"
-            return (Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
-        said = f"the agent of {node} finds process {pid} gone, or its holder releases it"
-        return (Proof.PROCESS_ABSENT, Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
+            condition = f"its holder says that the memory is free, or {node} is rebooted"
+            return (Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {condition}"
+        condition = f"the agent of {node} finds process {pid} gone, or its holder releases it"
+        return (Proof.PROCESS_ABSENT, Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {condition}"
     if lease.holder_kind not in HOLDERS_WITH_RUNS:
-        said = "the index of its server says that it is not there"
+        condition = "the index of its server says that it is not there"
         if not _server_process(world, lease):
-            return (Proof.UNLOADED, *always), f"waits until {said}"
-        said = f"{said}, or the process of its server is gone"
-        return (Proof.UNLOADED, Proof.PROCESS_ABSENT, *always), f"waits until {said}"
+            return (Proof.UNLOADED, *always), f"waits until {condition}"
+        condition = f"{condition}, or the process of its server is gone"
+        return (Proof.UNLOADED, Proof.PROCESS_ABSENT, *always), f"waits until {condition}"
     if answers(world, node):
-        said = f"the agent of {node}, which keeps killing its process, finds no trace of it"
-        return (Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, *always), f"waits until {said}"
-    said = f"an agent answers on {node} and finds no trace of its process, or finds a reboot of the machine"
+        condition = f"the agent of {node}, which keeps killing its process, finds no trace of it"
+        return (Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, *always), f"waits until {condition}"
+    condition = (
+        f"an agent answers on {node} and finds no trace of its process, or finds a reboot of the machine"
+    )
     proofs = (Proof.AGENT_RESTARTED, Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED)
-    return (*proofs, *always), f"{node} does not answer: waits until {said}"
+    return (*proofs, *always), f"{node} does not answer: waits until {condition}"
 
 
 def answers(world: World, node: NodeName) -> bool:
@@ -110,9 +112,11 @@ def removed(world: World) -> list[Decision]:
     """End quarantine on removed devices: nothing can be held there."""
     decisions = []
     for holder, leases in sorted(world.unconfirmed.quarantined.items()):
-        gone = [leases[key] for key in sorted(leases) if not world.ledgers[leases[key].device].device.present]
-        if gone:
-            left = tuple(release(lease, Proof.DEVICE_REMOVED) for lease in gone)
+        removed_leases = [
+            leases[key] for key in sorted(leases) if not world.ledgers[leases[key].device].device.present
+        ]
+        if removed_leases:
+            left = tuple(release(lease, Proof.DEVICE_REMOVED) for lease in removed_leases)
             decisions.append(Decision(holder, "device_removed", leases=left))
     return decisions
 
@@ -140,8 +144,8 @@ def attest(world: World, request: Request, now: Instant, period_seconds: Seconds
     )
     if not left:
         return done
-    said = str(request.fields["by"]), "quarantine.release", ", ".join(lease.key for lease in left)
-    note = AuditNote(now, request.tenant, *said, str(request.fields["reason"]))
+    entry = str(request.fields["by"]), "quarantine.release", ", ".join(lease.key for lease in left)
+    note = AuditNote(now, request.tenant, *entry, str(request.fields["reason"]))
     return replace(done, leases=left, audit=(note,))
 
 

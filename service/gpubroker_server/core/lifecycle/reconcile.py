@@ -102,12 +102,12 @@ def reconcile(
         for write in decision.tasks
         if write.task.state is not TaskState.RUNNING
     }
-    again = (
+    repeated = (
         replace(order, incarnation=seen.node.incarnation)
         for order in _orders_again(world, seen, now)
         if order.task not in stopped or isinstance(order, StopOrder)
     )
-    orders = (*again, *_unwanted(world, seen))
+    orders = (*repeated, *_unwanted(world, seen))
     if orders:
         decisions.append(Decision(seen.node.name, "reconcile", orders=orders))
     return decisions
@@ -115,17 +115,17 @@ def reconcile(
 
 def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[Node, ...]:
     """The operator, not the agent, says whether it is cordoned."""
-    known, agents, own = world.nodes.get(seen.node.name), seen.node, rules.of(seen.node.name)
+    known, agents, node_rules = world.nodes.get(seen.node.name), seen.node, rules.of(seen.node.name)
     row = replace(
         agents,
         ready=True,
         version=1,
         custom=rules.node_custom,
-        labels=tuple(sorted({**dict(agents.labels), **own.labels}.items())),
-        cpu=max(0.0, (own.cpu or agents.cpu) - own.reserve_cpu),
-        memory_mb=Mib(max(0, (own.memory_mb or agents.memory_mb) - own.reserve_memory_mb)),
+        labels=tuple(sorted({**dict(agents.labels), **node_rules.labels}.items())),
+        cpu=max(0.0, (node_rules.cpu or agents.cpu) - node_rules.reserve_cpu),
+        memory_mb=Mib(max(0, (node_rules.memory_mb or agents.memory_mb) - node_rules.reserve_memory_mb)),
         # An agent that says 0 takes nothing, whatever the rules say.
-        max_runs=(own.max_runs or agents.max_runs) if agents.max_runs else 0,
+        max_runs=(node_rules.max_runs or agents.max_runs) if agents.max_runs else 0,
     )
     if known is None:
         return (row,)
@@ -195,16 +195,16 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
     known = world.nodes.get(seen.node.name)
     if known is None:
         return
-    there = set(seen.runs)
+    listed = set(seen.runs)
     node_proof = _node_proof(known, seen.node)
     if node_proof is Proof.BOOT_CHANGED:
-        for outsider in external_leases.holders_on(world, seen.node.name):
-            yield Gone(outsider.id, outsider.fence, seen.at, node_proof)
+        for external in external_leases.holders_on(world, seen.node.name):
+            yield Gone(external.id, external.fence, seen.at, node_proof)
     expected = set()
     for task, rank in _active_on(world, seen):
         run = (task.id, task.fence, rank)
         expected.add(run)
-        if run in there:
+        if run in listed:
             continue
         if _has_begun(task, rank):
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
@@ -214,7 +214,7 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.NEVER_STARTED, rank=rank)
         # Otherwise this agent has answered this term before, and the start may be on its way to it.
     for holder, fence, rank in _claims_on(world, seen):
-        if (holder, fence, rank) not in there | expected:
+        if (holder, fence, rank) not in listed | expected:
             yield Gone(holder, fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
 
 
@@ -251,23 +251,23 @@ def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
 def _still_of_use(orders: Iterable[AnyOrder], seen: NodeReport) -> Iterator[AnyOrder]:
     """Yield the orders without those to runs that this node's agent does not know. When a gang loses a rank
     here, its ranks on other nodes are asked to stop."""
-    there = set(seen.runs)
+    listed = set(seen.runs)
     for order in orders:
         if not isinstance(order, Order) or order.node != seen.node.name:
             yield order
-        elif (order.task, order.fence, order.rank) in there:
+        elif (order.task, order.fence, order.rank) in listed:
             yield replace(order, incarnation=seen.node.incarnation)
 
 
 def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
     """Stop, go and watch orders may have been lost with the leader or the agent."""
-    there = set(seen.runs)
-    for outsider in external_leases.holders_on(world, seen.node.name):
-        for watch in external_leases.watch_orders(world, outsider, world.leases_of(outsider)):
-            if (watch.task, watch.fence, watch.rank) not in there:
+    listed = set(seen.runs)
+    for external in external_leases.holders_on(world, seen.node.name):
+        for watch in external_leases.watch_orders(world, external, world.leases_of(external)):
+            if (watch.task, watch.fence, watch.rank) not in listed:
                 yield replace(watch, incarnation=seen.node.incarnation)
     for task, rank in _active_on(world, seen):
-        if (task.id, task.fence, rank) not in there:
+        if (task.id, task.fence, rank) not in listed:
             continue
         if task.state is TaskState.STOPPING:
             assert task.stop_deadline_at is not None
@@ -290,7 +290,7 @@ def _unwanted(world: World, seen: NodeReport) -> Iterator[Order]:
     """Kill runs of tasks that ended, moved on or are unknown: their outcome is not accepted."""
     name, incarnation = seen.node.name, seen.node.incarnation
     wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
-    wanted |= {(outsider.id, outsider.fence, 0) for outsider in external_leases.holders_on(world, name)}
+    wanted |= {(external.id, external.fence, 0) for external in external_leases.holders_on(world, name)}
     for task, fence, rank in seen.runs:
         if (task, fence, rank) not in wanted:
             yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0), rank)

@@ -51,21 +51,21 @@ def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) ->
     return wanted
 
 
-def is_kept(told: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
+def is_kept(logged: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
     """Return True if the part is to be kept. A part that was sent before is not, nor is an empty answer that
     no reader waits for, nor one that comes late: the whole log of a run that has ended may be kept by
     then."""
-    if told.is_final:
+    if logged.is_final:
         return True
-    if wanted is None or told.first_byte < known.end_byte:
+    if wanted is None or logged.first_byte < known.end_byte:
         return False
-    return bool(told.data) or known.read_at is None or known.read_at < wanted.since
+    return bool(logged.data) or known.read_at is None or known.read_at < wanted.since
 
 
-def cut_between(told: Logged, limit_bytes: int) -> tuple[int, int] | None:
+def cut_between(logged: Logged, limit_bytes: int) -> tuple[int, int] | None:
     """The bytes of the log that are not kept any more: all but the first and the last half of the limit."""
     half = limit_bytes // 2
-    return (half, told.end_byte - half) if told.end_byte > limit_bytes else None
+    return (half, logged.end_byte - half) if logged.end_byte > limit_bytes else None
 
 
 def _node_of(world: World, log: LogName) -> NodeName | None:

@@ -91,8 +91,8 @@ def apply_reports(
             case Checkpointed():
                 _checkpointed(updates[report.task], report, now)
             case ItemsReported():
-                most = policy.array_result_bytes
-                array_items.reported(updates[report.task], world, arrays, report, now, most)
+                limit_bytes = policy.array_result_bytes
+                array_items.reported(updates[report.task], world, arrays, report, now, limit_bytes)
             case Ended():
                 _ended(updates[report.task], world, report, now, policy)
             case Gone():
@@ -206,9 +206,13 @@ def _ended_by_stop(update: TaskUpdate, world: World, task: Task, report: Ended, 
     """The task moves on at the proof that its process is gone; the outcome is kept now."""
     if report.ending is Ending.NEVER_STARTED:
         return
-    why = task.stop_reason
-    told = timeout_failure(task, why) or overuse_failure(why, world.leases_of(task)) or report.failure
-    update.outcome = _outcome(report, at, told)
+    stop_reason = task.stop_reason
+    failure = (
+        timeout_failure(task, stop_reason)
+        or overuse_failure(stop_reason, world.leases_of(task))
+        or report.failure
+    )
+    update.outcome = _outcome(report, at, failure)
     update.move(Move.CHANGED, "ended")
 
 
@@ -244,8 +248,8 @@ def _run_gone(update: TaskUpdate, world: World, report: Gone, now: Instant, poli
     update.orders.append(forget)
 
 
-def _requeue(update: TaskUpdate, why: str, **changes: Any) -> None:
-    update.move(Move.REQUEUED, why, **requeued_fields(update.known, **changes))
+def _requeue(update: TaskUpdate, reason: str, **changes: Any) -> None:
+    update.move(Move.REQUEUED, reason, **requeued_fields(update.known, **changes))
 
 
 def _give_up_node(

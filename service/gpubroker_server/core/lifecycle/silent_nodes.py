@@ -126,11 +126,11 @@ class HeartbeatMonitor:
 
     def _judge(self, silent: Collection[NodeName], world: World, at: float, now: Instant) -> list[NodeLost]:
         names = sorted(set(silent))
-        why = self._why_paused(names, world, at)
+        reason = self._why_paused(names, world, at)
         believed = self._allowed | self._not_back(world, at)
-        lost = [name for name in names if why is None or name in believed]
+        lost = [name for name in names if reason is None or name in believed]
         held = tuple(name for name in names if name not in lost)
-        self._note_pause(held, why, world, at, now)
+        self._note_pause(held, reason, world, at, now)
         return [self._declare_lost(name, world, at, now) for name in lost]
 
     def _why_paused(self, names: Sequence[NodeName], world: World, at: float) -> str | None:
@@ -177,16 +177,16 @@ class HeartbeatMonitor:
         return self._gone
 
     def _note_pause(
-        self, held: tuple[NodeName, ...], why: str | None, world: World, at: float, now: Instant
+        self, held: tuple[NodeName, ...], reason: str | None, world: World, at: float, now: Instant
     ) -> None:
-        if not held or why is None:
+        if not held or reason is None:
             self.paused = None
             return
         since = now if self.paused is None else self.paused.since
         recent = sum(runs for _at, _node, runs in self._recent(at))
         runs = sum(_runs_on(world, node) for node in held) + recent
         total = sum(_runs_on(world, node) for node in world.nodes) + recent
-        message = f"{why}; not given up: {', '.join(held)}"
+        message = f"{reason}; not given up: {', '.join(held)}"
         if at - self._listed_at <= LISTING_SECONDS and set(held) <= self._unlisted_since.keys():
             message += (
                 f". The cluster's control service answers and does not have them: {UNLISTED_SECONDS:g} s "
@@ -201,8 +201,8 @@ class HeartbeatMonitor:
         if report is not None:
             return report
         silence = dict(self._silences(world, at))[node]
-        why = f"its agent was silent for {silence:.1f} s"
-        return NodeLost(node, world.nodes[node].incarnation, now, why)
+        message = f"its agent was silent for {silence:.1f} s"
+        return NodeLost(node, world.nodes[node].incarnation, now, message)
 
 
 def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[NodeLost]:

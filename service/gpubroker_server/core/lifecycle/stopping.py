@@ -112,14 +112,14 @@ def _after_unload(task: Task, model: Model, now: Instant) -> tuple[Move, dict[st
     if task.stop_reason is StopReason.CANCEL:
         return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
     if task.expires_at is None or now < task.expires_at:
-        again: dict[str, Any] = {
+        changes: dict[str, Any] = {
             "preemptions": task.preemptions + 1,
             "priority": model.asked_priority,
             "holder": replace(model, left_at=now),  # it queues behind those that waited when it left
         }
         if model.yields:  # a request that needs it says so, and then it takes its turn
-            again["not_before"] = task.expires_at
-        return Move.REQUEUED, requeued_fields(task, **again)
+            changes["not_before"] = task.expires_at
+        return Move.REQUEUED, requeued_fields(task, **changes)
     return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
 
 
@@ -199,9 +199,9 @@ def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[A
 def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder, ...]:
     """Return one order per run of a STOPPING task that is not gone."""
     assert task.stop_reason is not None
-    why = task.stop_reason, grace_seconds
+    terms = task.stop_reason, grace_seconds
     return tuple(
-        StopOrder(task.id, task.fence, node, world.nodes[node].incarnation, *why, rank)
+        StopOrder(task.id, task.fence, node, world.nodes[node].incarnation, *terms, rank)
         for rank, node in ranks_of(task)
     )
 

@@ -60,22 +60,22 @@ class TaskUpdate:
         assert self.task is not None
         return self.task
 
-    def move(self, what: Move, why: str, **changes: Any) -> None:
-        self.task = move(self.known, what, **changes)
-        if what is not Move.CHANGED or self._what is None:
-            self._what = what
+    def move(self, transition: Move, why: str, **changes: Any) -> None:
+        self.task = move(self.known, transition, **changes)
+        if transition is not Move.CHANGED or self._what is None:
+            self._what = transition
         self._changes |= changes
         self.why = why
 
     def stopped(self, why: str, policy: Policy) -> None:
         """Note that the runs are gone or given up after a stop notice."""
-        what, changes = after_stop(self.known, self._now, policy)
-        self.move(what, why, **changes)
+        next_move, changes = after_stop(self.known, self._now, policy)
+        self.move(next_move, why, **changes)
 
     def failed(self, task: Task, at: Instant, policy: Policy) -> None:
         """`task`: with the retries that it has after this failure."""
-        what, changes = after_failure(task, at, self._now, policy)
-        self.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+        next_move, changes = after_failure(task, at, self._now, policy)
+        self.move(next_move, "ended" if next_move is Move.FAILED else "retry", **changes)
 
     def move_leases(self, fence: Fence, rank: int, state: LeaseState, proof: Proof | None = None) -> None:
         """Bring the leases of one run forward to `state`; leases already there or further stay."""

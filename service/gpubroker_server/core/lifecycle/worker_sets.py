@@ -93,11 +93,11 @@ class Autoscaler:
         if scaling is None:
             return count
         load, is_complete = _load(scaling, workers, alive, loads)
-        up = _within(workers, ceil(load / scaling.target))
+        higher = _within(workers, ceil(load / scaling.target))
         down = _within(workers, ceil(load / (scaling.target * DOWN_SHARE)))
-        if up > count or down >= count or not is_complete:
+        if higher > count or down >= count or not is_complete:
             self._low_since.pop(workers.id, None)
-            return max(up, count)
+            return max(higher, count)
         since = self._low_since.setdefault(workers.id, now)
         if now - since < scaling.down_after_seconds:
             return count
@@ -123,11 +123,11 @@ def _load(
     for task in alive:
         if task.state is not TaskState.RUNNING:
             continue
-        told = loads.get(task.id)
-        if told is None or told.fence != task.fence:
+        load = loads.get(task.id)
+        if load is None or load.fence != task.fence:
             is_complete = False  # it still makes its object
             continue
-        total += told.cpu_percent if scaling.by == "cpu" else told.running + told.waiting
+        total += load.cpu_percent if scaling.by == "cpu" else load.running + load.waiting
     return total, is_complete
 
 

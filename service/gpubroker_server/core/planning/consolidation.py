@@ -62,9 +62,9 @@ class Consolidation:
         if not policy.consolidation or not self._pace.is_due(now):
             return None
         self._pace.done(now)
-        self._moved = [at for at in self._moved if 0 <= now - at < HOUR_SECONDS]
-        most = min(MOST_RUNS, policy.consolidation - len(self._moved))
-        return consolidate(world, policy, now, forecasts, most) if most > 0 else None
+        self._moved = [moved_at for moved_at in self._moved if 0 <= now - moved_at < HOUR_SECONDS]
+        limit = min(MOST_RUNS, policy.consolidation - len(self._moved))
+        return consolidate(world, policy, now, forecasts, limit) if limit > 0 else None
 
     def count(self, decision: Decision, now: Instant) -> None:
         """Count the moves of a committed decision."""
@@ -103,8 +103,8 @@ def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
     has_saved = run.checkpoint_at > run.started_at
     is_plain = run.demand.gpus > 0 and isinstance(run.holder, (Run, WorkerSeat)) and run.deadline_at is None
     is_lower = band_of(run.priority)[2] <= band_of(task.priority)[2]
-    had_peace = run.preemptions == 0 or now - run.started_at >= HOUR_SECONDS
-    return has_saved and is_plain and is_lower and had_peace and not is_shielded(run, policy, now)
+    has_run_undisturbed = run.preemptions == 0 or now - run.started_at >= HOUR_SECONDS
+    return has_saved and is_plain and is_lower and has_run_undisturbed and not is_shielded(run, policy, now)
 
 
 class _Search:
@@ -137,7 +137,7 @@ class _Search:
             if not runs:
                 continue
             offer = self._offers.among(node, _LOWEST_PRIORITY, runs)
-            way = best_of(offer, task, best, lambda gone: self._may_go(gone, closed))
+            way = best_of(offer, task, best, lambda removed: self._may_go(removed, closed))
             if way is None or way is best:
                 continue
             decision = self._move_decision(task, eviction_of(way, self.draft, self._now), closed)
@@ -165,15 +165,15 @@ class _Search:
         runs = self._offers.rooms.possible_victims(node)
         return [run for run in runs if may_be_moved(run.task, task, self._policy, self._now)]
 
-    def _may_go(self, gone: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:
+    def _may_go(self, removed: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:
         """A quick check: few enough runs, each with room somewhere by itself."""
-        return len(gone) <= self._most and all(self._open_to(run.task) - closed for run in gone)
+        return len(removed) <= self._most and all(self._open_to(run.task) - closed for run in removed)
 
     def _open_to(self, run: Task) -> frozenset[NodeName]:
         known = self._open.get(run.demand)
         if known is None:
-            stranger = _at_lowest_priority(run)
-            found = [node for node in self._offers.nodes if self._places.on(node, stranger) is not None]
+            probe = _at_lowest_priority(run)
+            found = [node for node in self._offers.nodes if self._places.on(node, probe) is not None]
             self._probes += len(self._offers.nodes) + CLOSE_LOOK * len(found)
             known = self._open[run.demand] = frozenset(found)
         return known

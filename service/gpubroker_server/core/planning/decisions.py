@@ -41,17 +41,19 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
     forgotten: dict[str, Any] = {
         name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None
     }
-    what = Move.ADMITTED
+    next_move = Move.ADMITTED
     match task.holder:
         case Gang():
-            forgotten["holder"] = Gang(tuple(Member(rank, one.node) for rank, one in enumerate(places)))
+            forgotten["holder"] = Gang(
+                tuple(Member(rank, placement.node) for rank, placement in enumerate(places))
+            )
         case External() as external:
-            what, forgotten = Move.STARTED, {**forgotten, **external_leases.begun(external, now)}
+            next_move, forgotten = Move.STARTED, {**forgotten, **external_leases.begun(external, now)}
         case Run() | WorkerSeat() | Model() | Inference():
             pass
         case _:
             assert_never(task.holder)
-    write = write_move(task, what, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
+    write = write_move(task, next_move, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
     devices = {device for place in places for device, _ in place.devices}
     # The task's own pledges end before its leases enter the draft and take what was kept for it. Those of
     # others end after, when the ledgers show which no longer fit.
@@ -184,8 +186,8 @@ def evict(
     stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
     made = [PledgeWrite(pledge, PledgeEnd.DISSOLVED) for pledge in draft.end_pledges(task.id)]
     for device, mb in eviction.devices:
-        whose = max(task.priority, kept_up_to), task.tenant, now, eviction.deadline_at
-        pledge = Pledge(task.id, device, mb, *whose, eviction.ranks.get(device, ()))
+        terms = max(task.priority, kept_up_to), task.tenant, now, eviction.deadline_at
+        pledge = Pledge(task.id, device, mb, *terms, eviction.ranks.get(device, ()))
         draft.put_pledge(pledge)
         made.append(PledgeWrite(pledge))
     taken = _overtake(draft, {device for device, _ in eviction.devices})

@@ -62,18 +62,18 @@ def _leave(world: World, node: Node, task: Task, policy: Policy, now: Instant) -
             sooner = write_move(task, Move.CHANGED, stop_deadline_at=at_latest)
             yield Decision(task.id, "drain", tasks=(sooner,), orders=orders_to_leave(world, task, grace))
         return
-    here = [member for member in members_of(task) if member.node == node.name and not member.has_ended]
-    late = [member for member in here if _leaves_later(member, at_latest)]
-    staying = [member for member in here if member.takes_part]
+    members = [member for member in members_of(task) if member.node == node.name and not member.has_ended]
+    late = [member for member in members if _leaves_later(member, at_latest)]
+    remaining = [member for member in members if member.takes_part]
     if not _must_go(task, ends_at, policy, now):
-        staying = []
-    elif not isinstance(task.holder, Gang) or not {member.rank for member in staying} <= set(
+        remaining = []
+    elif not isinstance(task.holder, Gang) or not {member.rank for member in remaining} <= set(
         removable_ranks(task)
     ):
         notice, orders = give_notice(world, task, StopReason.PREEMPT, grace, now, drain_cause(node))
         yield Decision(task.id, "drain", tasks=(notice,), orders=orders)
         return
-    if ranks := {member.rank for member in (*staying, *late)}:
+    if ranks := {member.rank for member in (*remaining, *late)}:
         write, told = stop_ranks(world, task, ranks, None, now, grace, drain_cause(node))
         yield Decision(task.id, "drain", tasks=(write,), orders=told)
 

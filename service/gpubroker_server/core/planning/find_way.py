@@ -149,7 +149,7 @@ def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> St
         return (yield from _other_way(task, view))
     if task.demand.bundles:
         if unreserved is not None:
-            return Wait(WaitReason.RESERVED, tuple(one.node for one in unreserved))
+            return Wait(WaitReason.RESERVED, tuple(placement.node for placement in unreserved))
         return (yield from _make_room_for_gang(task, view))
     if unreserved is None:
         eviction = yield from _reclaim(task, view)
@@ -222,9 +222,9 @@ def beside_reservations(task: Task, view: View, table: Mapping[NodeName, Found])
     for all_reservations in (False,) if reservations.is_behind_all(task) else (True, False):
         if not reservations.refuses(task, (best,), all_reservations=all_reservations):
             return (best,)
-        beside = view.places.best_beside(reservations, task, table, all_reservations=all_reservations)
-        if beside is not None:
-            return (beside,)
+        start = view.places.best_beside(reservations, task, table, all_reservations=all_reservations)
+        if start is not None:
+            return (start,)
     return None
 
 
@@ -289,8 +289,8 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
         return Wait(waits, by_tenant=by_tenant)
     open_nodes = (offers.nodes if nodes is None else nodes) - closed
     if view.most_nodes is not None:
-        hopeful = (node for node in sorted(open_nodes) if could_make_room(offers, task, node))
-        open_nodes = frozenset(islice(hopeful, view.most_nodes))
+        promising = (node for node in sorted(open_nodes) if could_make_room(offers, task, node))
+        open_nodes = frozenset(islice(promising, view.most_nodes))
     found = yield from search_eviction(offers, task, open_nodes, view.now)
     if isinstance(found, RoomBeingFreed):
         return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)

@@ -51,8 +51,8 @@ class Fragmentation(Struct, frozen=True):
     @property
     def total(self) -> FreeMemory:
         total = FreeMemory()
-        for one in self.kinds.values():
-            total = total.plus(one)
+        for free in self.kinds.values():
+            total = total.plus(free)
         return total
 
 
@@ -66,8 +66,8 @@ def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
         for row in rows(left, draft.headroom(node).cpu) if left else ():
             stranded = (0,) * len(row.devices) if worth is None else worth.stranded(row.room)
             for device, free_mb, stranded_mb in zip(row.devices, row.room.left, stranded, strict=True):
-                devices[device.key] = here = FreeMemory(free_mb, stranded_mb)
-                kinds[device.kind] = kinds.get(device.kind, FreeMemory()).plus(here)
+                devices[device.key] = free = FreeMemory(free_mb, stranded_mb)
+                kinds[device.kind] = kinds.get(device.kind, FreeMemory()).plus(free)
     return Fragmentation(devices, {kind: kinds[kind] for kind in sorted(kinds)})
 
 

@@ -49,8 +49,8 @@ def _more_ranks_of(
     nodes = {node for rank in ranks for node in refusals.nodes_to_join(rank)}
     if gang.demand.strategy.startswith("strict"):
         members = members_of(gang)
-        here = {members[rank].node for rank in workers(members)}
-        nodes = nodes & here if gang.demand.strategy == "strict_pack" else nodes - here
+        own_nodes = {members[rank].node for rank in workers(members)}
+        nodes = nodes & own_nodes if gang.demand.strategy == "strict_pack" else nodes - own_nodes
     if not nodes:
         return None
     free = gang_nodes_of(view.draft, wanted, view.policy, view.now, nodes=nodes)

@@ -115,13 +115,15 @@ class _ModelQueue:
 
     def take(self, head: _QueueHead) -> None:
         self._given[head.group.tenant] += 1
-        behind = head.group.after(head.member)
-        if behind is not None:
-            heappush(self._heads, self._head(head.group, behind))
+        next_member = head.group.after(head.member)
+        if next_member is not None:
+            heappush(self._heads, self._head(head.group, next_member))
 
     def _head(self, group: QueueGroup, member: Member) -> _QueueHead:
-        own, tenant = group.order_within_tenant(member, self._now, self._policy), group.tenant
-        return _QueueHead((own[0], self._shares.rank(tenant), self._given[tenant], own), member, group)
+        own_order, tenant = group.order_within_tenant(member, self._now, self._policy), group.tenant
+        return _QueueHead(
+            (own_order[0], self._shares.rank(tenant), self._given[tenant], own_order), member, group
+        )
 
 
 def _admit(world: World, task: Task, servers: Sequence[str], now: Instant) -> Decision:
@@ -149,8 +151,8 @@ def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decis
     for model in sorted(urgency):
         for holder in holders(world, policy, model):
             if model_lifecycle.needs_want_request(holder, urgency[model], now, queued=True):
-                said = {"priority": urgency[model], "queued": True}
-                asked = Request("", holder.id, holder.tenant, "want", said, now)
+                fields = {"priority": urgency[model], "queued": True}
+                asked = Request("", holder.id, holder.tenant, "want", fields, now)
                 decisions.append(
                     model_lifecycle.want(world, holder, asked, now, Decision(holder.id, "wanted"))
                 )
@@ -169,9 +171,9 @@ def check_failed_models(
     }
     decisions = []
     for holder in (holder for model in sorted(models) for holder in holders(world, policy, model)):
-        said = {"priority": model_of(holder).asked_priority, "uses": 0, "doubted": True}
-        doubt = Request("", holder.id, holder.tenant, "want", said, now)
-        decisions.append(model_lifecycle.want(world, holder, doubt, now, Decision(holder.id, "doubted")))
+        fields = {"priority": model_of(holder).asked_priority, "uses": 0, "doubted": True}
+        request = Request("", holder.id, holder.tenant, "want", fields, now)
+        decisions.append(model_lifecycle.want(world, holder, request, now, Decision(holder.id, "doubted")))
     return decisions
 
 
@@ -190,8 +192,8 @@ def requeue_claims(
         task = world.holder(name, fence)
         if task is None or not task.is_active:
             continue
-        what, changes = Move.REQUEUED, requeued_fields(task)
+        next_move, changes = Move.REQUEUED, requeued_fields(task)
         if task.state is TaskState.STOPPING:
-            what, changes = after_stop(task, now, policy)
-        decisions.append(Decision(name, "left_behind", tasks=(write_move(task, what, **changes),)))
+            next_move, changes = after_stop(task, now, policy)
+        decisions.append(Decision(name, "left_behind", tasks=(write_move(task, next_move, **changes),)))
     return decisions

@@ -110,10 +110,10 @@ class Places:
         none."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return NOWHERE
-        own = self._nodes_kept_for(task)
+        kept_nodes = self._nodes_kept_for(task)
         # Tasks of two priorities with no pledge between them have the same room on every node. The key names
         # the lowest pledge that binds them, so it stays true for a node on which no pledge begins or ends.
-        key = task.id if own else (task.demand, self._draft.least_pledge_from(task.priority))
+        key = task.id if kept_nodes else (task.demand, self._draft.least_pledge_from(task.priority))
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = PlaceTable()
@@ -123,13 +123,13 @@ class Places:
             if nodes is not None and node not in nodes:
                 table.found.pop(node, None)
                 continue
-            place = self._best_on(node, task, own)
+            place = self._best_on(node, task, kept_nodes)
             if place is not None:
                 table.found[node] = place
                 cost += CLOSE_LOOK
             else:
                 table.found.pop(node, None)
-            cost += CLOSE_LOOK + 1 if node in own else 1
+            cost += CLOSE_LOOK + 1 if node in kept_nodes else 1
             if cost >= PROBES_AT_A_TIME:
                 if scores is not None:
                     cost += CLOSE_LOOK * (scores.worked_out - worked_out)
@@ -144,9 +144,9 @@ class Places:
         """Return a place on the devices pledged to it and no others; None if it cannot start there now."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        mine = self._draft.pledges_of(task.id)
-        node = node_of(min(mine))
-        found = self.on(node, task, lambda device, _mb: device in mine)
+        pledges = self._draft.pledges_of(task.id)
+        node = node_of(min(pledges))
+        found = self.on(node, task, lambda device, _mb: device in pledges)
         return None if found is None else found[1]
 
     def best_beside(
@@ -203,11 +203,11 @@ class Places:
         return self._best_on(node, task, self._nodes_kept_for(task), allows)
 
     def _best_on(
-        self, node: NodeName, task: Task, own: Set[NodeName], allows: Allows | None = None
+        self, node: NodeName, task: Task, kept_nodes: Set[NodeName], allows: Allows | None = None
     ) -> Found | None:
         if node not in self._nodes:
             return None
-        if node in own:
+        if node in kept_nodes:
             room = self._rooms.look(node, task.id, task.priority)
         else:
             room = self._rooms.now(node, task.priority)
@@ -215,16 +215,16 @@ class Places:
 
     def _in(self, room: Room, node: NodeName, task: Task, allows: Allows | None) -> Found | None:
         demand = task.demand
-        far = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
+        penalty = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
         if demand.gpus == 0:
-            far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
+            penalty += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
-            return self._by_room(room, node, task, far, allows)
-        there = _allowed(room, task, allows) if allows else room.rows
-        return self._by_worth(node, task, far, self._scores, there)
+            return self._by_room(room, node, task, penalty, allows)
+        allowed = _allowed(room, task, allows) if allows else room.rows
+        return self._by_worth(node, task, penalty, self._scores, allowed)
 
     def _by_room(
-        self, room: Room, node: NodeName, task: Task, far: int, allows: Allows | None
+        self, room: Room, node: NodeName, task: Task, penalty: int, allows: Allows | None
     ) -> Found | None:
         demand = task.demand
         is_spread = "spread" in (demand.placement, self._policy.placement)
@@ -237,24 +237,24 @@ class Places:
             return None
         devices = tuple(sorted((key, mb) for *_, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
-        rank, share = far + sum(one[0] for one in chosen), sum(one[1] for one in chosen)
+        rank, share = penalty + sum(row[0] for row in chosen), sum(row[1] for row in chosen)
         return (rank, share, runs, sign * room.beside.cpu, names), Placement(node, devices)
 
     def _devices(self, room: Room, task: Task, *, is_spread: bool) -> Iterator[Option]:
         for device, mb in room.devices:
             need = need_mb(task.demand, device)
             if need is not None and need <= mb:
-                far = FAR_MB * device_preference_rank(task.demand, device)
+                penalty = FAR_MB * device_preference_rank(task.demand, device)
                 if is_spread:
                     holders = len(self._draft.ledger(device.key).holdings)
-                    yield far + holders, taken_share(device, mb), device.key, need
+                    yield penalty + holders, taken_share(device, mb), device.key, need
                 else:
-                    yield far + mb - need, 0, device.key, need
+                    yield penalty + mb - need, 0, device.key, need
 
     def _by_worth(
-        self, node: NodeName, task: Task, far: int, worth: PlacementScorer, there: tuple[Row, ...]
+        self, node: NodeName, task: Task, penalty: int, worth: PlacementScorer, rows: tuple[Row, ...]
     ) -> Found | None:
-        spot = worth.spot(task.demand, there)
+        spot = worth.spot(task.demand, rows)
         if spot is None:
             return None
         devices = []
@@ -262,7 +262,7 @@ class Places:
             need = need_mb(task.demand, self._draft.ledger(key).device)
             assert need is not None, "it was found to fit"
             devices.append((key, need))
-        rank = far + FAR_MB * spot.unwanted - spot.score
+        rank = penalty + FAR_MB * spot.unwanted - spot.score
         return (rank, 0, 0, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
     def _nodes_kept_for(self, task: Task) -> Set[NodeName]:

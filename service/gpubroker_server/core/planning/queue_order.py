@@ -101,8 +101,8 @@ class QueueOrder:
         """True if this is the order of the rest of that cycle. A task submitted meanwhile may be missing, and
         is planned in the next cycle: starting over at each arrival would cost a probe of every group."""
         self._own_keys.clear()  # what a task inherits may have changed
-        mine = (self._world, self._ordered_at, self._after)
-        return mine == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
+        inputs = (self._world, self._ordered_at, self._after)
+        return inputs == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
 
     @property
     def is_done(self) -> bool:
@@ -114,9 +114,9 @@ class QueueOrder:
             if self._unsifted:
                 yield self._sift(admission)
             elif self._arriving:
-                some = self._arriving[-MERGED_AT_A_TIME:]
+                groups = self._arriving[-MERGED_AT_A_TIME:]
                 del self._arriving[-MERGED_AT_A_TIME:]
-                yield sum([self._merge(one, admission) for one in some])
+                yield sum([self._merge(group, admission) for group in groups])
             elif self._heads:
                 head = self._take(heappop(self._heads), admission)
                 if head is not None:
@@ -184,19 +184,23 @@ class QueueOrder:
         for name in self._pledged:
             task = self._world.tasks.get(name)
             if task is not None:
-                own = self._own_key(task)
-                key = order_key(own, self.shares.rank(task.tenant))
+                own_order = self._own_key(task)
+                key = order_key(own_order, self.shares.rank(task.tenant))
                 passed = self._after is not None and key <= self._after
-                if own[0] == -top and not passed and own > self.shares.passed.get(task.tenant, BEFORE_ALL):
+                if (
+                    own_order[0] == -top
+                    and not passed
+                    and own_order > self.shares.passed.get(task.tenant, BEFORE_ALL)
+                ):
                     self._heads.append(Head(key, True, name, None, []))
         heapify(self._heads)
 
     def _sift(self, admission: AdmissionFilter) -> float:
         """Set aside the demands that are refused as a whole. Returns what that cost."""
-        some = self._unsifted[-SIFTED_AT_A_TIME:]
+        chunk = self._unsifted[-SIFTED_AT_A_TIME:]
         del self._unsifted[-SIFTED_AT_A_TIME:]
         # A demand may have left the queue since it was set aside.
-        classes = [equivalence for equivalence in some if self._band in equivalence.bands]
+        classes = [equivalence for equivalence in chunk if self._band in equivalence.bands]
         refused = set(admission.inadmissible(classes, self._band))
         for equivalence in classes:
             if equivalence in refused:
@@ -208,7 +212,7 @@ class QueueOrder:
                 ]
             else:
                 self._arriving.append(equivalence)
-        return PROBE_SIFTED * len(some)
+        return PROBE_SIFTED * len(chunk)
 
     def _merge(self, arriving: EquivalenceClass | Equals, admission: AdmissionFilter) -> float:
         """Put a demand, or groups of equals, among the heads. Returns what that cost."""
@@ -261,16 +265,20 @@ class QueueOrder:
             return 0
         rank = self.shares.rank(group.tenant)
         passed = group.count_until(self._after, rank, self._ordered_at, self._policy)
-        own = self.shares.passed.get(group.tenant)
-        return passed if own is None else max(passed, group.count_own(own, self._ordered_at, self._policy))
+        own_order = self.shares.passed.get(group.tenant)
+        return (
+            passed
+            if own_order is None
+            else max(passed, group.count_own(own_order, self._ordered_at, self._policy))
+        )
 
     def _push_entry(self, entries: list[Entry], group: QueueGroup, member: Member | None) -> None:
         """Add this task of the group, or the next one without pledges."""
         while member is not None and member[1] in self._pledged:
             member = group.after(member)
         if member is not None:
-            own = group.order_within_tenant(member, self._ordered_at, self._policy)
-            key = order_key(own, self.shares.rank(group.tenant))
+            own_order = group.order_within_tenant(member, self._ordered_at, self._policy)
+            key = order_key(own_order, self.shares.rank(group.tenant))
             heappush(entries, (key, member[1], group))
 
     def _push_head(self, entries: list[Entry]) -> None:

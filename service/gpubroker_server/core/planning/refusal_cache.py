@@ -27,8 +27,8 @@ OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED})
 SHARED = frozenset({WaitReason.NO_ROOM, WaitReason.COMING})
 """Reasons that hold for every equal task, whatever its tenant and its place in the queue."""
 
-Likes = tuple[EquivalenceClass, int]
-"""(demand, priority)"""
+ClassAndPriority = tuple[EquivalenceClass, int]
+"""An equivalence class and the priority of some of its tasks."""
 
 Key = tuple[str, int, Demand]
 """(tenant, or none where it makes no difference; priority; demand)"""
@@ -82,7 +82,7 @@ class _RuledOut:
         steps = self.steps
         if steps[-1][0] >= priority:
             return steps[-1][1]
-        return next((at for of, at in reversed(steps) if of >= priority), 0)
+        return next((revision for covered, revision in reversed(steps) if covered >= priority), 0)
 
 
 class _GrownRooms:
@@ -129,10 +129,10 @@ class _GrownRooms:
 
     def _count_since(self, revision: int) -> int:
         while self._next is not None and self._next[1] > revision:
-            node, at = self._next
+            node, grown_at = self._next
             room, bound = self._room_of(node), self._bounds[-1]
             self._rooms.append(room)
-            self._at.append(-at)
+            self._at.append(-grown_at)
             self._bounds.append(tuple(map(max, zip_longest(bound, room.ceiling.amounts, fillvalue=0))))
             self._next = next(self._grown, None)
         return bisect_left(self._at, -revision)
@@ -143,7 +143,7 @@ class _Ruled:
     """Refusals of single tasks on a set of nodes."""
 
     out: dict[EquivalenceClass, _RuledOut]
-    coming: dict[Likes, _Coming]
+    coming: dict[ClassAndPriority, _Coming]
     """The tasks for which room is being given back on a node."""
 
 
@@ -167,8 +167,8 @@ class Refusals:
         """Nodes with room that is being given back, for which a task waits."""
 
     def __len__(self) -> int:
-        ruled = len(self.everywhere.out) + len(self.unreserved.out)
-        return ruled + len(self.answers) + len(self.behind) + len(self.joining)
+        ruled_out = len(self.everywhere.out) + len(self.unreserved.out)
+        return ruled_out + len(self.answers) + len(self.behind) + len(self.joining)
 
 
 class RefusalCache:
@@ -233,8 +233,8 @@ class RefusalCache:
         if self._view.policy.has_quotas:
             return False
         for same_priority in equivalence.bands[band].values():
-            one = next(iter(same_priority.values()))  # it stands for all of its priority
-            if not self.is_refused(one):
+            group = next(iter(same_priority.values()))  # it stands for all of its priority
+            if not self.is_refused(group):
                 return False
         return True
 
@@ -272,11 +272,11 @@ class RefusalCache:
         """The usable nodes without those that had nothing when they were last probed."""
         nodes = self._view.offers.nodes
         ruled_out = self._ruled_out_at(self._known.everywhere, task)
-        beside = self._ruled_out_at(self._known.unreserved, task)
+        unreserved_at = self._ruled_out_at(self._known.unreserved, task)
         if ruled_out:
             nodes = nodes & set(self._revisions.growth.since(ruled_out))
-        if beside > ruled_out:
-            nodes = nodes & {*self._view.reservations.on, *self._revisions.growth.since(beside)}
+        if unreserved_at > ruled_out:
+            nodes = nodes & {*self._view.reservations.on, *self._revisions.growth.since(unreserved_at)}
         return nodes
 
     def nodes_to_join(self, rank: Task) -> list[NodeName]:
@@ -394,9 +394,9 @@ class RefusalCache:
         """Return what nodes that grew have for tasks of this priority. Without remembering it `bench plan`
         takes twice the time for a cycle."""
         revisions, below = self._revisions, victims_below(priority, with_gpus=with_gpus)
-        at = revisions.changes.revision, revisions.growth.revision
-        if self._rooms_at != at:
-            self._rooms_at = at
+        revision = revisions.changes.revision, revisions.growth.revision
+        if self._rooms_at != revision:
+            self._rooms_at = revision
             self._rooms.clear()
         rooms, nodes = self._view.offers.rooms, self._view.offers.nodes
         if below > NOTHING and self._view.policy.preemption:

@@ -52,7 +52,7 @@ class InferenceRequest(Struct, frozen=True):
 
     def batch_key(self) -> tuple[Any, ...]:
         """Return a key that is equal for requests which may share a batch: they differ only in their rows."""
-        inputs = tuple((one.name, one.datatype, one.shape[1:]) for one in self.inputs)
+        inputs = tuple((tensor.name, tensor.datatype, tensor.shape[1:]) for tensor in self.inputs)
         return self.version, inputs, self.outputs, json.dumps(self.parameters, sort_keys=True)
 
 
@@ -90,8 +90,10 @@ def joined(requests: Sequence[InferenceRequest]) -> InferenceRequest:
         return first
     rows = sum(request.rows for request in requests)
     inputs = (
-        replace(one, shape=(rows, *one.shape[1:]), data=b"".join(q.inputs[at].data for q in requests))
-        for at, one in enumerate(first.inputs)
+        replace(
+            tensor, shape=(rows, *tensor.shape[1:]), data=b"".join(q.inputs[index].data for q in requests)
+        )
+        for index, tensor in enumerate(first.inputs)
     )
     return replace(first, inputs=tuple(inputs), id="")
 
@@ -102,8 +104,8 @@ def split(response: InferenceResponse, requests: Sequence[InferenceRequest]) -> 
     rows = [request.rows for request in requests]
     outputs = [split_rows(tensor, rows) for tensor in response.outputs]
     return [
-        replace(response, outputs=tuple(parts[at] for parts in outputs), id=request.id)
-        for at, request in enumerate(requests)
+        replace(response, outputs=tuple(parts[index] for parts in outputs), id=request.id)
+        for index, request in enumerate(requests)
     ]
 
 
@@ -121,7 +123,7 @@ def packed(message: InferenceRequest | InferenceResponse) -> bytes:
     else:
         head["model"] = message.model
     text = json.dumps(head, separators=(",", ":")).encode()
-    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, *(one.data for one in tensors)))
+    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, *(tensor.data for tensor in tensors)))
 
 
 def _row_of(tensor: Tensor) -> list[Any]:
@@ -157,12 +159,12 @@ def encoded_request(request: InferenceRequest) -> tuple[bytes, Sequence[Tensor]]
     head: dict[str, Any] = {
         "inputs": [
             {
-                "name": one.name,
-                "datatype": one.datatype,
-                "shape": one.shape,
-                "parameters": {"binary_data_size": one.size_bytes},
+                "name": tensor.name,
+                "datatype": tensor.datatype,
+                "shape": tensor.shape,
+                "parameters": {"binary_data_size": tensor.size_bytes},
             }
-            for one in request.inputs
+            for tensor in request.inputs
         ],
         "parameters": {**request.parameters, "binary_data_output": True},
     }
@@ -180,12 +182,12 @@ def decoded_response(body: bytes, head_bytes: int) -> InferenceResponse:
         head = json.loads(body[:head_bytes])
         outputs = [
             (
-                str(one["name"]),
-                str(one["datatype"]),
-                tuple(map(int, one["shape"])),
-                int(one["parameters"]["binary_data_size"]),
+                str(output["name"]),
+                str(output["datatype"]),
+                tuple(map(int, output["shape"])),
+                int(output["parameters"]["binary_data_size"]),
             )
-            for one in head["outputs"]
+            for output in head["outputs"]
         ]
         model, version = str(head["model_name"]), str(head["model_version"])
         parameters, id = dict(head.get("parameters") or {}), str(head.get("id") or "")

@@ -139,9 +139,9 @@ class ModelLane:
         if is_share:
             lasts = [last for last in lasts if last.tenant == place.tenant]
         elif self._waits[place.tenant] < self._places_each:
-            beyond = [last for last in lasts if self._waits[last.tenant] > self._places_each]
-            if beyond:
-                return max(beyond)
+            over_share = [last for last in lasts if self._waits[last.tenant] > self._places_each]
+            if over_share:
+                return max(over_share)
         last = max(lasts)
         return None if last.order <= place.order else last
 
@@ -173,9 +173,9 @@ class ModelLane:
         """
         if not self.waiting or self.in_flight >= self.slots:
             return None
-        most = self._share_of(self.slots)
+        limit = self._share_of(self.slots)
         heads = (queue[0] for queue in self._queues.values())
-        place = min(heads, key=lambda head: (self._held[head.tenant] >= most, *self._rank(head, now)))
+        place = min(heads, key=lambda head: (self._held[head.tenant] >= limit, *self._rank(head, now)))
         self._turn = self._turn_of(place.tenant)
         self._turns[place.tenant] = self._turn + 1
         self.in_flight += 1

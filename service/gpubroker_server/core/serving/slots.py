@@ -53,7 +53,9 @@ class SlotShares:
         """Return what each gateway may claim from now on, by model."""
         if self._given:
             self._given[-1] = now, self._given[-1][1]
-        self._given = [(at, given) for at, given in self._given if at > now - _REMEMBERED_SECONDS]
+        self._given = [
+            (given_at, given) for given_at, given in self._given if given_at > now - _REMEMBERED_SECONDS
+        ]
         held = [claim for claim in claims if claim.at > now - HOLD_SECONDS]
         shares = {model: self._divided(model, slots, held, now) for model, slots in self._slots.items()}
         self._given.append((now, shares))
@@ -66,7 +68,7 @@ class SlotShares:
         may_give = now >= self._began_at + _REMEMBERED_SECONDS
         free = max(0, slots - sum(used.values())) if may_give else 0
         shares: dict[str, int] = {}
-        for gateway, goal in sorted(goals.items(), key=lambda one: (one[1] - used[one[0]], one[0])):
+        for gateway, goal in sorted(goals.items(), key=lambda item: (item[1] - used[item[0]], item[0])):
             more = min(max(0, goal - used[gateway]), free)
             free -= more
             shares[gateway] = min(goal, used[gateway] + more)
@@ -82,9 +84,9 @@ class SlotShares:
 def goal_shares(slots: int, wants: Mapping[str, int]) -> Shares:
     """Give one slot to each gateway, the rest by what each wants beyond that, and what none wants evenly."""
     left = max(0, slots - len(wants))
-    lacks = {gateway: max(0, wanted - 1) for gateway, wanted in wants.items()}
-    lacked = min(left, sum(lacks.values()))
-    by_lack, evenly = _split(lacked, lacks), _split(left - lacked, dict.fromkeys(wants, 1))
+    shortages = {gateway: max(0, wanted - 1) for gateway, wanted in wants.items()}
+    lacked = min(left, sum(shortages.values()))
+    by_lack, evenly = _split(lacked, shortages), _split(left - lacked, dict.fromkeys(wants, 1))
     return {gateway: 1 + by_lack[gateway] + evenly[gateway] for gateway in wants}
 
 
@@ -172,6 +174,6 @@ class HillClimb:
         return min(MOST, self.limit + step) if self._is_upwards else self.limit - step
 
 
-def _better(one: _Tried, other: _Tried) -> _Tried:
-    low, high = sorted((one, other))
+def _better(left: _Tried, right: _Tried) -> _Tried:
+    low, high = sorted((left, right))
     return high if high.rate >= low.rate * (1 + WORTH * (high.limit / low.limit - 1)) else low

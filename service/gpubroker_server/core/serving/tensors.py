@@ -92,13 +92,13 @@ def size_of(datatype: str) -> int:
 
 def elements_of(data: bytes) -> Iterator[bytes]:
     """The values of a BYTES tensor; each is preceded by its length. Raises BadTensor."""
-    at = 0
-    while at < len(data):
-        at, end = at + 4, at + 4 + int.from_bytes(data[at : at + 4], "little")
+    offset = 0
+    while offset < len(data):
+        offset, end = offset + 4, offset + 4 + int.from_bytes(data[offset : offset + 4], "little")
         if end > len(data):
             raise BadTensor("a value of type BYTES is longer than what holds it")
-        yield data[at:end]
-        at = end
+        yield data[offset:end]
+        offset = end
 
 
 def split_rows(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
@@ -137,17 +137,17 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 def _packed(datatype: str, values: list[Any]) -> Iterator[bytes]:
     for begin in range(0, len(values), _AT_ONCE):
-        some = values[begin : begin + _AT_ONCE]
+        chunk = values[begin : begin + _AT_ONCE]
         if datatype == "BYTES":
-            encoded = [value.encode() for value in some]
-            yield b"".join(len(one).to_bytes(4, "little") + one for one in encoded)
+            encoded = [value.encode() for value in chunk]
+            yield b"".join(len(text).to_bytes(4, "little") + text for text in encoded)
             continue
-        if any(isinstance(value, bool) is not (datatype == "BOOL") for value in some):
+        if any(isinstance(value, bool) is not (datatype == "BOOL") for value in chunk):
             raise BadTensor(f"not all values are {datatype}")
         if datatype == "BF16":
-            yield b"".join(_bf16(value) for value in some)
+            yield b"".join(_bf16(value) for value in chunk)
         else:
-            yield struct.pack(f"<{len(some)}{_FORMATS[datatype]}", *some)
+            yield struct.pack(f"<{len(chunk)}{_FORMATS[datatype]}", *chunk)
 
 
 def _bf16(value: float) -> bytes:
@@ -161,7 +161,7 @@ def _unpacked(datatype: str, data: bytes) -> Iterator[list[Any]]:
     for begin in range(0, len(data), step):
         part = data[begin : begin + step]
         if datatype == "BF16":
-            part = b"".join(b"\0\0" + part[at : at + 2] for at in range(0, len(part), 2))
+            part = b"".join(b"\0\0" + part[offset : offset + 2] for offset in range(0, len(part), 2))
         values = [value for (value,) in struct.iter_unpack(f"<{form}", part)]
         yield [value if isfinite(value) else None for value in values] if form in "efd" else values
 

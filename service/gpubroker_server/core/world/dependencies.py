@@ -74,8 +74,12 @@ class PriorityInheritance:
         agenda = [first]
         while agenda:
             name = agenda.pop()
-            own, before = self._own[name], self._passed.get(name, NO_PRIORITY)
-            after = NO_PRIORITY if own == NO_PRIORITY else max(own, self.priorities.get(name, NO_PRIORITY))
+            own_priority, before = self._own[name], self._passed.get(name, NO_PRIORITY)
+            after = (
+                NO_PRIORITY
+                if own_priority == NO_PRIORITY
+                else max(own_priority, self.priorities.get(name, NO_PRIORITY))
+            )
             self._passed[name] = after
             if after != before:
                 changed = [task for task in self._remaining[name] if self._recount(task, before, after)]
@@ -236,19 +240,19 @@ def _cascade(awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instan
     agenda = deque((name, *awaited.unsatisfiable[name]) for name in sorted(awaited.unsatisfiable))
     decisions: dict[TaskId, Decision] = {}
     while agenda and len(decisions) < MAX_DECISIONS:
-        name, by, end = agenda.popleft()
+        name, failed, end = agenda.popleft()
         if name in decisions:
             continue
-        first = end.failed_by or by
-        decisions[name] = _fail(tasks[name], by, end, first, now)
+        first = end.failed_by or failed
+        decisions[name] = _fail(tasks[name], failed, end, first, now)
         for dependent, on_failure in sorted(awaited.dependents.get(name, {}).items()):
             if on_failure is OnFailure.FAIL:
                 agenda.append((dependent, name, TaskEnd(TaskState.FAILED, first)))
     return list(decisions.values())
 
 
-def _fail(task: Task, by: TaskId, end: TaskEnd, first: TaskId, now: Instant) -> Decision:
-    failure = Failure("dependency", f"it runs after {by}, which {_how(end)}")
+def _fail(task: Task, failed: TaskId, end: TaskEnd, first: TaskId, now: Instant) -> Decision:
+    failure = Failure("dependency", f"it runs after {failed}, which {_how(end)}")
     return Decision(
         task.id,
         "dependency",

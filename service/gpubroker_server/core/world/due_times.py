@@ -17,13 +17,13 @@ class DueTimes(dict[TaskId, Instant]):
         self._heap: list[tuple[Instant, TaskId]] = []
         """A heap of every entry, and of stale ones, which are skipped."""
 
-    def __setitem__(self, task: TaskId, at: Instant) -> None:
-        super().__setitem__(task, at)
+    def __setitem__(self, task: TaskId, due_at: Instant) -> None:
+        super().__setitem__(task, due_at)
         if len(self._heap) > 2 * len(self) + _STALE_ENTRIES:
             self._heap = [(time, name) for name, time in self.items()]
             heapify(self._heap)
         else:
-            heappush(self._heap, (at, task))
+            heappush(self._heap, (due_at, task))
 
     def copy(self) -> "DueTimes":
         twin = DueTimes()
@@ -35,10 +35,10 @@ class DueTimes(dict[TaskId, Instant]):
         """The due tasks, by time and id. They stay until they are removed."""
         come: list[tuple[Instant, TaskId]] = []
         while self._heap and self._heap[0][0] <= now:
-            at, task = heappop(self._heap)
+            due_at, task = heappop(self._heap)
             # A task that was set twice to one instant has two equal entries, which come one after the other.
-            if self.get(task) == at and (not come or come[-1] != (at, task)):
-                come.append((at, task))
+            if self.get(task) == due_at and (not come or come[-1] != (due_at, task)):
+                come.append((due_at, task))
         for entry in come:
             heappush(self._heap, entry)
         return [task for _, task in come]

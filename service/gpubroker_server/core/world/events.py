@@ -143,15 +143,15 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
     for write in decision.tasks:
         task = write.task
         form = _FORM_OF_LATE_RANKS if any(member.is_late for member in members_of(task)) else 1
-        some = _task_changes(write)
-        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, some, task, form)
+        fields = _task_changes(write)
+        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, fields, task, form)
     for lease in decision.leases:
-        what, payload = lease_change(lease)
-        yield NewEvent(f"lease.{what}", lease.key, lease.version, lease.tenant, payload)
+        change, payload = lease_change(lease)
+        yield NewEvent(f"lease.{change}", lease.key, lease.version, lease.tenant, payload)
     for written in decision.pledges:
         pledge, end = written.pledge, written.end
-        what = "made" if end is None else str(end)
-        yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge)
+        change = "made" if end is None else str(end)
+        yield NewEvent(f"pledge.{change}", pledge.key, 1, pledge.tenant, pledge)
     for request in decision.requests_done:
         answer = {"answer": decision.answer} if decision.answer else {}
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
@@ -159,16 +159,16 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent(notice.kind, notice.key, 1, notice.tenant, notice.fields)
     for row in decision.worker_sets:
         workers, kind = row.workers, f"worker_set.{row.what}"
-        some = {name: getattr(workers, name) for name in row.changed}
-        payload = workers if row.what == "formed" else some
+        fields = {name: getattr(workers, name) for name in row.changed}
+        payload = workers if row.what == "formed" else fields
         yield NewEvent(kind, workers.id, 1, workers.tenant, payload, reader=_FORM_OF_STANDING)
-    for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
+    for pauses, change in ((decision.paused, "paused"), (decision.resumed, "resumed")):
         for pause in pauses:
-            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, pause, reader=_FORM_OF_STANDING)
+            yield NewEvent(f"queue.{change}", pause.queue, 1, pause.tenant, pause, reader=_FORM_OF_STANDING)
     for stream in decision.streams:
         # Release 0.2.0 passes over it: it goes on with the weights of its settings.
-        what = "removed" if stream.is_untold else "changed"
-        yield NewEvent(f"stream.{what}", stream.name, 1, "", stream)
+        change = "removed" if stream.is_untold else "changed"
+        yield NewEvent(f"stream.{change}", stream.name, 1, "", stream)
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 
@@ -218,8 +218,8 @@ def lease_change(lease: Lease) -> tuple[str, Payload]:
     return lease.state.value, {**state, "proof": lease.proof} if lease.proof else state
 
 
-def _estimates(what: str, topics: Iterable[tuple[SketchKey, float | None]]) -> Iterator[NewEvent]:
+def _estimates(change: str, topics: Iterable[tuple[SketchKey, float | None]]) -> Iterator[NewEvent]:
     """Yield one event for what one run teaches. The event holds values, never a sketch."""
     for (tenant, subject), group in groupby(topics, key=lambda pair: (pair[0].tenant, pair[0].subject)):
         values = [[topic.kind, topic.what.value, value] for topic, value in group]
-        yield NewEvent(f"estimate.{what}", subject, 1, tenant, {"values": values})
+        yield NewEvent(f"estimate.{change}", subject, 1, tenant, {"values": values})

@@ -144,8 +144,8 @@ class FragmentationMeasure:
         steps = max(-700.0, gain / self._step)  # exp(710) overflows
         return math.floor(100 / (1 + math.exp(-steps)))
 
-    def _score(self, before: Remainder, behind: Remainder) -> int:
-        return self.rate(self.lost(before) - self.lost(behind))
+    def _score(self, before: Remainder, after: Remainder) -> int:
+        return self.rate(self.lost(before) - self.lost(after))
 
     def _table(self, left: tuple[int, ...], kind: str) -> "Table":
         table = self._tables.get((left, kind))
@@ -161,9 +161,9 @@ class FragmentationMeasure:
         known = []
         for shape, weight in self._weights:
             amount = dict(shape.amounts).get(kind)
-            each = task_amount(shape, kind) if self._in_tasks else 1
-            known.append(TypicalDemand(shape.cpu, shape.devices, amount, weight / each))
-        return sorted(known, key=lambda one: one.cpu)
+            task_size = task_amount(shape, kind) if self._in_tasks else 1
+            known.append(TypicalDemand(shape.cpu, shape.devices, amount, weight / task_size))
+        return sorted(known, key=lambda typical: typical.cpu)
 
     def _make_room(self) -> None:
         self._remembered += 1
@@ -182,7 +182,7 @@ class Table:
     def __init__(
         self, left: tuple[int, ...], known: tuple[TypicalDemand, ...], capacity_share: float
     ) -> None:
-        self.whole = sum(left) * math.fsum(one.weight for one in known)
+        self.whole = sum(left) * math.fsum(typical.weight for typical in known)
         self._uses: list[tuple[float, float, float, int]] = []
         """(CPU of one task, value if one fits, value of each that fits, how many fit if CPU allows)"""
         # A measure makes thousands of tables, each for up to 64 demands, so this loop calls little.
@@ -197,18 +197,18 @@ class Table:
             usable, slots = sums[count - too_full], [room // amount for room in left[too_full:]]
             copies = sum(slots) if devices == 1 else most_copies(slots, devices)
             once = (1 - capacity_share) * weight * usable
-            each = capacity_share * weight * devices * amount
-            self._uses.append((cpu, once, each, copies))
+            loss = capacity_share * weight * devices * amount
+            self._uses.append((cpu, once, loss, copies))
 
     def lost(self, cpu_left: float) -> float:
         usable = 0.0
-        for cpu, once, each, copies in self._uses:  # in order of CPU
+        for cpu, once, loss, copies in self._uses:  # in order of CPU
             if cpu > cpu_left:
                 break
-            if each and cpu:
+            if loss and cpu:
                 allowed = int(cpu_left / cpu + 1e-9)  # 0.3 / 0.1 is a little less than 3
                 copies = allowed if allowed < copies else copies
-            usable += once + each * copies
+            usable += once + loss * copies
         return max(0.0, self.whole - usable)
 
 

@@ -132,8 +132,8 @@ class DeviceLedger:
         Where use cannot be attributed, this is all beyond what was declared and what is leased to runs that
         have begun. The reserve covers it first, and a little of it is driver noise; see ADR 20.
         """
-        beyond, device = self._beyond_known_mb(), self.device
-        return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
+        unknown_mb, device = self._beyond_known_mb(), self.device
+        return Mib(unknown_mb if unknown_mb > device.physical_mb // NOISE_DIVISOR else 0)
 
     def _beyond_known_mb(self) -> int:
         """Return the use beyond that of the known processes; negative if processes are listed with more than
@@ -258,11 +258,11 @@ class DeviceLedger:
 
     def free_after_releases_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
         """`free_mb` once every holding that is being freed is gone; negative if too much is pledged."""
-        soon = self.unallocated_mb() + sum(holding.occupied_mb for holding in self.leaving())
+        free_mb = self.unallocated_mb() + sum(holding.occupied_mb for holding in self.leaving())
         for pledge in self.pledges.values():
             if pledge.preemptor != task and pledge.priority >= priority:
-                soon -= pledge.mb
-        return soon
+                free_mb -= pledge.mb
+        return free_mb
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """Return True if the last sample is missing or older than three periods: the device takes nothing

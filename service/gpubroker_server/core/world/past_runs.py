@@ -27,10 +27,10 @@ class RunHistory:
     def sketch(self, topic: SketchKey) -> Sketch:
         return self.sketches.get(topic, Sketch())
 
-    def apply(self, event: Event, what: str) -> None:
+    def apply(self, event: Event, change: str) -> None:
         for kind, about, value in event.fields["values"]:
             topic = SketchKey(event.tenant, event.key, kind, What(about))
-            if what == "learned":
+            if change == "learned":
                 self.put(topic, self.sketch(topic).add(value))
             else:
                 self.sketches.pop(topic, None)

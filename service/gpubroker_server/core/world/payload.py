@@ -157,8 +157,8 @@ def changed(before: S, payload: Payload, **more: Any) -> S:
 
 def _given(payload: Payload, kind: type[Struct]) -> dict[str, Any]:
     """Return the fields that the payload has."""
-    some = read(payload, _partial(kind))
-    return {name: value for name in some.__struct_fields__ if (value := getattr(some, name)) is not UNSET}
+    fields = read(payload, _partial(kind))
+    return {name: value for name in fields.__struct_fields__ if (value := getattr(fields, name)) is not UNSET}
 
 
 @cache

@@ -44,8 +44,8 @@ _BEGAN_AT = {
 def course_of_row(task: Task) -> Course | None:
     """Return the phases by the task's row. Returns None if only the event log knows them: the task was asked
     to stop, or came back to the queue."""
-    came_back = task.fence > 1 or (task.fence == 1 and task.admitted_at is None)
-    if came_back or task.stop_reason is not None:
+    was_requeued = task.fence > 1 or (task.fence == 1 and task.admitted_at is None)
+    if was_requeued or task.stop_reason is not None:
         return None
     course: list[tuple[Phase | None, Instant]] = [(Phase.QUEUED, task.submitted_at)]
     if task.admitted_at is not None:

@@ -49,13 +49,13 @@ class ScoredPlacement(NamedTuple):
 
 
 def device_classes(devices: Iterable[Device]) -> DeviceClasses:
-    some: dict[str, Device] = {}
+    examples: dict[str, Device] = {}
     count: Counter[str] = Counter()
     for device in devices:
         if device.allocatable_mb:
-            some.setdefault(device.sort, device)
+            examples.setdefault(device.sort, device)
             count[device.sort] += 1
-    return {name: (count[name], some[name]) for name in sorted(some)}
+    return {name: (count[name], examples[name]) for name in sorted(examples)}
 
 
 def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
@@ -164,8 +164,8 @@ class PlacementScorer:
             amount = amounts.get(room.kind)
             for place, left in enumerate(room.left):
                 if amount is not None and amount <= left:
-                    far = device_preference_rank(demand, devices[place])
-                    found.append(_Option(far, left - amount, devices[place].key, number, place))
+                    preference = device_preference_rank(demand, devices[place])
+                    found.append(_Option(preference, left - amount, devices[place].key, number, place))
         if len(found) < demand.gpus:
             return None
         rooms = [row.room for row in node]
@@ -178,19 +178,19 @@ class PlacementScorer:
         self, demand: Demand, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
     ) -> ScoredPlacement:
         """`beside`: what is left of the rows from which it takes no device."""
-        amounts, behind = dict(self.shape(demand).amounts), list(beside)
+        amounts, after = dict(self.shape(demand).amounts), list(beside)
         for number in {option.row for option in chosen}:
             room = rooms[number]
             places = tuple(option.place for option in chosen if option.row == number)
-            behind[number] = remaining_after(room, self.shape(demand), places, amounts[room.kind])
+            after[number] = remaining_after(room, self.shape(demand), places, amounts[room.kind])
         unwanted = sum(option.unwanted for option in chosen)
         return ScoredPlacement(
-            unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen))
+            unwanted, self._score(rooms, after), tuple(sorted(option.key for option in chosen))
         )
 
-    def _score(self, before: Iterable[Remainder], behind: Iterable[Remainder]) -> int:
+    def _score(self, before: Iterable[Remainder], after: Iterable[Remainder]) -> int:
         lost = self._measure.lost
-        return self._measure.rate(fsum(map(lost, before)) - fsum(map(lost, behind)))
+        return self._measure.rate(fsum(map(lost, before)) - fsum(map(lost, after)))
 
 
 class _Option(NamedTuple):

@@ -156,9 +156,9 @@ class QueueGroup:
 
     def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
         """Return how many members are at or before this place of the queue, given their tenant's rank."""
-        mine = (-band_of(self.standing)[2], *rank)
-        if key[:3] != mine:
-            return 0 if key[:3] < mine else len(self)
+        own_rank = (-band_of(self.standing)[2], *rank)
+        if key[:3] != own_rank:
+            return 0 if key[:3] < own_rank else len(self)
         return self.count_own((key[0], *key[3:]), now, policy)
 
     def count_own(self, key: TenantOrderKey, now: Instant, policy: Policy) -> int:
@@ -170,12 +170,14 @@ class QueueGroup:
             return 0
         if self._key_of(members[-1], now, policy) <= key:
             return len(self)
-        return bisect_right(members, key, lo=first, key=lambda one: self._key_of(one, now, policy)) - first
+        return (
+            bisect_right(members, key, lo=first, key=lambda member: self._key_of(member, now, policy)) - first
+        )
 
     def after(self, member: Member) -> Member | None:
         """The next member; `member` itself may be gone."""
-        at = bisect_right(self._members, member, lo=self._first)
-        return self._members[at] if at < len(self._members) else None
+        index = bisect_right(self._members, member, lo=self._first)
+        return self._members[index] if index < len(self._members) else None
 
     def add(self, member: Member) -> None:
         if not self._members or member > self._members[-1]:
@@ -184,8 +186,8 @@ class QueueGroup:
             insort(self._members, member, lo=self._first)
 
     def remove(self, member: Member) -> None:
-        at = bisect_left(self._members, member, lo=self._first)
-        if at == self._first:
+        index = bisect_left(self._members, member, lo=self._first)
+        if index == self._first:
             self._first += 1
             # Removed heads are dropped once they are half of the list, so that on average a removal costs the
             # same however long the queue is.
@@ -193,7 +195,7 @@ class QueueGroup:
                 del self._members[: self._first]
                 self._first = 0
         else:
-            del self._members[at]
+            del self._members[index]
 
 
 class PendingQueue:
@@ -219,8 +221,8 @@ class PendingQueue:
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
-        apart = (self.delayed, self.held, self.awaiting, self.paused)
-        return len(self._where) + sum(map(len, apart))
+        outside = (self.delayed, self.held, self.awaiting, self.paused)
+        return len(self._where) + sum(map(len, outside))
 
     def __contains__(self, task: TaskId) -> bool:
         return task in self._where
@@ -272,13 +274,13 @@ class PendingQueue:
     def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
         """Return how many tasks are at or before this place, given the ranks of tenants."""
         ranks, count = {tenant: rank(tenant) for tenant in self.tenants}, 0
-        first, own = key[:3], (key[0], *key[3:])
+        first, own_order = key[:3], (key[0], *key[3:])
         for (tenant, _, _, _, standing), group in self.groups.items():
             place = (-band_of(standing)[2], *ranks[tenant])
             if place < first:
                 count += len(group)
             elif place == first:
-                count += group.count_own(own, now, policy)
+                count += group.count_own(own_order, now, policy)
         return count
 
     def of_tenant(self, tenant: str | None, now: Instant, policy: Policy) -> Iterator[TaskId]:

@@ -33,8 +33,8 @@ class RevisionLog:
         """The nodes marked after this revision, newest first."""
         found: list[NodeName] = []
         if revision < self.revision:
-            for node, at in reversed(self.by_node.items()):
-                if at <= revision:
+            for node, node_revision in reversed(self.by_node.items()):
+                if node_revision <= revision:
                     break
                 found.append(node)
         return found

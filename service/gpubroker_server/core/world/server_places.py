@@ -16,7 +16,9 @@ def gpus_of(world: World, rules: ServerRules) -> list[DeviceLedger]:
     """Return the GPUs that the server may use, as far as the settings say."""
     ledgers = (world.ledgers[key] for key in world.by_node.get(NodeName(rules.node), ()))
     return [
-        one for one in ledgers if (one.device.uuid in rules.devices if rules.devices else one.device.offers)
+        ledger
+        for ledger in ledgers
+        if (ledger.device.uuid in rules.devices if rules.devices else ledger.device.offers)
     ]
 
 
@@ -28,13 +30,13 @@ def place_fault(world: World, rules: ServerRules) -> str:
     uuids = [world.ledgers[key].device.uuid for key in world.by_node.get(NodeName(rules.node), [])]
     if missing := [uuid for uuid in rules.devices if uuid not in uuids]:
         return f"its node {rules.node} has no GPU {missing[0]}; {_listed('GPUs', uuids)}"
-    seen = [] if rules.tells_gpus else [one.device.uuid for one in gpus_of(world, rules)]
-    each = [
+    seen = [] if rules.tells_gpus else [ledger.device.uuid for ledger in gpus_of(world, rules)]
+    faults = [
         gpus_fault(rules.name, seen, gpus) for gpus in sorted({1, *(m.gpus for m in rules.models.values())})
     ]
-    return next(filter(None, each), "") if all(each) else ""
+    return next(filter(None, faults), "") if all(faults) else ""
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _listed(noun: str, names: Sequence[str]) -> str:
     more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return f"there are {', '.join([*names[:_MOST_NAMED], *more])}" if names else f"there are no {what} yet"
+    return f"there are {', '.join([*names[:_MOST_NAMED], *more])}" if names else f"there are no {noun} yet"

@@ -23,7 +23,7 @@ def live_tasks(world: World) -> Counter[tuple[TaskState, str]]:
     """Count the tasks that have not ended, by state and band."""
     queue = world.queue
     live: Counter[tuple[TaskState, str]] = Counter()
-    for (_tenant, priority, *_alike), group in queue.groups.items():
+    for (_tenant, priority, *_equivalence), group in queue.groups.items():
         live[TaskState.PENDING, band_of(priority)[0]] += len(group)
     for task in (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused, *world.active):
         row = world.tasks[task]

@@ -60,7 +60,8 @@ class Accounts:
     def copy(self) -> "Accounts":
         twin = Accounts(self.half_life_seconds)
         twin._known = {
-            name: Account(one.held_mb, one.mb_seconds, one.at) for name, one in self._known.items()
+            name: Account(account.held_mb, account.mb_seconds, account.at)
+            for name, account in self._known.items()
         }
         return twin
 

@@ -31,9 +31,9 @@ class WorkerSets(dict[TaskId, WorkerSet]):
         found = (tasks.get(worker) for worker in self._set_of)
         return sum(task is not None and task.state is TaskState.RUNNING for task in found)
 
-    def apply(self, event: Event, what: str) -> None:
+    def apply(self, event: Event, change: str) -> None:
         id = TaskId(event.key)
-        match what:
+        match change:
             case "formed":
                 self._form(read(event.payload, WorkerSet))
             case "changed":

@@ -240,14 +240,14 @@ class World:
         return twin
 
     def _take_over(self, event: Event) -> None:
-        subject, _, what = event.kind.partition(".")
+        subject, _, change = event.kind.partition(".")
         match subject:
             case "task":
-                self._apply_task(event, what)
+                self._apply_task(event, change)
             case "lease":
                 self._apply_lease(event)
             case "pledge":
-                self._apply_pledge(event, what)
+                self._apply_pledge(event, change)
             case "device":
                 device = self.ledgers.get(DeviceKey(event.key))
                 # Its closure, which has events of its own, stays as it is.
@@ -263,26 +263,26 @@ class World:
                 self.add_node(changed(known, event.payload) if known else read(event.payload, Node))
             case "cordon":
                 self.add_node(changed(self.nodes[NodeName(event.key)], event.payload))
-            case "request" if what == "made":
+            case "request" if change == "made":
                 self.add_request(read(event.payload, Request))
             case "request":
                 self.requests.pop(event.key, None)
             case "estimate":
-                self.learned.apply(event, what)
+                self.learned.apply(event, change)
             case "worker_set":
-                self.worker_sets.apply(event, what)
-                if what == "over":
+                self.worker_sets.apply(event, change)
+                if change == "over":
                     self.awaited.set_is_over(TaskId(event.key))
             case "queue":
-                pause = read(event.payload, QueuePause) if what == "paused" else None
+                pause = read(event.payload, QueuePause) if change == "paused" else None
                 self.queue.set_pause(event.key, pause, self.tasks)
-            case "stream" if what == "changed":
+            case "stream" if change == "changed":
                 self.streams[event.key] = read(event.payload, StreamState)
             case "stream":
                 self.streams.pop(event.key, None)
 
-    def _apply_task(self, event: Event, what: str) -> None:
-        if what == "submitted":
+    def _apply_task(self, event: Event, change: str) -> None:
+        if change == "submitted":
             self.add_task(event.task or read_task(event.payload))
             return
         before = self.tasks.get(TaskId(event.key))
@@ -343,14 +343,14 @@ class World:
             if kind in HOLDERS_OF_TASKS:
                 self._drop_if_done(TaskId(holder))
 
-    def _apply_pledge(self, event: Event, what: str) -> None:
+    def _apply_pledge(self, event: Event, change: str) -> None:
         pledge = read(event.payload, Pledge)
-        if what == "made":
+        if change == "made":
             self.add_pledge(pledge)
             return
-        mine = self.pledges.get(pledge.preemptor, {})
-        mine.pop(pledge.device, None)
-        if not mine:
+        pledges = self.pledges.get(pledge.preemptor, {})
+        pledges.pop(pledge.device, None)
+        if not pledges:
             self.pledges.pop(pledge.preemptor, None)
         self.marks.mark(node_of(pledge.device), grows=not self._is_taken_up(pledge))
         if (ledger := self.ledgers.get(pledge.device)) is not None:

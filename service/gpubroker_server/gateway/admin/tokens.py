@@ -108,8 +108,8 @@ def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
     known = configured | others
     if not configured or tenant in known:
         return
-    meant = did_you_mean(tenant, known, otherwise=f"known are {', '.join(sorted(known)[:MOST_NAMED])}")
-    detail = f'nobody has configured a tenant "{tenant}"; {meant} For a new one send new_tenant: true'
+    suggestion = did_you_mean(tenant, known, otherwise=f"known are {', '.join(sorted(known)[:MOST_NAMED])}")
+    detail = f'nobody has configured a tenant "{tenant}"; {suggestion} For a new one send new_tenant: true'
     raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown-tenant"))
 
 

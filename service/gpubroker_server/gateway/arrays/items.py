@@ -59,7 +59,7 @@ async def lines_of_items(
         for page in pages:
             skipped = 0 if by_commit else max(0, after + 1 - page.first)
             found = (await _lines_of(blobs, page))[skipped:]
-            found = [one for one in found if failed in (None, _has_failed(one))]
+            found = [item for item in found if failed in (None, _has_failed(item))]
             lines += found
             size_bytes += sum(map(len, found))
             after = page.page if by_commit else page.first + page.count - 1
@@ -100,9 +100,9 @@ async def _lines_of(blobs: BlobStore, page: ItemPage) -> list[bytes]:
 
 async def items_without_success(store: TaskStore, blobs: BlobStore, terms: ArrayTerms) -> list[ItemRange]:
     """Return the items that have failed or are not done."""
-    is_left = bytearray(max(behind for _, behind in terms.numbers))
-    for first, behind in terms.numbers:
-        is_left[first:behind] = b"\1" * (behind - first)
+    is_left = bytearray(max(end for _, end in terms.numbers))
+    for first, end in terms.numbers:
+        is_left[first:end] = b"\1" * (end - first)
     after = -1
     while pages := await store.item_pages(PageFilter(terms.id, False, after, None, PAGES_AT_ONCE)):
         for page in pages:
@@ -115,8 +115,8 @@ async def items_without_success(store: TaskStore, blobs: BlobStore, terms: Array
 
 
 def _ranges_in(is_left: bytearray) -> Iterator[ItemRange]:
-    behind = 0
-    while (first := is_left.find(1, behind)) >= 0:
+    end = 0
+    while (first := is_left.find(1, end)) >= 0:
         found = is_left.find(0, first)
-        behind = found if found >= 0 else len(is_left)
-        yield first, behind
+        end = found if found >= 0 else len(is_left)
+        yield first, end

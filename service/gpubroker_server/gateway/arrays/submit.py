@@ -43,7 +43,7 @@ _LENGTH_BYTES = 8
 
 
 class GivenObjects(Protocol):
-    async def copied(self, tenant: str, object_id: str, at: str) -> bytes: ...
+    async def copied(self, tenant: str, object_id: str, pointer: str) -> bytes: ...
 
 
 Count = Annotated[int, Field(ge=1, le=MOST_ITEMS, description="How many items a pickled list has.")]
@@ -202,7 +202,9 @@ async def objects_left(spec: RunSpec, terms: ArrayTerms, numbers: Sequence[ItemR
     if not may_name_objects(packed):
         return in_common
     items = await asyncio.to_thread(from_json, packed)
-    left = ((at, items[at]) for first, behind in numbers for at in range(first, min(behind, len(items))))
+    left = (
+        (number, items[number]) for first, end in numbers for number in range(first, min(end, len(items)))
+    )
     return {**in_common, **objects_among(left, "/items")}
 
 

@@ -124,7 +124,7 @@ def idle_seconds(parts: Parts) -> dict[str, float]:
     """Return how long each idle device (by key) and each idle node (by name) has been idle."""
     leader, now = parts.leadership.leader(), parts.clock.now()
     idle = () if leader is None or leader.fleet is None else leader.fleet.idle
-    return {one.name: max(0.0, now - one.since) for one in idle}
+    return {device.name: max(0.0, now - device.since) for device in idle}
 
 
 _SHOWN = tuple(name for name in Gpu.__struct_fields__ if name in Device.__struct_fields__)

@@ -49,7 +49,9 @@ async def list_diagnostics(caller: Caller, parts: Parts) -> Response:
     async with parts.diagnoses.slot():
         may_see = caller.may_see
         found = await _diagnose(parts, may_see)
-        seen = first_of_each_kind(one for one in found if not one.tenant or may_see(one.tenant))
+        seen = first_of_each_kind(
+            finding for finding in found if not finding.tenant or may_see(finding.tenant)
+        )
         return answer(Overview(**parts.freshness.last_moment(), items=tuple(map(_shown, seen))))
 
 
@@ -144,10 +146,10 @@ def _closed_out(world: World, task: Task, policy: Policy) -> StuckTask:
     """Return a finding that names a node which could run the task if it were open."""
     for node in sorted(world.nodes.values(), key=lambda node: node.name):
         devices = [world.ledgers[key].device for key in world.by_node.get(node.name, ())]
-        why = _why_closed(world, node)
-        if why and check_demand(task.demand, devices, [node], policy) is None:
+        reason = _why_closed(world, node)
+        if reason and check_demand(task.demand, devices, [node], policy) is None:
             remedy = f"gpubroker uncordon {node.name}" if node.cordoned else f"gpubroker explain {task.id}"
-            return StuckTask(task, f"it fits on {node.name}, which {why}", remedy)
+            return StuckTask(task, f"it fits on {node.name}, which {reason}", remedy)
     return StuckTask(task, "some of the nodes that it needs take no work", f"gpubroker explain {task.id}")
 
 
@@ -170,7 +172,15 @@ def longest_waiting(world: World, now: Instant, may_see: Callable[[str], bool]) 
     return [world.tasks[task] for _, task in sorted(first.values())[:MOST_JUDGED]]
 
 
-def _shown(one: Finding) -> ShownFinding:
-    assert one.first_seen is not None, "it has been remembered"
-    at = Time.at(one.first_seen)
-    return ShownFinding(one.kind, one.subject, one.severity, one.cause, dict(one.evidence), one.remedy, at)
+def _shown(finding: Finding) -> ShownFinding:
+    assert finding.first_seen is not None, "it has been remembered"
+    first_seen_at = Time.at(finding.first_seen)
+    return ShownFinding(
+        finding.kind,
+        finding.subject,
+        finding.severity,
+        finding.cause,
+        dict(finding.evidence),
+        finding.remedy,
+        first_seen_at,
+    )

@@ -113,10 +113,14 @@ async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateId
 async def list_idle_templates(call: Call, parts: Parts) -> Response:
     """List the idle templates of your tenant, or of all with the scope admin."""
     leader = parts.leadership.leader()
-    seen = {} if leader is None or leader.fleet is None else {it.name: it for it in leader.fleet.templates}
+    seen = (
+        {}
+        if leader is None or leader.fleet is None
+        else {template.name: template for template in leader.fleet.templates}
+    )
     found = await parts.store.idle_templates()
-    mine = [template for template in found if call.identity.may_see(template.tenant)]
-    return answer(Listed(tuple([await _shown(parts, template, seen) for template in mine])))
+    visible = [template for template in found if call.identity.may_see(template.tenant)]
+    return answer(Listed(tuple([await _shown(parts, template, seen) for template in visible])))
 
 
 @resource.route(
@@ -130,8 +134,8 @@ async def list_idle_templates(call: Call, parts: Parts) -> Response:
 async def delete_idle_template(call: Call, parts: Parts, name: str) -> Response:
     """Delete an idle template. Its tasks that run or wait go on; cancel them if they shall not."""
     found = await parts.store.idle_templates()
-    mine = any(it.name == name and call.identity.may_see(it.tenant) for it in found)
-    if not mine or not await parts.store.drop_idle_template(name, by=call.identity.name):
+    is_visible = any(template.name == name and call.identity.may_see(template.tenant) for template in found)
+    if not is_visible or not await parts.store.drop_idle_template(name, by=call.identity.name):
         raise Problem(
             "not-found", f'there is no idle template "{name[:100]}"; GET /idle-templates lists them'
         )
@@ -153,7 +157,9 @@ async def fill(parts: Parts, leader: LeaderSeen, refused: dict[str, str]) -> Non
     """Submit the missing tasks of all templates once. `refused`: template -> the reason for which its last
     task was refused, so that each cause is logged once."""
     fleet = leader.fleet
-    wanted = {} if fleet is None else {it.name: it for it in fleet.templates if it.missing}
+    wanted = (
+        {} if fleet is None else {template.name: template for template in fleet.templates if template.missing}
+    )
     for template in await parts.store.idle_templates() if wanted else ():
         if (seen := wanted.get(template.name)) is None:
             continue
@@ -184,8 +190,8 @@ def _parsed(template: IdleTemplate) -> SubmitTask:
 
 def _task(name: str, body: SubmitTask) -> SubmitTask:
     """The body of a template's task."""
-    ours = {"name": f"{NAME_PREFIX}{name}", "priority": 0, "queue_ttl_seconds": WAIT_SECONDS}
-    return body.model_copy(update=ours)
+    own_fields = {"name": f"{NAME_PREFIX}{name}", "priority": 0, "queue_ttl_seconds": WAIT_SECONDS}
+    return body.model_copy(update=own_fields)
 
 
 def _holder(parts: Parts, template: IdleTemplate) -> Identity:

@@ -84,7 +84,7 @@ async def _changed(caller: Caller, parts: Parts, queue: str, body: ChangePause, 
     """Ask the leader, which ignores what is so already: another gateway may just have changed it."""
     fields = {"queue": queue, "by": caller.name, "reason": body.reason}
     settled = await parts.requests.ask(SUBJECT, caller.tenant, "pause" if pauses else "unpause", fields)
-    paused = next((one for one in paused_queues(parts.world) if one.queue == queue), None)
+    paused = next((pause for pause in paused_queues(parts.world) if pause.queue == queue), None)
     return answer(Queue(queue, paused), 200 if settled else 202)
 
 

@@ -87,7 +87,7 @@ async def list_profiles(parts: Parts) -> Response:
 
 
 def _by_name(defaults: Mapping[str, Profile]) -> tuple[Profile, ...]:
-    return tuple(replace(one, name=name) for name, one in sorted(defaults.items()))
+    return tuple(replace(profile, name=name) for name, profile in sorted(defaults.items()))
 
 
 @resource.route("GET /policy", "policy_get", Scope.TASKS_READ, ShownPolicy)

@@ -46,10 +46,10 @@ class ReleaseQuarantine(Body):
         list[Annotated[str, line(100, 1)]], Field(max_length=1024, description="Only these devices, by UUID.")
     ] = Field(default_factory=list)
 
-    def includes(self, one: Quarantined) -> bool:
+    def includes(self, run: Quarantined) -> bool:
         """True if the statement is about this run, on whichever devices."""
-        return (not self.attempts or one.attempt in self.attempts) and (
-            not self.ranks or one.rank in self.ranks
+        return (not self.attempts or run.attempt in self.attempts) and (
+            not self.ranks or run.rank in self.ranks
         )
 
 
@@ -102,8 +102,8 @@ def _stated_leases(caller: Caller, parts: Parts, holder_id: str, body: ReleaseQu
     """Return the quarantined leases that the statement is about. Raises Problem if there are none, or if one
     of them is in use."""
     world = parts.world
-    runs = [one for one in quarantined(world, holder_id) if _may_release(caller, one.tenant)]
-    leases = [lease for one in runs if body.includes(one) for lease in one.leases]
+    runs = [run for run in quarantined(world, holder_id) if _may_release(caller, run.tenant)]
+    leases = [lease for run in runs if body.includes(run) for lease in run.leases]
     if body.devices:
         leases = [lease for lease in leases if _uuid(parts, lease) in body.devices]
     if not leases:
@@ -128,8 +128,8 @@ def _shown(viewer: Identity, parts: Parts, holder: str | None = None) -> tuple[S
     """Return the quarantine of one holder, or of all."""
     world = parts.world
     return tuple(
-        quarantined_view(world, one, named=_may_release(viewer, one.tenant))
-        for one in quarantined(world, holder)
+        quarantined_view(world, run, named=_may_release(viewer, run.tenant))
+        for run in quarantined(world, holder)
     )
 
 

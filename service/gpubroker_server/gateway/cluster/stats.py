@@ -73,7 +73,8 @@ def _fragmentation(parts: Parts) -> Fragmentation:
         stranded_mb=total.stranded_mb,
         share=_rounded(total),
         kinds=tuple(
-            KindPieces(kind, of.free_mb, of.stranded_mb, _rounded(of)) for kind, of in found.kinds.items()
+            KindPieces(kind, free.free_mb, free.stranded_mb, _rounded(free))
+            for kind, free in found.kinds.items()
         ),
         scattered=find_scattered_demand(*state),
     )

@@ -26,25 +26,31 @@ async def list_targets(caller: Caller, parts: Parts) -> Response:
     return answer(
         Targets(
             **moment,
-            items=tuple(_target(one, fleet.background_mb) for one in fleet.targets),
+            items=tuple(_target(target, fleet.background_mb) for target in fleet.targets),
             backpressure=tuple(
-                Pressure(one.name, one.value, one.high, Time.at(one.since), one.closed_below)
-                for one in fleet.pressures
-                if not one.tenant or caller.may_see(one.tenant)
+                Pressure(
+                    pressure.name,
+                    pressure.value,
+                    pressure.high,
+                    Time.at(pressure.since),
+                    pressure.closed_below,
+                )
+                for pressure in fleet.pressures
+                if not pressure.tenant or caller.may_see(pressure.tenant)
             ),
         )
     )
 
 
-def _target(one: TargetSeen, background_mb: dict[str, int]) -> Target:
+def _target(target: TargetSeen, background_mb: dict[str, int]) -> Target:
     return Target(
-        scope=one.scope,
-        measure=one.measure,
-        least=one.least,
-        most=one.most,
-        value=one.value,
-        state="in" if one.is_in else "out",
-        changed_at=Time.at(one.since),
-        background_share=one.share,
-        background_left_mb=None if one.share is None else max(0, background_mb.get(one.scope, 0)),
+        scope=target.scope,
+        measure=target.measure,
+        least=target.least,
+        most=target.most,
+        value=target.value,
+        state="in" if target.is_in else "out",
+        changed_at=Time.at(target.since),
+        background_share=target.share,
+        background_left_mb=None if target.share is None else max(0, background_mb.get(target.scope, 0)),
     )

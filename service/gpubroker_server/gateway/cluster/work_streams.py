@@ -75,8 +75,10 @@ _SIGNAL_ERRORS = f"{_ERRORS} not-found"
 @resource.route("GET /streams", "streams_list", Scope.TASKS_READ, Overview[WorkStream], "follower-stale")
 async def list_streams(parts: Parts) -> Response:
     """List all work streams: what was told of each, its factors, its weight and its chance to be drawn."""
-    moment, told = parts.freshness.moment(), parts.world.streams
-    return answer(Overview(**moment, items=tuple(_shown(parts, told, draw) for draw in _draws(parts, told))))
+    moment, streams = parts.freshness.moment(), parts.world.streams
+    return answer(
+        Overview(**moment, items=tuple(_shown(parts, streams, draw) for draw in _draws(parts, streams)))
+    )
 
 
 @resource.route(
@@ -85,13 +87,13 @@ async def list_streams(parts: Parts) -> Response:
 async def draw_stream(parts: Parts, body: JsonBody[DrawStream] = _DRAW) -> Response:
     """Draw the work stream to go on with, each by its probability. Nothing is stored."""
     parts.freshness.moment()
-    told = parts.world.streams
+    streams = parts.world.streams
     seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
     number = Random(seed).random()  # noqa: S311  # not a secret: the seed is answered
-    draw = drawn(_draws(parts, told), number)
+    draw = drawn(_draws(parts, streams), number)
     if draw is None:
         raise Problem("not-found", "there is no work stream, or all are paused: see GET /streams")
-    return answer(DrawnStream(_shown(parts, told, draw), seed))
+    return answer(DrawnStream(_shown(parts, streams, draw), seed))
 
 
 @resource.route("PUT /streams/{name}", "streams_put", Scope.ADMIN, WorkStream, _ERRORS, accepted=STORED)
@@ -100,13 +102,13 @@ async def put_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[Put
 
     The weight holds for all tenants, in place of the one in the settings, and outlives restarts.
     """
-    told = parts.world.streams
-    if not is_name(name) and name not in known_streams(parts.policy.streams, told):
+    streams = parts.world.streams
+    if not is_name(name) and name not in known_streams(parts.policy.streams, streams):
         raise invalid(Fault(pointer="path:name", detail=PATTERNS_IN_WORDS[NAME], code="bad-name"))
     asked = {"curriculum": body.curriculum, "by": caller.name, "reason": body.reason}
     settled = await parts.requests.ask(name, caller.tenant, "stream", asked)
-    state = replace(told.get(name, StreamState(name)), curriculum=body.curriculum)
-    return answer(_named(parts, {**told, name: state}, name), 200 if settled else 202)
+    state = replace(streams.get(name, StreamState(name)), curriculum=body.curriculum)
+    return answer(_named(parts, {**streams, name: state}, name), 200 if settled else 202)
 
 
 @resource.route(

@@ -10,29 +10,31 @@ from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, P
 from gpubroker_server.gateway.explain.viewpoint import Viewpoint
 
 
-def shown_plan(components: Sequence[Component], plan: FleetPlan, at: Viewpoint) -> ShownPlan:
-    without = {one.component.name: one for one in plan.unplaced}
+def shown_plan(components: Sequence[Component], plan: FleetPlan, view: Viewpoint) -> ShownPlan:
+    without = {missing.component.name: missing for missing in plan.unplaced}
     return ShownPlan(
         fits=plan.fits,
         message=plan.message,
-        components=tuple(_component(one, without.get(one.name)) for one in components),
-        places=tuple(place for placed in plan.placed for place in _places(placed, at)),
-        displaced=tuple(_displaced(one, at) for one in plan.displaced),
+        components=tuple(_component(component, without.get(component.name)) for component in components),
+        places=tuple(place for placed in plan.placed for place in _places(placed, view)),
+        displaced=tuple(_displaced(run, view) for run in plan.displaced),
         missing=plan.missing,
         totals=plan.totals,
         totals_without_colocation=plan.totals_apart,
     )
 
 
-def _component(component: Component, lacks: Unplaced | None) -> ComponentPlan:
+def _component(component: Component, unplaced: Unplaced | None) -> ComponentPlan:
     name, count = component.name, component.count
-    if lacks is None:
+    if unplaced is None:
         return ComponentPlan(name, count, count, 0, None, None)
-    return ComponentPlan(name, count, count - lacks.count, lacks.count, lacks.reason, lacks.message)
+    return ComponentPlan(
+        name, count, count - unplaced.count, unplaced.count, unplaced.reason, unplaced.message
+    )
 
 
-def _places(placed: Placed, at: Viewpoint) -> Iterator[ComponentPlace]:
-    for rank, place in enumerate(at.places(placed.places)):
+def _places(placed: Placed, view: Viewpoint) -> Iterator[ComponentPlace]:
+    for rank, place in enumerate(view.places(placed.places)):
         yield ComponentPlace(
             **asdict(place),
             component=placed.component,
@@ -42,9 +44,11 @@ def _places(placed: Placed, at: Viewpoint) -> Iterator[ComponentPlace]:
         )
 
 
-def _displaced(one: Displaced, at: Viewpoint) -> DisplacedRun:
-    run = at.run(one.run)
-    if one.ranks is not None:
-        freed = sum(lease.mb for lease in at.world.leases_of(one.run) if lease.rank in one.ranks)
+def _displaced(displaced: Displaced, view: Viewpoint) -> DisplacedRun:
+    run = view.run(displaced.run)
+    if displaced.ranks is not None:
+        freed = sum(
+            lease.mb for lease in view.world.leases_of(displaced.run) if lease.rank in displaced.ranks
+        )
         run = replace(run, gpu_mb=freed, lost_gpu_seconds=0.0)
-    return DisplacedRun(**asdict(run), ranks=one.ranks)
+    return DisplacedRun(**asdict(run), ranks=displaced.ranks)

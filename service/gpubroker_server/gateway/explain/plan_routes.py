@@ -104,15 +104,15 @@ class PlanFleet(Body):
     def _check_names_and_size(self) -> Self:
         named: dict[str, Sequence[PlannedComponent | PlannedNodes]]
         named = {"components": self.components, "fleet": self.fleet or []}
-        for what, items in named.items():
+        for noun, items in named.items():
             if len({item.name for item in items}) < len(items):
-                raise PydanticCustomError("same_name", "{what} must have different names", {"what": what})
+                raise PydanticCustomError("same_name", "{what} must have different names", {"what": noun})
         machines = sum(nodes.count for nodes in self.fleet or [])
         gpus = sum(nodes.count * sum(gpu.count for gpu in nodes.gpus) for nodes in self.fleet or [])
         if machines > MAX_MACHINES or gpus > MAX_GPUS:
-            most = {"machines": MAX_MACHINES, "gpus": MAX_GPUS}
+            maximum = {"machines": MAX_MACHINES, "gpus": MAX_GPUS}
             raise PydanticCustomError(
-                "fleet_too_large", "fleet must have at most {machines} nodes and {gpus} GPUs", most
+                "fleet_too_large", "fleet must have at most {machines} nodes and {gpus} GPUs", maximum
             )
         return self
 
@@ -132,10 +132,10 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
     With `fleet`: on such machines, empty; otherwise on the present fleet, beside what runs there. Of the
     queue only tasks with a forecast count. One plan is computed at a time.
     """
-    at = viewpoint(parts, caller)
-    now, tenant = at.now, _tenant(caller, parts, body)
+    view = viewpoint(parts, caller)
+    now, tenant = view.now, _tenant(caller, parts, body)
     components = [_component(caller, parts, body, index, tenant) for index in range(len(body.components))]
-    if sum(one.count * max(1, len(one.demand.bundles)) for one in components) > MAX_TASKS:
+    if sum(component.count * max(1, len(component.demand.bundles)) for component in components) > MAX_TASKS:
         detail = f"at most {MAX_TASKS} tasks and ranks of gangs in total"
         raise invalid(Fault(pointer="/components", detail=detail, code="too-many"))
     async with parts.plans.slot():
@@ -153,19 +153,19 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
         except TimeoutError:
             detail = f"planning takes longer than {LIMIT_SECONDS:g} s; ask about fewer tasks at a time"
             raise invalid(Fault(pointer="/components", detail=detail, code="too-long")) from None
-    return answer(shown_plan(components, plan, replace(at, world=world)))
+    return answer(shown_plan(components, plan, replace(view, world=world)))
 
 
 def _tenant(caller: Identity, parts: Parts, body: PlanFleet) -> str:
-    mine = caller.tenant
-    if body.tenant is None or body.tenant == mine:
-        return mine
+    tenant = caller.tenant
+    if body.tenant is None or body.tenant == tenant:
+        return tenant
     if not caller.may(Scope.ADMIN):
         raise Problem(
             "forbidden",
-            f'token "{caller.name}" is of tenant "{mine}"; planning for tenant "{body.tenant}" needs '
+            f'token "{caller.name}" is of tenant "{tenant}"; planning for tenant "{body.tenant}" needs '
             "the scope admin; leave tenant out, or name your own",
-            errors=[Fault(pointer="/tenant", detail=f'only "{mine}"', code="other-tenant")],
+            errors=[Fault(pointer="/tenant", detail=f'only "{tenant}"', code="other-tenant")],
         )
     if detail := unknown_tenant(body.tenant, parts.world, parts.policy, parts.tokens):
         raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown"))
@@ -173,15 +173,15 @@ def _tenant(caller: Identity, parts: Parts, body: PlanFleet) -> str:
 
 
 def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:
-    asked, at, submissions = body.components[index], f"/components/{index}", parts.submissions
+    asked, pointer, submissions = body.components[index], f"/components/{index}", parts.submissions
     policy, profiles = submissions.policy, submissions.defaults.profiles
     if asked.profile and asked.profile not in profiles:
         detail = no_such("profile", asked.profile, profiles)
-        raise invalid(Fault(pointer=f"{at}/profile", detail=detail, code="unknown"))
+        raise invalid(Fault(pointer=f"{pointer}/profile", detail=detail, code="unknown"))
     usual = policy.defaults.named(asked.model_type, asked.profile)
     permissions = policy.permissions
     if asked.priority is not None:
-        refuse(permissions.check_priority(caller, asked.priority, tenant, at=f"{at}/priority"))
+        refuse(permissions.check_priority(caller, asked.priority, tenant, at=f"{pointer}/priority"))
     given = first(usual.priority, policy.defaults.priority)
     priority = first(asked.priority, permissions.default_priority(caller, given, tenant))
 
@@ -198,7 +198,7 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
             policy.permissions.policy,
         )
         if isinstance(found, Refusal):
-            raise problem_of(refused_at(f"{at}/resources", found))
+            raise problem_of(refused_at(f"{pointer}/resources", found))
         return found[0]
 
     demand = settled(asked.resources, asked.labels)

@@ -99,18 +99,20 @@ async def _of_whole(parts: Parts, viewer: Identity, whole: Whole) -> ShownExplan
     record = first if waiting is None else await store.record(waiting) or first
     found = await _of_task(parts, viewer, record)
     is_alone = len(words) == 1 and not counts[_NOT_WANTED]
-    said = [] if is_alone else [f"workers: {', '.join(f'{count} {word}' for word, count in counts.items())}"]
+    sentences = (
+        [] if is_alone else [f"workers: {', '.join(f'{count} {word}' for word, count in counts.items())}"]
+    )
     if is_alone:
-        said.append(found.message)
+        sentences.append(found.message)
     elif waiting is not None:
-        said.append(f"{waiting}: {found.message}")
+        sentences.append(f"{waiting}: {found.message}")
     if (failure := failure_of_whole(whole, standing)) is not None:
-        said.append(failure.message)
+        sentences.append(failure.message)
     return replace(
         found,
         id=first.task.id,
         state=ShownState(standing.state),
-        message="; ".join(said),
+        message="; ".join(sentences),
         worker=None if is_alone else waiting,
         **({} if waiting else _NOT_WAITING),
     )
@@ -130,13 +132,13 @@ def _diagnose(parts: Parts, task: Task) -> Diagnosis:
 
 
 def _explanation(parts: Parts, viewer: Identity, record: TaskRecord) -> ShownExplanation:
-    at, task = viewpoint(parts, viewer), record.task
+    view, task = viewpoint(parts, viewer), record.task
     row = parts.world.tasks.get(task.id)
     if row is not None and row.state is TaskState.PENDING:
-        found, fields = _waiting(parts, at, row)
+        found, fields = _waiting(parts, view, row)
     else:
-        found = _not_waiting(parts, at.now, record)
-        fields = at.outlook(found)
+        found = _not_waiting(parts, view.now, record)
+        fields = view.outlook(found)
     if notice := parts.records.pending.notice(task):
         fields["message"] += f" ({notice}; gpubroker stats says why)"
     state = ShownState(found.state)
@@ -158,25 +160,25 @@ def _not_waiting(parts: Parts, now: Instant, record: TaskRecord) -> Explanation:
     return explain(world, task.id, parts.policy, now)
 
 
-def _waiting(parts: Parts, at: Viewpoint, task: Task) -> tuple[Explanation, dict[str, Any]]:
+def _waiting(parts: Parts, view: Viewpoint, task: Task) -> tuple[Explanation, dict[str, Any]]:
     """Return why the task waits, and the fields of the answer."""
     diagnosis = _diagnose(parts, task)
     found, advice, start = explain_pending(diagnosis), None, None
     if not isinstance(task.holder, Inference):
-        advice = advise(diagnosis, _highest_priority(parts, at.viewer))
+        advice = advise(diagnosis, _highest_priority(parts, view.viewer))
     elif found.reason is Reason.MODEL_LOADING:  # an inference waits for its model, not for room on a node
-        start = expected_send_at(parts.world, task, parts.policy, parts.leadership.forecasts(), at.now)
+        start = expected_send_at(parts.world, task, parts.policy, parts.leadership.forecasts(), view.now)
     leaderless = no_leader(parts.world, parts.leadership, task)
     if leaderless is None:
-        return found, at.outlook(found, advice, start)
+        return found, view.outlook(found, advice, start)
     found = _without_leader(found, leaderless)
-    return found, at.outlook(found, advice, start) | NO_ADVICE
+    return found, view.outlook(found, advice, start) | NO_ADVICE
 
 
 def _without_leader(found: Explanation, leaderless: Blocker) -> Explanation:
     """Return the explanation with the missing leader as a reason, among others that the leader could not
     end."""
-    others = [one for one in found.blockers if one.reason is not Reason.PENDING_EVALUATION]
+    others = [blocker for blocker in found.blockers if blocker.reason is not Reason.PENDING_EVALUATION]
     first, *more = sorted([leaderless, *others], key=lambda blocker: blocker.reason.tier)
     return replace(found, reason=first.reason, message=first.message, blockers=(first, *more))
 
@@ -187,26 +189,28 @@ def _ended(record: TaskRecord) -> str:
     task = record.task
     if task.finished_at is None:
         return ""
-    at = rfc3339(task.finished_at)
+    finished_at = rfc3339(task.finished_at)
     if not isinstance(task.holder, External):
         failure = record.failure or {}
-        why = str(failure.get("message") or failure.get("kind") or "").partition("\n")[0]
-        return f"{task.state} at {at}, {_how_far(task, task.finished_at)}" + (f": {why}" if why else "")
+        reason = str(failure.get("message") or failure.get("kind") or "").partition("\n")[0]
+        return f"{task.state} at {finished_at}, {_how_far(task, task.finished_at)}" + (
+            f": {reason}" if reason else ""
+        )
     match task.state:
         case TaskState.SUCCEEDED:
-            return f"released at {at}; it holds nothing any more"
+            return f"released at {finished_at}; it holds nothing any more"
         case TaskState.CANCELLED:
-            return f"cancelled at {at}, before it held anything"
+            return f"cancelled at {finished_at}, before it held anything"
         case _:
-            return f"ended at {at} without having been released; GET /leases/{task.id} has its error"
+            return f"ended at {finished_at} without having been released; GET /leases/{task.id} has its error"
 
 
 def _how_far(task: Task, finished_at: Instant) -> str:
     if task.started_at is None:
         return "before it started" if not task.fence else f"before attempt {task.fence} started"
-    where = f" on {task.node}" if task.node else ""
-    which = f" in attempt {task.fence}" if task.fence > 1 else ""
-    return f"after {finished_at - task.started_at:.0f} s{which}{where}"
+    on_node = f" on {task.node}" if task.node else ""
+    attempt = f" in attempt {task.fence}" if task.fence > 1 else ""
+    return f"after {finished_at - task.started_at:.0f} s{attempt}{on_node}"
 
 
 _REFUSED = 422
@@ -232,37 +236,37 @@ async def simulate_task(caller: Caller, parts: Parts, body: JsonBody[SimulateTas
     await parts.freshness.catch_up()
     found = await parts.submissions.judged(caller, submission_of(body, caller.tenant))
     async with parts.answers.slot():
-        at = viewpoint(parts, caller)
+        view = viewpoint(parts, caller)
         if not isinstance(found, Refused):
-            return answer(_simulated(parts, at, found))
+            return answer(_simulated(parts, view, found))
         problem = problem_of(found)
         is_invalid = found.code == INVALID and found.would_be is None
         if is_invalid or problem.kind.status != _REFUSED:
             raise problem
-        return answer(_refused(parts, at, problem, found.would_be))
+        return answer(_refused(parts, view, problem, found.would_be))
 
 
-def _simulated(parts: Parts, at: Viewpoint, new: AdmittedTask) -> Simulation:
+def _simulated(parts: Parts, view: Viewpoint, new: AdmittedTask) -> Simulation:
     diagnosis = _diagnose(parts, new.task)
-    found, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, at.viewer))
+    found, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, view.viewer))
     found = replace(found, message=advice.message(found))
     eviction = advice.way.eviction
     return Simulation(
-        **at.outlook(found, advice),
+        **view.outlook(found, advice),
         **_asked(new),
         verdict=advice.verdict,
         refusal=None,
-        places=at.places(advice.way.places),
-        victims=tuple(map(at.run, eviction.victims)) if eviction else (),
+        places=view.places(advice.way.places),
+        victims=tuple(map(view.run, eviction.victims)) if eviction else (),
     )
 
 
-def _refused(parts: Parts, at: Viewpoint, problem: Problem, new: AdmittedTask | None) -> Simulation:
+def _refused(parts: Parts, view: Viewpoint, problem: Problem, new: AdmittedTask | None) -> Simulation:
     """Return what a submit of this task would be refused for, and what would help."""
-    fields = at.outlook(Explanation(TaskId(""), TaskState.PENDING, problem.detail, len(parts.world.queue)))
+    fields = view.outlook(Explanation(TaskId(""), TaskState.PENDING, problem.detail, len(parts.world.queue)))
     if new is not None:
-        advice = advise(_diagnose(parts, new.task), _highest_priority(parts, at.viewer))
-        fields["remedies"] = at.remedies(advice)
+        advice = advise(_diagnose(parts, new.task), _highest_priority(parts, view.viewer))
+        fields["remedies"] = view.remedies(advice)
     refusal = Refusal(problem.code, problem.detail, tuple(problem.errors))
     return Simulation(**fields, **_asked(new), verdict="refused", refusal=refusal, places=(), victims=())
 

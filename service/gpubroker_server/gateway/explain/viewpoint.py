@@ -69,13 +69,19 @@ class Viewpoint(Struct, frozen=True):
             "message": found.message,
             "position": found.position,
             "start": expected,
-            "start_record": next((it for it in records if expected and it.basis == expected.basis), None),
+            "start_record": next(
+                (record for record in records if expected and record.basis == expected.basis), None
+            ),
             "preemption": None if advice is None else self._preemption(advice.preemption),
             "remedies": () if advice is None else self.remedies(advice),
-            "blockers": tuple(Blocker(it.reason, it.reason.tier, it.message) for it in found.blockers),
+            "blockers": tuple(
+                Blocker(blocker.reason, blocker.reason.tier, blocker.message) for blocker in found.blockers
+            ),
             "quota": found.quota,
             "ranks": tuple(map(self._rank, found.ranks)) or None,
-            "devices": () if advice is None else tuple(self._device(it, advice) for it in found.devices),
+            "devices": ()
+            if advice is None
+            else tuple(self._device(device, advice) for device in found.devices),
             "evaluated_at": Time.at(self.now),
             "queue_length": found.queue_length,
             "as_of": self.moment["as_of"],
@@ -109,7 +115,7 @@ class Viewpoint(Struct, frozen=True):
         )
 
     def _preemption(self, found: PreemptionVerdict) -> Preemption:
-        runs = (ProtectedRun(**asdict(self.run(one.run)), shield=one.shield) for one in found.runs)
+        runs = (ProtectedRun(**asdict(self.run(run.run)), shield=run.shield) for run in found.runs)
         return Preemption(found.why, found.message, found.counts, tuple(runs))
 
     def _remedy(self, remedy: Remedy) -> ShownRemedy:

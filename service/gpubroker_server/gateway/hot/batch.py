@@ -104,7 +104,7 @@ async def submit_batch(
             if body.all_or_nothing:
                 _check_all(judged)
             text = encode(_submitted(call, judged))
-        admitted = [one for one in judged if isinstance(one, AdmittedTask)]
+        admitted = [admitted_task for admitted_task in judged if isinstance(admitted_task, AdmittedTask)]
         made = BatchSubmission(admitted, answer="" if idempotency_key is None else text.decode())
         return made
 
@@ -119,13 +119,13 @@ async def submit_batch(
 def _log_accepted(submissions: Sequence[AdmittedTask], tenant: str) -> None:
     """Log the accepted tasks, several per line: a line for each would keep other requests waiting."""
     for start in range(0, len(submissions), IDS_PER_LINE):
-        ids = [one.task.id for one in submissions[start : start + IDS_PER_LINE]]
+        ids = [submission.task.id for submission in submissions[start : start + IDS_PER_LINE]]
         log.info("tasks accepted", tasks=" ".join(ids), tenant=tenant)
 
 
 def _check_all(made: Sequence[AdmittedTask | Problem]) -> None:
     """Check all tasks. Raises Problem batch-refused with the faults of all of them."""
-    bad = [(number, one) for number, one in enumerate(made) if isinstance(one, Problem)]
+    bad = [(number, result) for number, result in enumerate(made) if isinstance(result, Problem)]
     if bad:
         faults = [fault for number, problem in bad for fault in _faults_at(number, problem)]
         first = f"{faults[0].pointer}: {faults[0].detail}"

@@ -30,17 +30,17 @@ class BatchReferences:
             return text
         faults: list[Fault] = []
         has_changed = False
-        for at, item in enumerate(after):
+        for index, item in enumerate(after):
             wanted = item.get("task") if isinstance(item, dict) else item
             if isinstance(wanted, bool) or not isinstance(wanted, int | str) or is_task_id(str(wanted)):
                 continue  # an id, or what validation refuses
             found = self._index_of(wanted, number)
             if isinstance(found, str) or isinstance(made[found], Problem):
                 detail = found if isinstance(found, str) else f"task {found} of this batch was refused"
-                faults.append(Fault(pointer=f"/after/{at}/task", detail=detail, code="unknown-task"))
+                faults.append(Fault(pointer=f"/after/{index}/task", detail=detail, code="unknown-task"))
                 continue
             self.named.add(self._ids[found])
-            after[at] = {**item, "task": self._ids[found]} if isinstance(item, dict) else self._ids[found]
+            after[index] = {**item, "task": self._ids[found]} if isinstance(item, dict) else self._ids[found]
             has_changed = True
         if faults:
             raise invalid(*faults)

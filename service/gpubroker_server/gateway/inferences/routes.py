@@ -127,14 +127,14 @@ def request_of(
     ]
     tensors: list[Tensor] = []
     begin = 0
-    for at, given in enumerate(body.inputs):
+    for index, given in enumerate(body.inputs):
         size = 0 if given.parameters is None else given.parameters.binary_data_size
         try:
             tensors.append(_tensor(given, binary_data[begin : begin + size], objects, passed))
         except BadTensor as bad:
-            where = "data" if given.parameters is None else "parameters/binary_data_size"
-            where = where if given.object is None else "object"
-            faults.append(Fault(pointer=f"/inputs/{at}/{where}", detail=str(bad), code="bad-tensor"))
+            member = "data" if given.parameters is None else "parameters/binary_data_size"
+            member = member if given.object is None else "object"
+            faults.append(Fault(pointer=f"/inputs/{index}/{member}", detail=str(bad), code="bad-tensor"))
         begin += size
     if begin != len(binary_data) and not faults:
         detail = f"{len(binary_data)} bytes follow the JSON, and the inputs name {begin} (binary_data_size)"
@@ -168,9 +168,9 @@ def _tensor(
 
 def _named_twice(field: str, names: list[str]) -> list[Fault]:
     return [
-        Fault(pointer=f"/{field}/{at}/name", detail=f'"{name}" is already named', code="named-twice")
-        for at, name in enumerate(names)
-        if name in names[:at]
+        Fault(pointer=f"/{field}/{index}/name", detail=f'"{name}" is already named', code="named-twice")
+        for index, name in enumerate(names)
+        if name in names[:index]
     ]
 
 
@@ -252,7 +252,9 @@ async def submit_inference(
             submission = replace(submission, priority=_usual_priority(call, parts, body))
         new = await submissions.admitted(identity, submission, named={})
         submissions.check_queue((new.task,))
-        named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
+        named = {
+            index: tensor.object for index, tensor in enumerate(body.inputs) if tensor.object is not None
+        }
         async with parts.reads.slot() if named else nullcontext():
             most = submissions.permissions.policy.serving.body_bytes
             new = await _with_values(call, objects, body, new, named, most)
@@ -318,14 +320,14 @@ def _is_passed(given: InputTensor, kept: StoredObject) -> bool:
 async def _want_model(parts: Parts, model: str, priority: int) -> None:
     """Ask for the model's memory, if its server is in the ledger. Raises Problem for a model that no server
     has, and for one that would fit nowhere. A server that does not answer now is asked again later."""
-    why = "it is in no repository"
+    reason = "it is in no repository"
     try:
         if parts.residencies is not None:
             if not parts.residencies.holding(model):
                 await parts.residencies.want(model, priority, queued=True)
             return
     except UnknownModel as unknown:
-        why = str(unknown)
+        reason = str(unknown)
     except Problem as problem:
         if problem.kind.status < 500:
             raise
@@ -333,7 +335,7 @@ async def _want_model(parts: Parts, model: str, priority: int) -> None:
     if any(server.lists(model) for server in parts.outside):
         return
     if not any(await asyncio.gather(*(server.may_have(model) for server in parts.outside))):
-        raise Problem("not-found", f'there is no model "{model[:100]}": {why}; GET /models lists them')
+        raise Problem("not-found", f'there is no model "{model[:100]}": {reason}; GET /models lists them')
 
 
 @resource.route(

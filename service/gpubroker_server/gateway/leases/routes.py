@@ -198,8 +198,8 @@ async def _find_lease(caller: Caller, parts: Parts, lease_id: str, action: str =
     return record
 
 
-async def _requested(parts: Parts, record: TaskRecord, what: str, fields: dict[str, Any]) -> Response:
-    settled = await parts.requests.ask(record.task.id, record.task.tenant, what, fields)
+async def _requested(parts: Parts, record: TaskRecord, change: str, fields: dict[str, Any]) -> Response:
+    settled = await parts.requests.ask(record.task.id, record.task.tenant, change, fields)
     return _answer(parts, await parts.records.reread(record), 200 if settled else 202)
 
 

@@ -118,35 +118,38 @@ async def _home(parts: ModelParts, name: str, server: str | None) -> ModelReside
     Raises Problem."""
     if server is not None:
         return parts.at(server)
-    known = {one: await one.repository() for one in parts.residencies}
-    having = [one for one in known if name in (known[one] or ())]
-    having = having or [one for one in known if known[one] is None]
-    if len(having) > 1:
-        servers = [one.rules.name for one in having]
+    known = {residency: await residency.repository() for residency in parts.residencies}
+    holders = [residency for residency in known if name in (known[residency] or ())]
+    holders = holders or [residency for residency in known if known[residency] is None]
+    if len(holders) > 1:
+        servers = [residency.rules.name for residency in holders]
         raise Problem("model-ambiguous", model=name[:100], servers=", ".join(servers), first=servers[0])
-    if not having:
+    if not holders:
         raise no_such_model(name, "it is in no repository")
-    return having[0]
+    return holders[0]
 
 
 async def _ledger(parts: ModelParts, residency: ModelResidency, name: str) -> DeviceLedger:
     """Return the one GPU on which the model can be measured now. Raises Problem, UnknownModel."""
-    if (task := residency.of(name)) is not None:
-        raise Problem("model-in-use", model=name[:100], state=task.state.value, task=task.id)
+    # A step of a loaded ensemble has its memory there.
+    if (task := residency.of(name) or residency.ensemble_of(name)) is not None:
+        raise Problem("model-in-use", model=task.name[:100], state=task.state.value, task=task.id)
     demand = (await residency.demand_of(name))[0]
     if demand.gpus != 1:
-        on = f"it is spread over {demand.gpus} GPUs" if demand.gpus else "it runs on CPUs"
-        raise Problem("not-measurable", f"model {name[:100]} leases what its settings say: {on}")
-    there = gpus_of(parts.app.world, residency.rules)
-    mine = [one for one in there if not demand.where.devices or one.device.uuid in demand.where.devices]
-    if len(mine) != 1:
+        placement = f"it is spread over {demand.gpus} GPUs" if demand.gpus else "it runs on CPUs"
+        raise Problem("not-measurable", f"model {name[:100]} leases what its settings say: {placement}")
+    ledgers = gpus_of(parts.app.world, residency.rules)
+    candidates = [
+        ledger for ledger in ledgers if not demand.where.devices or ledger.device.uuid in demand.where.devices
+    ]
+    if len(candidates) != 1:
         raise Problem(
             "not-measurable", f"its server {residency.rules.name} has no GPU on a node that is here"
         )
     clock, policy = parts.app.clock, parts.app.policy
-    if fault := unmeasurable(parts.app.world, mine[0], clock.now(), policy.sample_period_seconds):
+    if fault := unmeasurable(parts.app.world, candidates[0], clock.now(), policy.sample_period_seconds):
         raise Problem("not-measurable", fault)
-    return mine[0]
+    return candidates[0]
 
 
 async def _ask(

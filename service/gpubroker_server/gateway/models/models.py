@@ -208,8 +208,8 @@ def _shown(server: str, name: str, task: Task | None, reason: str = "") -> Serve
 
 def _step(server: str, name: str, ensemble: Task) -> ServedModel:
     """Return a model that is in memory because an ensemble is, whose task has the memory of both."""
-    why = f"it is a step of the ensemble {ensemble.name}, which holds its memory"
-    return replace(_shown(server, name, ensemble, why), gpu_mb=0)
+    reason = f"it is a step of the ensemble {ensemble.name}, which holds its memory"
+    return replace(_shown(server, name, ensemble, reason), gpu_mb=0)
 
 
 def _outside(server: str, model: IndexedModel) -> ServedModel:

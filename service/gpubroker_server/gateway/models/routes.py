@@ -94,13 +94,13 @@ async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> R
     all others of the repositories."""
     outside = parts.app.outside
     residencies = parts.app.residencies or ()
-    each = await asyncio.gather(*map(parts.models, residencies), *map(models_outside, outside))
+    lists = await asyncio.gather(*map(parts.models, residencies), *map(models_outside, outside))
     found = [
-        one
-        for one in chain(*each)
-        if query.server in (None, one.server) and (not query.state or one.state in query.state)
+        model
+        for model in chain(*lists)
+        if query.server in (None, model.server) and (not query.state or model.state in query.state)
     ]
-    found.sort(key=lambda one: (_STATES.index(one.state), one.server, one.name))
+    found.sort(key=lambda model: (_STATES.index(model.state), model.server, model.name))
     moment = parts.app.freshness.moment()
     return answer(Overview(**moment, items=tuple(in_order(found, query.sort, _SORTED_BY))))
 
@@ -114,7 +114,7 @@ async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> R
 )
 async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
     """Read a model: whether it is in memory, since when, and until when it stays."""
-    outside = [one for one in parts.app.outside if query.server in (None, one.name)]
+    outside = [server for server in parts.app.outside if query.server in (None, server.name)]
     if query.server is None or not outside:
         try:
             return answer(await parts.model(name, query.server))

@@ -107,16 +107,16 @@ class ObjectStorage(Struct, frozen=True):
         """Yield the bytes of a span, in parts. The whole is compared with the digest: its last part is held
         back until then. Counts as a use. Raises Problem result-damaged."""
         await self._note_use(kept)
-        digest, at = hashlib.sha256(), span.first_byte
-        while at < span.end_byte:
+        digest, offset = hashlib.sha256(), span.first_byte
+        while offset < span.end_byte:
             try:
-                part = await self.blobs.read(kept.digest, at, min(PART_BYTES, span.end_byte - at))
+                part = await self.blobs.read(kept.digest, offset, min(PART_BYTES, span.end_byte - offset))
             except BlobMissing:
                 raise self._damaged(kept) from None
-            at += len(part)
+            offset += len(part)
             await asyncio.to_thread(digest.update, part)
-            is_wrong = at == span.end_byte and digest.hexdigest() != kept.digest
-            if not part or (is_wrong and span.size_bytes == kept.size_bytes):
+            is_damaged = offset == span.end_byte and digest.hexdigest() != kept.digest
+            if not part or (is_damaged and span.size_bytes == kept.size_bytes):
                 raise self._damaged(kept)
             yield part
 
@@ -128,8 +128,8 @@ class ObjectStorage(Struct, frozen=True):
         """
         found = {object_id: await self._kept(tenant, object_id) for object_id in sorted({*named.values()})}
         faults = [
-            Fault(pointer=f"/inputs/{at}/object", detail=self._unknown(object_id), code="unknown-object")
-            for at, object_id in named.items()
+            Fault(pointer=f"/inputs/{index}/object", detail=self._unknown(object_id), code="unknown-object")
+            for index, object_id in named.items()
             if found[object_id] is None
         ]
         if faults:
@@ -145,20 +145,20 @@ class ObjectStorage(Struct, frozen=True):
         self._check_copied(sum(row.size_bytes for row in rows), "/inputs")
         return {digest: await self.read(row) for digest, row in {row.digest: row for row in rows}.items()}
 
-    async def copied(self, tenant: str, object_id: str, at: str) -> bytes:
-        """Return the bytes of an object that a request copies; `at` points to its id. Raises Problem."""
+    async def copied(self, tenant: str, object_id: str, pointer: str) -> bytes:
+        """Return the bytes of an object that a request copies; `pointer` points to its id. Raises Problem."""
         kept = await self.find(tenant, object_id)
-        self._check_copied(kept.size_bytes, at)
+        self._check_copied(kept.size_bytes, pointer)
         return await self.read(kept)
 
-    def _check_copied(self, size_bytes: int, at: str) -> None:
-        most = self.limits.copied_object_bytes
-        if size_bytes > most:
+    def _check_copied(self, size_bytes: int, pointer: str) -> None:
+        limit_bytes = self.limits.copied_object_bytes
+        if size_bytes > limit_bytes:
             detail = (
-                f"the objects that one request copies may have {most} bytes, and here they have "
+                f"the objects that one request copies may have {limit_bytes} bytes, and here they have "
                 f"{size_bytes}; split the request, or raise limits.copied_object_bytes"
             )
-            raise invalid(Fault(pointer=at, detail=detail, code="objects-too-large"))
+            raise invalid(Fault(pointer=pointer, detail=detail, code="objects-too-large"))
 
     async def _kept(self, tenant: str, object_id: str) -> StoredObject | None:
         if not is_object_id(object_id):

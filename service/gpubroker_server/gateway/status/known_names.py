@@ -15,8 +15,8 @@ def unknown_tenant(name: str, world: World, policy: Policy, tokens: Tokens) -> s
     known = {*listed, *tokens.tenants(), *world.accounts, *(name for name, n in world.pending.items() if n)}
     if name in known:
         return ""
-    meant = did_you_mean(name, known, otherwise="GET /tenants lists them")
-    return f'there is no tenant "{name[:100]}": it has no rule, no token and no tasks; {meant}'
+    suggestion = did_you_mean(name, known, otherwise="GET /tenants lists them")
+    return f'there is no tenant "{name[:100]}": it has no rule, no token and no tasks; {suggestion}'
 
 
 def unknown_stream(name: str, world: World, policy: Policy) -> str:

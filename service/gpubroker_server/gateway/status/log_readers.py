@@ -52,7 +52,7 @@ class LogReaders:
         """Tell the leader which logs are read, without those whose readers are gone or do not take what they
         get. Raises StoreUnavailable."""
         now = self._clock.now()
-        for log in [log for log, at in self._looked_at.items() if at < now - FOLLOWED_SECONDS]:
+        for log in [log for log, looked_at in self._looked_at.items() if looked_at < now - FOLLOWED_SECONDS]:
             del self._looked_at[log], self._since[log]
         await self._store.follow_logs(FollowedLogs(self._gateway, now, dict(self._since)))
         self._told = bool(self._since)

@@ -116,13 +116,13 @@ class PendingReasons:
         """Return True if the task waits for its own time, for its own dependencies, or for room that is kept
         for it alone."""
         forecasts = self._leadership.forecasts()
-        has_room = row.id in self._world.pledges or any(row.id == one.task for one in forecasts)
+        has_room = row.id in self._world.pledges or any(row.id == forecast.task for forecast in forecasts)
         return row.awaits or row.not_before is not None or has_room
 
 
 def _without_leader(view: Pending, blocker: Blocker) -> Pending:
     """A more structural reason still comes first. Without a leader no start can be forecast."""
-    reason = min(Reason(view.reason), blocker.reason, key=lambda each: each.tier)
+    reason = min(Reason(view.reason), blocker.reason, key=lambda reason: reason.tier)
     message = blocker.message
     if reason is not blocker.reason:
         message = f"{view.message}; {message}"

@@ -74,12 +74,12 @@ class TaskRecords(Struct, frozen=True):
     pending: PendingReasons
     page_items: int
 
-    async def find(self, identity: Identity, task_id: str, what: str = "task") -> TaskRecord:
+    async def find(self, identity: Identity, task_id: str, noun: str = "task") -> TaskRecord:
         """Return the record. Raises Problem not-found, also for a task that the token may not see, so that
         ids cannot be probed."""
         record = await self.store.record(TaskId(task_id)) if is_task_id(task_id) else None
         if record is None or not identity.may_see(record.task.tenant):
-            raise Problem("not-found", f'there is no {what} "{task_id[:100]}"; GET /{what}s lists yours')
+            raise Problem("not-found", f'there is no {noun} "{task_id[:100]}"; GET /{noun}s lists yours')
         await self._catch_up_with(record.task)
         return record
 
@@ -142,7 +142,9 @@ class TaskRecords(Struct, frozen=True):
         wanted = TaskFilter(**filters)
         paging = paging_of(query, self.page_items, filters, len(wanted.sort.fields))
         wanted = replace(wanted, after=paging.after, limit=paging.limit + 1)
-        page, cursor = paging.cut(await self.store.records(wanted), lambda one: wanted.sort.key(one.task))
+        page, cursor = paging.cut(
+            await self.store.records(wanted), lambda record: wanted.sort.key(record.task)
+        )
         items = tuple(view(record, live) for record, live in await self._with_lives(page))
         return answer(Page(items, cursor, cursor is not None))
 
@@ -156,7 +158,7 @@ class TaskRecords(Struct, frozen=True):
         records: list[TaskRecord] = []
         if chosen := [state for state in _STARTED if state in states]:
             started = await self.store.records(replace(wanted, states=tuple(chosen)))
-            records += sorted(started, key=lambda one: (one.task.started_at or inf, one.task.id))
+            records += sorted(started, key=lambda record: (record.task.started_at or inf, record.task.id))
         if TaskState.PENDING in states:
             records += await self._waiting(replace(wanted, states=(TaskState.PENDING,)), is_filtered)
         if (chosen := [state for state in TERMINAL if state in states]) and len(records) <= limit:
@@ -178,7 +180,7 @@ class TaskRecords(Struct, frozen=True):
         records = [record for record in known if record and record.task.state is TaskState.PENDING]
         if len(records) < wanted.limit:
             seen = set(found)
-            records += [one for one in await self.store.records(wanted) if one.task.id not in seen]
+            records += [record for record in await self.store.records(wanted) if record.task.id not in seen]
         return records
 
     async def view(self, record: TaskRecord) -> ShownTask:
@@ -191,7 +193,7 @@ class TaskRecords(Struct, frozen=True):
         now = self.follower.clock.now()
         lives = [self.live(record.task, explained=explained) for record in records]
         courses = [course_of_row(record.task) for record in records]
-        logged = [one.task.id for one, course in zip(records, courses, strict=True) if course is None]
+        logged = [record.task.id for record, course in zip(records, courses, strict=True) if course is None]
         moves = defaultdict[str, list[Event]](list)
         for event in await self.store.moves(logged) if logged else ():
             moves[event.key].append(event)
@@ -215,7 +217,7 @@ class TaskRecords(Struct, frozen=True):
             progress=self.follower.progress.get(task.id) if task.is_active else None,
             eta=self._eta(task),
             pending=self.pending.of(task, self.follower.clock.now()) if waits else None,
-            quarantine=tuple(quarantined_view(world, one) for one in quarantined(world, task.id)),
+            quarantine=tuple(quarantined_view(world, run) for run in quarantined(world, task.id)),
             notice=self.pending.notice(task),
         )
 
@@ -281,9 +283,9 @@ def _inference_json(data: bytes) -> bytes | None:
     if answer.id:
         head["id"] = answer.id
     parts = [json.dumps(head).encode()[:-1], b',"parameters":', json.dumps(answer.parameters).encode()]
-    for at, (tensor, steps) in enumerate(outputs):
+    for index, (tensor, steps) in enumerate(outputs):
         described = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        parts += [b"," if at else b',"outputs":[', json.dumps(described).encode()[:-1], b',"data":[']
+        parts += [b"," if index else b',"outputs":[', json.dumps(described).encode()[:-1], b',"data":[']
         parts += _listed(steps)
         parts.append(b"]}")
     return b"".join((*parts, b"]}"))
@@ -291,8 +293,8 @@ def _inference_json(data: bytes) -> bytes | None:
 
 def _listed(steps: Iterable[list[Any]]) -> Iterator[bytes]:
     """Encode a list in steps, between which other threads run."""
-    for at, values in enumerate(steps):
-        yield b"," if at else b""
+    for index, values in enumerate(steps):
+        yield b"," if index else b""
         yield json.dumps(values, separators=(",", ":")).encode()[1:-1]
 
 
@@ -328,7 +330,7 @@ _CHECK = json.JSONDecoder(
 def _base64(data: bytes) -> bytes:
     """Encode bytes in steps, for the same reason."""
     starts = range(0, len(data), _BASE64_STEP)
-    return b"".join(base64.b64encode(data[at : at + _BASE64_STEP]) for at in starts)
+    return b"".join(base64.b64encode(data[start : start + _BASE64_STEP]) for start in starts)
 
 
 async def bytes_of(blobs: BlobStore, stored: StoredResult) -> bytes | None:

@@ -84,7 +84,9 @@ def task_view(record: TaskRecord, live: Live) -> Shown:
         resources=_resources(task.demand, spec.roles),
         placement=task.demand.placement,
         retry_on=_values_of(task.retry_on),
-        after=tuple(Dependency(it.task, it.on_failure.value) for it in task.after) if task.after else (),
+        after=tuple(Dependency(dependency.task, dependency.on_failure.value) for dependency in task.after)
+        if task.after
+        else (),
         attempt=task.fence,
         devices=device_shares(live.leases, live) if live.leases else (),
         ranks=ranks,
@@ -195,8 +197,10 @@ def expected_view(expected: Remaining | ExpectedStart, now: Instant) -> Expected
 def forecasts_views(world: World) -> tuple[ForecastsKept, ...]:
     """Return how accurate forecasts were, for each basis that they have had."""
     return tuple(
-        ForecastsKept(it.basis, it.n, round(it.median_error_seconds, 3), round(it.within_p90, 3))
-        for it in forecast_accuracies(world)
+        ForecastsKept(
+            accuracy.basis, accuracy.n, round(accuracy.median_error_seconds, 3), round(accuracy.within_p90, 3)
+        )
+        for accuracy in forecast_accuracies(world)
     )
 
 
@@ -234,5 +238,5 @@ def _rank(task: Task, member: Member, live: Live) -> TaskRank:
 
 
 def _progress(progress: Progress) -> ShownProgress:
-    at, eta_at = Time.at(progress.at), Time.at_or_none(progress.eta_at)
-    return ShownProgress(progress.fraction, progress.message, at, progress.rate_per_second, eta_at)
+    reported_at, eta_at = Time.at(progress.at), Time.at_or_none(progress.eta_at)
+    return ShownProgress(progress.fraction, progress.message, reported_at, progress.rate_per_second, eta_at)

@@ -144,15 +144,15 @@ async def worker_asked_for(
         return record
     standing = await standing_of(records.store, whole)
     workers = standing.workers
-    found = [one for one, state in workers.items() if not runs or state in HAS_PROCESS]
+    found = [worker for worker, state in workers.items() if not runs or state in HAS_PROCESS]
     if len(found) == 1:
         return await records.store.record(found[0]) or record
     if not found:
         return record if not standing.left else await records.store.record(standing.left[0]) or record
     id = whole.first.task.id
     of_all = f"{len(found)} of the {len(workers)} workers of {id} run"
-    which = f"{of_all if runs else f'{id} has {len(found)} workers'}: {_listed(whole, found)}"
-    detail = f"{which}; choose one of them, as in ?worker={found[0]} (--worker)"
+    workers_text = f"{of_all if runs else f'{id} has {len(found)} workers'}: {_listed(whole, found)}"
+    detail = f"{workers_text}; choose one of them, as in ?worker={found[0]} (--worker)"
     raise invalid(Fault(pointer="query:worker", detail=detail, code="several-workers"))
 
 
@@ -186,7 +186,7 @@ def failure_of_whole(whole: Whole, standing: WholeState) -> Failure | None:
     """Return why an array has failed; None if it has not."""
     if whole.terms is None or standing.state is not TaskState.FAILED:
         return None
-    said: Sequence[str] = [
+    sentences: Sequence[str] = [
         text
         for count, text in (
             (standing.failed_items, f"{standing.failed_items} of its {whole.terms.total} items failed"),
@@ -194,5 +194,5 @@ def failure_of_whole(whole: Whole, standing: WholeState) -> Failure | None:
         )
         if count
     ]
-    message = f"{' and '.join(said)}; GET /arrays/{whole.terms.id}/items has their errors"
+    message = f"{' and '.join(sentences)}; GET /arrays/{whole.terms.id}/items has their errors"
     return Failure(kind="items", message=message, traceback="")

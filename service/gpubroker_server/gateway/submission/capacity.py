@@ -50,8 +50,8 @@ class Capacity:
     def waiting_for_nodes(self, tenant: str) -> int:
         """Return how many of the tenant's tasks wait that no node could take yet."""
         queue = self._world.queue
-        apart = (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused)
-        tasks = (self._world.tasks[name] for name in apart)
+        outside = (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused)
+        tasks = (self._world.tasks[name] for name in outside)
         in_groups = sum(
             len(group)
             for group in queue.groups.values()

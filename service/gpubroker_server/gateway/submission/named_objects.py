@@ -31,7 +31,7 @@ def may_name_objects(text: bytes) -> bool:
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
     """Id by the place that names it: an argument, or the upload. `spec` has its arguments, however large."""
     if spec.kind == Function.tag:
-        found = {f"/run/objects/{at}": id for at, id in enumerate(spec.objects) if id != spec.upload}
+        found = {f"/run/objects/{index}": id for index, id in enumerate(spec.objects) if id != spec.upload}
     else:
         found = dict(objects_in_arguments(spec.arguments))
     return found | {"/upload": spec.upload} if spec.upload else found

@@ -114,21 +114,21 @@ class Submissions(Struct, frozen=True):
         self,
         identity: Identity,
         sent: SentKey | None,
-        what: str,
+        noun: str,
         new_task: Callable[[], Awaitable[AdmittedTask]],
     ) -> Stored:
         """Store what `new_task` admits, however often the client sends the request. Durable when this
         returns.
 
-        A repeated request is answered again even if a new one would be refused by now. `what` is `task`,
+        A repeated request is answered again even if a new one would be refused by now. `noun` is `task`,
         `lease` or `inference`. Raises Problem for whatever the task is refused for.
         """
         try:
             new = await new_task()
             self.check_queue((new.task,))
         except Problem as refused:
-            return await self._sent_before(identity, sent, what, refused)
-        return await self._submit(identity, new, sent, what)
+            return await self._sent_before(identity, sent, noun, refused)
+        return await self._submit(identity, new, sent, noun)
 
     async def admitted(
         self,
@@ -218,8 +218,8 @@ class Submissions(Struct, frozen=True):
         return await find_objects(self.store, tenant, set(named.values()), self.clock.now())
 
     async def _note_uses(self, kept: Mapping[str, StoredObject]) -> None:
-        for one in kept.values():
-            await self.store.note_use(one, self.clock.now(), self.limits.object_seconds)
+        for kept_object in kept.values():
+            await self.store.note_use(kept_object, self.clock.now(), self.limits.object_seconds)
 
     async def _states_of(self, submission: Submission) -> Mapping[TaskId, StoredState]:
         """Read the states of the tasks that it runs after, as far as they exist."""
@@ -239,13 +239,13 @@ class Submissions(Struct, frozen=True):
             size_bytes += task.queued_bytes
             if task.priority < lowest:
                 lowest = task.priority
-        pending, most = self.world.pending[tenant], self.limits.tenant_pending_tasks
-        if pending + len(more) > most:
-            raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=most)
-        pending_bytes, most = self.world.pending_bytes[tenant], self.limits.tenant_pending_bytes
-        if pending_bytes + size_bytes > most:
+        pending, limit = self.world.pending[tenant], self.limits.tenant_pending_tasks
+        if pending + len(more) > limit:
+            raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=limit)
+        pending_bytes, limit = self.world.pending_bytes[tenant], self.limits.tenant_pending_bytes
+        if pending_bytes + size_bytes > limit:
             raise Problem(
-                "tenant-queue-bytes", tenant=tenant, pending=pending_bytes, more=size_bytes, most=most
+                "tenant-queue-bytes", tenant=tenant, pending=pending_bytes, more=size_bytes, most=limit
             )
         if self.permissions.policy.autoscaler:
             self._check_nodes_to_come(tenant, more)
@@ -254,11 +254,11 @@ class Submissions(Struct, frozen=True):
     def _check_nodes_to_come(self, tenant: str, more: Sequence[Task]) -> None:
         """Check how many tasks wait that no node could take yet. Raises Problem if there are too many."""
         new = sum(self.capacity.lacks_node(task.demand) for task in more)
-        most = self.permissions.policy.autoscaler_tasks
-        if new and (waiting := self.capacity.waiting_for_nodes(tenant)) + new > most:
+        limit = self.permissions.policy.autoscaler_tasks
+        if new and (waiting := self.capacity.waiting_for_nodes(tenant)) + new > limit:
             detail = (
                 f'tenant "{tenant}" has {waiting} tasks that wait for nodes which autoscaler '
-                f"{self.permissions.policy.autoscaler} may add, and may have {most} "
+                f"{self.permissions.policy.autoscaler} may add, and may have {limit} "
                 "(policy.autoscaler_tasks); nothing was stored; send it again when there are such nodes"
             )
             raise Problem("tenant-queue-full", detail)
@@ -266,13 +266,13 @@ class Submissions(Struct, frozen=True):
     def _check_pressure(self, tenant: str, priority: int) -> None:
         """Refuse a priority that the fleet is too busy for, as the last known leader says. Raises Problem."""
         fleet = self.fleet()
-        for one in () if fleet is None else fleet.pressures:
-            if priority < one.closed_below and one.tenant in ("", tenant):
-                seconds = ceil(one.retry_after_seconds)
+        for pressure in () if fleet is None else fleet.pressures:
+            if priority < pressure.closed_below and pressure.tenant in ("", tenant):
+                seconds = ceil(pressure.retry_after_seconds)
                 raise Problem(
-                    "backpressure", measure=one.name, value=f"{one.value or 0.0:g}", high=f"{one.high:g}",
-                    below=one.closed_below, priority=priority, seconds=seconds,
-                    headers={"Retry-After": str(seconds)},
+                    "backpressure", measure=pressure.name, value=f"{pressure.value or 0.0:g}",
+                    high=f"{pressure.high:g}", below=pressure.closed_below, priority=priority,
+                    seconds=seconds, headers={"Retry-After": str(seconds)},
                 )  # fmt: skip
 
     async def with_object(self, new: AdmittedTask) -> AdmittedTask:
@@ -284,7 +284,7 @@ class Submissions(Struct, frozen=True):
         digest = await self.blobs.put(spec.arguments, owner=new.task.id)
         return replace(new, spec=replace(spec, arguments=b"", arguments_digest=digest))
 
-    async def _submit(self, identity: Identity, new: AdmittedTask, sent: SentKey | None, what: str) -> Stored:
+    async def _submit(self, identity: Identity, new: AdmittedTask, sent: SentKey | None, noun: str) -> Stored:
         """Store an admitted task. Raises Problem idempotency-key-reused."""
         if len(new.spec.arguments) > self.limits.inline_bytes:
             new = await self.with_object(new)
@@ -294,18 +294,18 @@ class Submissions(Struct, frozen=True):
         outcome = await self.store.submit(new)
         match outcome.verdict:
             case SubmitVerdict.KEY_REUSED:
-                raise key_reused(str(new.idempotency_key), outcome.task, what)
+                raise key_reused(str(new.idempotency_key), outcome.task, noun)
             case SubmitVerdict.DUPLICATE:
-                return await self._stored_before(identity, outcome.task, what)
+                return await self._stored_before(identity, outcome.task, noun)
             case SubmitVerdict.ACCEPTED:
-                log.info(f"{what} accepted", task=task.id, tenant=task.tenant)
-                return Stored(TaskRecord(task, spec), True, {"Location": f"/{what}s/{task.id}"})
+                log.info(f"{noun} accepted", task=task.id, tenant=task.tenant)
+                return Stored(TaskRecord(task, spec), True, {"Location": f"/{noun}s/{task.id}"})
 
     async def batch_once(
         self,
         call: Call,
         key: str | None,
-        what: str,
+        noun: str,
         new_batch: Callable[[], Awaitable[BatchSubmission]],
         *,
         purpose: str = "",
@@ -314,14 +314,14 @@ class Submissions(Struct, frozen=True):
         this returns its first task, by which it is known, and True if this request has stored it.
 
         A repeated request is answered again even if a new one would be refused by now. `purpose`: the same
-        key and body mean different requests for each; default: `what`. Raises Problem for whatever the batch
+        key and body mean different requests for each; default: `noun`. Raises Problem for whatever the batch
         is refused for.
         """
-        sent = await sent_key(call, key, purpose or what)
+        sent = await sent_key(call, key, purpose or noun)
         known = None if sent is None else await self.store.known_key(call.identity.tenant, sent.key)
         if sent is not None and known is not None:
             if known.body_hash != sent.body_hash:
-                raise key_reused(sent.key, known.task, what)
+                raise key_reused(sent.key, known.task, noun)
             return known.task, False
         batch = await new_batch()
         if not batch.submissions:
@@ -332,23 +332,23 @@ class Submissions(Struct, frozen=True):
         with self.requests.expected(batch.requests) as settle:
             outcome = await self.store.submit_batch(batch)
             if outcome.verdict is SubmitVerdict.KEY_REUSED:
-                raise key_reused(str(batch.idempotency_key), outcome.task, what)
+                raise key_reused(str(batch.idempotency_key), outcome.task, noun)
             if outcome.verdict is SubmitVerdict.ACCEPTED:
                 await settle()
         return outcome.task, outcome.verdict is SubmitVerdict.ACCEPTED
 
     async def _sent_before(
-        self, identity: Identity, sent: SentKey | None, what: str, refused: Problem
+        self, identity: Identity, sent: SentKey | None, noun: str, refused: Problem
     ) -> Stored:
         """Return the task of an earlier request with this key and body. Raises `refused` if there is none."""
         known = None if sent is None else await self.store.known_key(identity.tenant, sent.key)
         if sent is None or known is None or known.body_hash != sent.body_hash:
             raise refused
-        return await self._stored_before(identity, known.task, what)
+        return await self._stored_before(identity, known.task, noun)
 
-    async def _stored_before(self, identity: Identity, task: TaskId, what: str) -> Stored:
+    async def _stored_before(self, identity: Identity, task: TaskId, noun: str) -> Stored:
         record = await self.records.find(identity, task)
-        return Stored(record, False, accepted_headers(f"/{what}s/{task}", is_new=False))
+        return Stored(record, False, accepted_headers(f"/{noun}s/{task}", is_new=False))
 
 
 async def sent_key(call: Call, key: str | None, purpose: str) -> SentKey | None:
@@ -372,5 +372,5 @@ def accepted_headers(location: str, *, is_new: bool) -> dict[str, str]:
     return {"Location": location} if is_new else {"Location": location, "Idempotency-Replayed": "true"}
 
 
-def key_reused(key: str, task: TaskId, what: str) -> Problem:
-    return Problem("idempotency-key-reused", key=key, task=task, what=what)
+def key_reused(key: str, task: TaskId, noun: str) -> Problem:
+    return Problem("idempotency-key-reused", key=key, task=task, what=noun)

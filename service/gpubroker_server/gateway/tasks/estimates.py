@@ -44,8 +44,8 @@ def _estimates(parts: Parts, tenant: str, subject: str | None) -> Iterator[Estim
     }
     for name, kind in sorted(known):
         gpu_mb, seconds = (
-            _quantiles(sketches.get(SketchKey(tenant, name, kind, what)))
-            for what in (What.GPU_MB, What.SECONDS)
+            _quantiles(sketches.get(SketchKey(tenant, name, kind, quantity)))
+            for quantity in (What.GPU_MB, What.SECONDS)
         )
         yield Estimate(name, kind, gpu_mb, seconds, needed)
 

@@ -184,7 +184,7 @@ class LogReading:
         record = await self._records.reread(self._record)
         if log.stream != "stdout" or log.rank or record.task.fence != log.fence:
             return b""
-        if any([(await store.log_end(log._replace(stream=one)))[1] for one in ("stdout", "stderr")]):
+        if any([(await store.log_end(log._replace(stream=stream)))[1] for stream in ("stdout", "stderr")]):
             return b""
         result = await store.result(log.task)
         return b"" if result is None else result.log_tail

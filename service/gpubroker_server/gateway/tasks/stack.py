@@ -59,15 +59,15 @@ async def get_stack(
         raise Problem(
             "stack-unavailable", task=task.id, node=node_of(task, rank), seconds=f"{STACK_SECONDS:g}"
         )
-    told = json.loads(await parts.records.blobs.get(digest))
+    stored = json.loads(await parts.records.blobs.get(digest))
     return answer(
         Stack(
             id=task.id,
             attempt=task.fence,
             rank=rank,
             node=node_of(task, rank),
-            taken_at=Time.at(told["at"]),
-            stack=told["stack"] or None,
-            message=told["message"],
+            taken_at=Time.at(stored["at"]),
+            stack=stored["stack"] or None,
+            message=stored["message"],
         )
     )

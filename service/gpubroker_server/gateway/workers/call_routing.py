@@ -75,16 +75,18 @@ class CallRouter:
             match answer:
                 case Called():
                     return Answered(run, answer)
-                case NotBegun(why, is_late=True):
-                    detail = f"worker {run.task} did not begin within {to_begin:g} s, and never will: {why}"
+                case NotBegun(reason, is_late=True):
+                    detail = (
+                        f"worker {run.task} did not begin within {to_begin:g} s, and never will: {reason}"
+                    )
                     raise Problem("call-timeout", detail)
-                case NotBegun(why):
-                    known.lose(run, why)
+                case NotBegun(reason):
+                    known.lose(run, reason)
                 case MethodFailed():
                     raise _failed(run, call, answer)
-                case WorkerLost(why):
-                    known.lose(run, why)
-                    raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=why)
+                case WorkerLost(reason):
+                    known.lose(run, reason)
+                    raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=reason)
         states = ", ".join(f"{count} {state}" for state, count in states_of(workers, self._world).items())
         states = (states or "none is left") + (f" ({known.refusal})" if known.refusal else "")
         raise Problem("no-worker", set=workers.id, task=workers.id, states=states, seconds=f"{to_begin:g}")
@@ -188,15 +190,15 @@ class WorkersOfSet:
         self._turn += 1
         start = self._turn % len(runs)
         in_turn = runs[start:] + runs[:start]
-        most = workers.max_concurrency + MOST_WAITING
+        limit = workers.max_concurrency + MOST_WAITING
         free = [
             run
             for run in in_turn
             if not self._open[run]
-            or (self._open[run] < most and self._open_bytes[run] + size_bytes <= MOST_BYTES)
+            or (self._open[run] < limit and self._open_bytes[run] + size_bytes <= MOST_BYTES)
         ]
         if not free:
-            waits = f"{most} calls, or {MOST_BYTES >> 20} MiB of arguments"
+            waits = f"{limit} calls, or {MOST_BYTES >> 20} MiB of arguments"
             raise Problem("worker-queue-full", set=workers.id, most=waits, workers=len(runs))
         return free[0] if routing == "round_robin" else min(free, key=self._open.__getitem__)
 
@@ -216,17 +218,19 @@ class WorkersOfSet:
         for run in runs:
             if run.task not in self._ready and run not in self._asked:
                 self._asked[run] = asyncio.create_task(self._ask(run))
-        for gone in set(self._asked) - set(runs):
-            self._asked.pop(gone).cancel()
+        for ended in set(self._asked) - set(runs):
+            self._asked.pop(ended).cancel()
 
     async def _ask(self, run: WorkerRun) -> None:
         try:
             match await self._calls.call(run, IS_READY, READY_SECONDS):
                 case Called():
                     self._ready[run.task] = run
+                    # The next look puts it into the set's order, which must not change between two turns.
+                    self._seen = None
                     self.refusal = ""
                     self._came.set()
-                case NotBegun(why, is_late=False) | WorkerLost(why):
-                    self.refusal = why
+                case NotBegun(reason, is_late=False) | WorkerLost(reason):
+                    self.refusal = reason
         finally:
             self._asked.pop(run, None)

@@ -115,9 +115,9 @@ async def list_worker_sets(
 ) -> Response:
     """List the worker sets that are not over, of the token's tenant, or of all for an administrator."""
     parts.freshness.moment()
-    mine = [one for one in parts.world.worker_sets.values() if caller.may_see(one.tenant)]
-    most = parts.submissions.records.page_items
-    page, cursor = page_in_order(mine, query, query.sort, _FIELDS, caller.tenant, most)
+    visible = [workers for workers in parts.world.worker_sets.values() if caller.may_see(workers.tenant)]
+    limit = parts.submissions.records.page_items
+    page, cursor = page_in_order(visible, query, query.sort, _FIELDS, caller.tenant, limit)
     shown = tuple(_shown(workers, parts.world) for workers in page)
     return answer(Page(shown, cursor, cursor is not None))
 

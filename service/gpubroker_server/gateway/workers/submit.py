@@ -185,8 +185,8 @@ def check_roles(body: SubmitWorkerSet, identity: Identity, policy: AdmissionPoli
     named = {f"/colocate_with/{name}/profile": role.profile for name, role in body.colocate_with.items()}
     named["/profile"] = body.profile
     faults = [
-        Fault(pointer=at, detail=no_such("profile", profile, profiles), code="unknown")
-        for at, profile in named.items()
+        Fault(pointer=pointer, detail=no_such("profile", profile, profiles), code="unknown")
+        for pointer, profile in named.items()
         if profile and profile not in profiles
     ]
     if faults:
@@ -197,11 +197,11 @@ def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
     """Return the body with the roles of its process, so that it asks for the maximum of each size."""
     if not body.colocate_with:
         return body
-    own = body.resources.model_dump(include={*_SIZES, "custom"})
-    if own["gpu_mb"] is not None and not isinstance(own["gpu_mb"], int):
+    own_resources = body.resources.model_dump(include={*_SIZES, "custom"})
+    if own_resources["gpu_mb"] is not None and not isinstance(own_resources["gpu_mb"], int):
         detail = "a size cannot be learned for several roles together; give MiB"
         raise invalid(Fault(pointer="/resources/gpu_mb", detail=detail, code="contradiction"))
-    roles = {OWN_ROLE: _sized(own, defaults.named(body.model_type, body.profile))}
+    roles = {OWN_ROLE: _sized(own_resources, defaults.named(body.model_type, body.profile))}
     for name, role in body.colocate_with.items():
         given = role.model_dump(include={*_SIZES, "custom"})
         roles[name] = _sized(given, defaults.named("", role.profile))
@@ -246,8 +246,8 @@ async def new_worker_set(
         scaling=None if body.scale is None else Scaling(**body.scale.model_dump()),
     )
     new = await submissions.admitted(identity, _seat(body, worker, workers), named=named, id=ids[0])
-    one = await submissions.with_object(new)
-    tasks = [one, *(like(one, id, one.spec) for id in ids[1:])]
+    stored = await submissions.with_object(new)
+    tasks = [stored, *(like(stored, id, stored.spec) for id in ids[1:])]
     fields = to_builtins(workers)
     form = Request(submissions.ids.request(now), workers.id, worker.tenant, "form", fields, Instant(now))
     kept = json.dumps({"worker_set": fields, "objects": sorted(set(named.values()))})
@@ -265,9 +265,9 @@ def _seat(body: SubmitWorkerSet, worker: Submission, workers: WorkerSet) -> Subm
     )
     labels = {**worker.spec.labels, WORKER_SET_LABEL: workers.id}
     spec = replace(worker.spec, seat=seat, labels=labels)
-    told_bytes = len(told_variables(spec)[WORKER_SET_VARIABLE])
-    if told_bytes > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
-        detail = f"the roles and their arguments have {told_bytes} bytes of JSON, and may have {ENV_BYTES}"
+    size_bytes = len(told_variables(spec)[WORKER_SET_VARIABLE])
+    if size_bytes > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
+        detail = f"the roles and their arguments have {size_bytes} bytes of JSON, and may have {ENV_BYTES}"
         remedy = "; upload large arguments, and name the objects"
         raise invalid(Fault(pointer="/colocate_with", detail=detail + remedy, code="too-long"))
     restarts = UNLIMITED_RESTARTS if body.max_restarts is None else body.max_restarts

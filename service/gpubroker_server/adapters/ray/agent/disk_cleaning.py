@@ -48,9 +48,9 @@ log = structlog.get_logger("gpubroker.agent")
 MOST_FILES = 100_000
 """Files that one look counts in each root."""
 MOST_DELETED = 1_000
-"""In one pass."""
+"""The most files that one pass deletes."""
 PASS_SECONDS = 600.0
-"""Besides the sync commands."""
+"""The time limit of a pass, not counting the sync commands."""
 LISTING_BYTES = 64 * 2**20
 ANSWER_SECONDS = 5.0
 """A root that takes longer to say how much room it has is left out."""
@@ -66,12 +66,12 @@ class DiskTask(DiskQuestion, frozen=True, kw_only=True):
     def of(cls, values: Sequence[Any]) -> "DiskTask":
         """Return the question of a `disk` order as it travels."""
         request, roots, spared, warn, old_seconds, deletes, runs_sync, live, above = values
-        found = None if deletes is None else tuple(_found(*one) for one in deletes)
-        watched = tuple(WatchedRoot(one[0], FileClass(one[1]), *one[2:]) for one in roots)
+        found = None if deletes is None else tuple(_found(*file) for file in deletes)
+        watched = tuple(WatchedRoot(root[0], FileClass(root[1]), *root[2:]) for root in roots)
         return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live, above)
 
     def live_at(self, root: str, files: Iterable[str]) -> set[str]:
-        """Live checkpoints as they are called below this root, where these files are."""
+        """Return the live checkpoints by the names that they have below this root, where these files are."""
         return own_names(root, files, (path for path in self.live if not is_at(path, self.away)))
 
     def digest(self, root: WatchedRoot) -> str:
@@ -84,8 +84,8 @@ def _found(root: str, path: str, file_class: str, *rest: int) -> FoundFile:
     return FoundFile(root, path, FileClass(file_class), *rest)
 
 
-def _found_as(one: FileSeen) -> FoundFile:
-    return FoundFile(one.root, one.path, one.file_class, one.size_bytes, one.modified_ns, one.inode)
+def _found_as(seen: FileSeen) -> FoundFile:
+    return FoundFile(seen.root, seen.path, seen.file_class, seen.size_bytes, seen.modified_ns, seen.inode)
 
 
 class Answer(NamedTuple):
@@ -138,10 +138,10 @@ class DiskCleaner:
             working = loop.run_in_executor(self._thread, self.answer, asked)
             self._tell(task, await asyncio.wait_for(asyncio.shield(working), seconds))
         except TimeoutError:
-            away = await self._away(task)
-            what = ", ".join(away) or "its disks"
-            self._tell(task, Answer(message=f"{what} did not answer within {seconds:g} s"))
-            if away:
+            unanswered = await self._away(task)
+            subject = ", ".join(unanswered) or "its disks"
+            self._tell(task, Answer(message=f"{subject} did not answer within {seconds:g} s"))
+            if unanswered:
                 self._thread = ThreadPoolExecutor(1, "disk guard")
             else:
                 await asyncio.wait([working])
@@ -152,8 +152,8 @@ class DiskCleaner:
         asked = {path: question.begin() for path, question in self._questions.items()}
         if waited := [answer for answer in asked.values() if answer is not None]:
             await asyncio.wait(waited, timeout=ANSWER_SECONDS)
-        hung = (path for path, answer in asked.items() if answer is None or not answer.done())
-        return tuple(sorted({mount_point_of(path) for path in hung}))
+        unanswered = (path for path, answer in asked.items() if answer is None or not answer.done())
+        return tuple(sorted({mount_point_of(path) for path in unanswered}))
 
     def answer(self, task: DiskTask) -> Answer:
         try:
@@ -165,8 +165,8 @@ class DiskCleaner:
             return Answer(message=repr(fault))
 
     def _tell(self, task: DiskTask, answer: Answer) -> None:
-        files = [tuple(one) for one in answer.files]
-        kept = sorted((str(why), count) for why, count in answer.kept.items())
+        files = [tuple(file) for file in answer.files]
+        kept = sorted((str(reason), count) for reason, count in answer.kept.items())
         self._report(("disk", time.time(), task.request, files, kept, answer.is_first, answer.message))
 
     def _look(self, task: DiskTask) -> Answer:
@@ -187,7 +187,7 @@ class DiskCleaner:
                     continue
                 files = list(self._files_of(root, task, spared, messages))
                 device = os.stat(root.path).st_dev
-                live |= task.live_at(root.path, (one.path for one in files))
+                live |= task.live_at(root.path, (file.path for file in files))
             except (OSError, Unsafe) as fault:
                 messages.append(f"{root.path}: {getattr(fault, 'strerror', None) or fault}")
                 continue
@@ -199,7 +199,7 @@ class DiskCleaner:
         for device, files in seen.items():
             cleaning = choose(
                 files, live, needed[device], Instant(time.time()), task.old_seconds,
-                lambda one: self._left_because(_found_as(one), task, spared, deletes=False),
+                lambda file: self._left_because(_found_as(file), task, spared, deletes=False),
             )  # fmt: skip
             chosen += map(_found_as, cleaning.files)
             kept.update(cleaning.kept)
@@ -221,10 +221,10 @@ class DiskCleaner:
         if root.sync_command and task.runs_sync:
             synced = listing_of(root)  # of files that are known by now: what takes the place of one stays
         if not walk.is_complete:
-            said = f"not all of it could be read, or it has more than {MOST_FILES} files"
+            message = f"not all of it could be read, or it has more than {MOST_FILES} files"
             if root.file_class is FileClass.CHECKPOINT:
-                raise Unsafe(said)  # the newest one may be among what was not seen
-            messages.append(f"{root.path}: {said}")
+                raise Unsafe(message)  # the newest one may be among what was not seen
+            messages.append(f"{root.path}: {message}")
         for path, status, has_journal in walk.entries:
             may_be_empty = root.file_class is FileClass.EMPTY_DATABASE and not has_journal
             is_old = time.time() - status.st_mtime >= task.old_seconds
@@ -252,7 +252,7 @@ class DiskCleaner:
         live: set[str] = set()
         for root in {file.root for file in files if not is_at(file.root, task.away)}:
             live |= task.live_at(root, (file.path for file in files if file.root == root))
-        gone: list[FoundFile] = []
+        deleted: list[FoundFile] = []
         kept: Counter[str] = Counter()
         until = time.monotonic() + PASS_SECONDS
         for file in files[:MOST_DELETED]:
@@ -262,17 +262,17 @@ class DiskCleaner:
                 kept["does_not_answer"] += 1
             elif file.whole_path.startswith(tuple(live)):
                 kept["of_live_task"] += 1
-            elif why := self._left_because(file, task, spared, deletes=True):
-                kept[why] += 1
+            elif reason := self._left_because(file, task, spared, deletes=True):
+                kept[reason] += 1
             else:
-                gone.append(file)
+                deleted.append(file)
                 log.info("deleted", path=file.whole_path)
-        return Answer(gone, kept)
+        return Answer(deleted, kept)
 
     def _left_because(
         self, file: FoundFile, task: DiskTask, spared: frozenset[FileId], *, deletes: bool
     ) -> str:
-        """Empty: it may go, and has gone if this `deletes`."""
+        """Return the reason why the file stays. Empty: it may go, and has been deleted if `deletes`."""
         name = file.path.rpartition("/")[2]
         try:
             with (
@@ -327,7 +327,7 @@ class DiskCleaner:
 def listing_of(root: WatchedRoot) -> Mapping[str, int]:
     """Run the sync command in the root. Path below the root -> size, of each file that its copy has. Raises
     Unsafe if it fails, or prints anything else than `SIZE PATH` and a NUL for each: names may have lines."""
-    said = f"its sync command {root.sync_command[0]}"
+    command = f"its sync command {root.sync_command[0]}"
     try:
         with subprocess.Popen(  # noqa: S603  # the operator's
             root.sync_command, cwd=root.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -339,24 +339,25 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
                 raise
     except (OSError, Unsafe, subprocess.TimeoutExpired) as fault:
-        raise Unsafe(f"{said} failed: {fault}") from None
+        raise Unsafe(f"{command} failed: {fault}") from None
     if process.returncode:
-        raise Unsafe(f"{said} ended with {process.returncode}")
+        raise Unsafe(f"{command} ended with {process.returncode}")
     listing = {}
     *entries, rest = os.fsdecode(printed).split("\0")
     for entry in [*entries, *([rest] if rest else [])]:
         size, _, path = entry.partition(" ")
         if rest or not size.isdecimal() or not path:
             raise Unsafe(
-                f"{said} printed {entry[:80]!r}; each file has to be a size in bytes, a space, its path and "
-                "a NUL byte"
+                f"{command} printed {entry[:80]!r}; each file has to be a size in bytes, a space, its path "
+                "and a NUL byte"
             )
         listing[path] = int(size)
     return listing
 
 
 def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """All that it prints until it ends. Raises TimeoutExpired, and Unsafe if that is too much."""
+    """Return all that the process prints until it ends. Raises TimeoutExpired, and Unsafe if that is too
+    much."""
     assert process.stdout is not None
     output, printed, until = process.stdout.fileno(), bytearray(), time.monotonic() + seconds
     readable = select.poll()
@@ -372,9 +373,9 @@ def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def _has_journal(name: str, directory: int) -> bool:
-    for beside in (f"{name}-wal", f"{name}-journal"):
+    for journal in (f"{name}-wal", f"{name}-journal"):
         try:
-            os.stat(beside, dir_fd=directory, follow_symlinks=False)
+            os.stat(journal, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             continue
         return True

@@ -22,7 +22,7 @@ Mount = tuple[int, str]
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 DEEPEST = 64
-"""Levels of directories."""
+"""The most levels of directories."""
 SQLITE_HEADER = b"SQLite format 3\x00"
 LARGEST_DATABASE_BYTES = 64 * 2**20
 """A larger one is not read, and counts as one with rows."""
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     """A regular file below a root."""
 
     path: str
-    """Relative to the root."""
+    """The path relative to the root."""
     status: os.stat_result
     has_journal: bool
 
@@ -45,11 +45,11 @@ class Entry(NamedTuple):
 class Walk:
     root: str
     most: int
-    """Files; the walk ends there."""
+    """The most files: the walk ends there."""
     spared: frozenset[FileId]
     """Directories that are not entered."""
     is_complete: bool = True
-    """It has seen all that is there."""
+    """True if the walk saw everything below the root."""
     entries: list[Entry] = field(default_factory=list)
 
     def run(self) -> None:
@@ -133,23 +133,23 @@ def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, Mou
 @contextmanager
 def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[FileId]) -> Iterator[int]:
     """The directory of a file below the root. Raises OSError, and Unsafe if the way leads elsewhere."""
-    here = os.dup(root)
+    descriptor = os.dup(root)
     try:
         for name in path.split("/")[:-1]:
             if name in ("", ".", ".."):
                 raise Unsafe(f"{path} is no path below its root")
-            below = os.open(name, _DIRECTORY, dir_fd=here)
-            os.close(here)
-            here = below
-            if mount_of(here) != mount or file_id(os.fstat(here)) in spared:
+            below = os.open(name, _DIRECTORY, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+            if mount_of(descriptor) != mount or file_id(os.fstat(descriptor)) in spared:
                 raise Unsafe(f"{path} is on another file system, or in a directory of the service")
-        yield here
+        yield descriptor
     finally:
-        os.close(here)
+        os.close(descriptor)
 
 
 def mount_point_of(path: str) -> str:
-    """Told from their names alone: what is mounted there may hang."""
+    """Return the mount point of a path, told from names alone: what is mounted there may hang."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
         points = [mount.split()[4] for mount in mounts]
     return max((point for point in points if is_at(path, (point,))), key=len, default="/")
@@ -184,12 +184,12 @@ def is_named(held: int, name: str, directory: int) -> bool:
 def deleted(held: int, name: str, directory: int) -> bool:
     """Delete the file, unless the name stands for another one by now, or something waits to open it, which a
     lease holds up. It gets a name of its own first, for whatever has the name is what `unlink` deletes."""
-    aside = f".gpubroker-{os.urandom(8).hex()}"
-    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
-    may_go = is_named(held, aside, directory) and fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK
+    moved_name = f".gpubroker-{os.urandom(8).hex()}"
+    os.rename(name, moved_name, src_dir_fd=directory, dst_dir_fd=directory)
+    may_go = is_named(held, moved_name, directory) and fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK
     if not may_go:
-        os.link(aside, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
-    os.unlink(aside, dir_fd=directory)
+        os.link(moved_name, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+    os.unlink(moved_name, dir_fd=directory)
     return may_go
 
 
@@ -205,10 +205,10 @@ def own_names(root: str, files: Iterable[str], paths: Iterable[str]) -> set[str]
     for form in {PurePath(form) for path in paths for form in (path, os.path.realpath(path))}:
         for place in (form, *form.parents):
             with suppress(OSError):
-                there = file_id(os.stat(place))
-                if there in known:
-                    found.add(os.path.join(known[there], form.relative_to(place)))
-                elif there in above and place == form:
+                file = file_id(os.stat(place))
+                if file in known:
+                    found.add(os.path.join(known[file], form.relative_to(place)))
+                elif file in above and place == form:
                     found.add(root)
     return found
 

@@ -28,16 +28,17 @@ Leases = tuple[tuple[str, int], ...]
 
 @dataclass(slots=True, eq=False)
 class ExternalProcess:
-    """Kept until its end is reported and forgotten."""
+    """An external process. It is kept until its end is reported and forgotten."""
 
     leases: Leases
     watched: WatchedProcess | None = None
-    """None if it is gone."""
+    """The watched process; None if it is gone."""
     gone: Report | None = None
 
 
 class ExternalProcesses:
-    """Those of one node. Each has a record, so that a later agent watches the same process, not its pid."""
+    """The external processes of one node. Each has a record, so that a later agent watches the same process,
+    not its pid."""
 
     def __init__(
         self,

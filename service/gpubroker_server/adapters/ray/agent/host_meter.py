@@ -32,7 +32,7 @@ Answer = tuple[int, ...] | None
 
 
 class FileQuestion:
-    """One question about files, asked in a thread of its own: on a mount that hangs it hangs."""
+    """One question about files, asked in a thread of its own, since a file on a hung mount blocks it."""
 
     def __init__(self, path: str, ask: Callable[[str], tuple[int, ...]]) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class FileQuestion:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=path)
         self._asked: Future[Answer] | None = None
         self._fault = ""
-        """Why the last answer is missing."""
+        """The reason why the last answer is missing."""
 
     def begin(self) -> "asyncio.Future[Answer] | None":
         """The answer is None if there is none; no question while the last one has no answer yet."""
@@ -66,13 +66,13 @@ class FileQuestion:
 
 
 class RaySession(NamedTuple):
-    """Of the Ray of a node."""
+    """The session of Ray on a node."""
 
     directory: str
     spill_directory: str
-    """Where it puts objects for lack of memory, unless it is configured otherwise."""
+    """The directory into which Ray spills objects for lack of memory, unless it is configured otherwise."""
     object_store_bytes: int
-    """0: it has none, or it is unknown."""
+    """The size of the object store; 0 if the session has none, or it is unknown."""
 
 
 class Network(NamedTuple):
@@ -84,17 +84,19 @@ class Network(NamedTuple):
 
 
 class NetworkMeter:
-    """All interfaces but loopback."""
+    """Measures the traffic of all interfaces but loopback."""
 
     def __init__(self) -> None:
         self._bytes: Mapping[str, tuple[int, int]] = {}
-        """Received and sent, by interface."""
+        """The bytes received and sent, by interface."""
         self._read_at = 0.0
 
     def read(self) -> Network:
         before, seconds = self._bytes, time.monotonic() - self._read_at
         counters = psutil.net_io_counters(pernic=True).items()
-        self._bytes = {name: (it.bytes_recv, it.bytes_sent) for name, it in counters if name != "lo"}
+        self._bytes = {
+            name: (counts.bytes_recv, counts.bytes_sent) for name, counts in counters if name != "lo"
+        }
         self._read_at += seconds
         shares = [
             8 * max(map(sub, self._bytes[name], before[name])) / (about.speed * 1e6 * seconds)
@@ -178,7 +180,7 @@ def _total_mb(path: str) -> tuple[int]:
 def _memory_pressure() -> float | None:
     """The share of the last 10 s in which processes waited for memory; None if the kernel does not say."""
     try:
-        some = PRESSURE.read_text().split()
-        return min(1.0, float(some[1].removeprefix("avg10=")) / 100)
+        fields = PRESSURE.read_text().split()
+        return min(1.0, float(fields[1].removeprefix("avg10=")) / 100)
     except (OSError, IndexError, ValueError):
         return None

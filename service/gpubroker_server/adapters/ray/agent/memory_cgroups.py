@@ -12,8 +12,9 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 class MemoryCgroups:
-    """Beside the agent's own cgroup, where the kernel has version 2, memory is controlled, and this user may
-    make them. Elsewhere nothing is made, and the agent's own look at each run's memory is all there is."""
+    """Makes cgroups beside the agent's own, where the kernel has version 2, memory is controlled, and this
+    user may make them. Elsewhere it makes none, and only the agent's own samples of each run's memory limit
+    it."""
 
     def __init__(self, filesystem: Path = CGROUP_FILESYSTEM, own: Path = OWN_CGROUP) -> None:
         self._parent: Path | None = None
@@ -37,7 +38,7 @@ class MemoryCgroups:
             (group / "cgroup.procs").write_text(str(pid))
 
     def breach_of(self, order: RunOrder) -> str:
-        """Why the kernel has ended the run, if it took more memory than it may; else empty."""
+        """Return why the kernel has ended the run if it took more memory than it may; else empty."""
         with contextlib.suppress(OSError):
             events = (self._of(order.key) / "memory.events").read_text().split()
             counts = dict(zip(events[::2], events[1::2], strict=False))

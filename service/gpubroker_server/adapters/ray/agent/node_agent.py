@@ -39,7 +39,8 @@ from gpubroker_server.telemetry.logs import configure_logs
 log = structlog.get_logger("gpubroker.agent")
 
 DESERTED_SECONDS = 30.0
-"""Without a poll for so long there is no broker: reports are not collected, and the next broker announces."""
+"""If no poll comes for this time there is no broker: reports are not collected, and the next broker announces
+itself."""
 
 FIRST_SAMPLE_SECONDS = 0.2
 """Samples come quickly after an announcement, so that new devices are placeable at once."""
@@ -66,14 +67,14 @@ def gpu_choice(config: AgentConfig, own_start: Path = Path("/proc/self/environ")
 
 
 class LineageTerm(NamedTuple):
-    """Any term of a later lineage is above all terms of an earlier one."""
+    """A lineage and a term of it. Any term of a later lineage is above all terms of an earlier one."""
 
     lineage: int
     term: int
 
 
 class NodeAgent:
-    """All methods run on the actor's event loop."""
+    """The agent of one node. All methods run on the actor's event loop."""
 
     def __init__(self, config: str, runners: RayRunners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
@@ -101,10 +102,11 @@ class NodeAgent:
         self._is_replaced = False
         """The leader wants another configuration, and waits for the reports that only this agent has."""
         self._head_is_lost = False
-        """Nothing new starts here; the agent ends when its runs have left."""
+        """True if the node has lost Ray's head: nothing new starts here, and the agent ends when its runs
+        have left."""
         self._mailbox: Mailbox | None = None
         self._acknowledged = 0
-        """Reports of the mailbox that its reader has."""
+        """The number of reports in the mailbox that its reader has."""
         self._announced: Inventory | None = None
         """The devices that the leader knows of."""
         self._runs: NodeRuns | None = None
@@ -201,8 +203,8 @@ class NodeAgent:
             self._log_run(report[0], RunKey(*report[1:4]))
         self.report(report, delay_seconds)
 
-    def _log_run(self, what: str, key: RunKey) -> None:
-        log.info(f"run {what}", task=key.task, attempt=key.fence, rank=key.rank, node=self._config.node)
+    def _log_run(self, move: str, key: RunKey) -> None:
+        log.info(f"run {move}", task=key.task, attempt=key.fence, rank=key.rank, node=self._config.node)
 
     def report(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
         """Keep the report for the next poll. Of progress and checkpoints only the newest of a run waits."""
@@ -224,7 +226,7 @@ class NodeAgent:
             journal.add(report, delay_seconds)
 
     def _note(self, report: Report) -> None:
-        """Only the newest of its kind waits for the next poll."""
+        """Keep a report for the next poll, in place of an earlier one of its kind."""
         if self._mailbox is not None:
             self._mailbox.journal.note(report[0], report, AT_ONCE)
 
@@ -233,8 +235,8 @@ class NodeAgent:
         return f"{self._id}.{self._announcements}"
 
     def _carry_out(self, runs: NodeRuns, order: tuple[Any, ...], *, is_over: bool) -> None:
-        """All orders but a start name one claim, so they are right for every incarnation. `is_over`: the
-        order is of a term that is."""
+        """Carry out an order. All orders but a start name one claim, so they are right for every incarnation.
+        `is_over`: the order is of a term that is over."""
         match order:
             case ("start", incarnation, shareable, run):
                 wanted = RunOrder.from_wire(run)
@@ -278,7 +280,7 @@ class NodeAgent:
             os._exit(0)
 
     async def _open_runs(self) -> NodeRuns:
-        """Made at the first announcement: only then is there an event loop.
+        """Open the runs. Called at the first announcement: only then is there an event loop.
 
         An agent that does not know its node yet must not answer: a run that it omits counts as gone.
         """
@@ -336,7 +338,7 @@ class NodeAgent:
         config = self._config
         inventory = self._announced = self._meter.inventory()
         if inventory.faults:
-            faults = "; ".join(f"{gpu}: {why}" for gpu, why in inventory.faults)
+            faults = "; ".join(f"{gpu}: {fault}" for gpu, fault in inventory.faults)
             log.warning("GPUs of this node cannot be used", node=config.node, fault=faults)
         if inventory.absence:
             log.info("this node has no GPU", node=config.node, why=inventory.absence)
@@ -354,11 +356,11 @@ class NodeAgent:
             "gpu_absence": inventory.absence,
             "versions": versions(),
         }
-        here = [tuple(key) for key in (*runs.table.runs, *runs.external)]
-        return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], here
+        run_keys = [tuple(key) for key in (*runs.table.runs, *runs.external)]
+        return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], run_keys
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
-        """None if the devices cannot be measured."""
+        """Return the samples; None if the devices cannot be measured."""
         try:
             return await runs.measure(timeout_seconds=timeout_seconds)
         except Exception:

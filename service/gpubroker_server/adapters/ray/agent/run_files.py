@@ -34,11 +34,11 @@ _PUNCH_HOLE = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 KEPT_LOGS = 2000
 KEPT_LOG_BYTES = 2**30
-"""Only the newest logs of ended runs are kept: at most so many files, and at most so many bytes in all."""
+"""The newest logs of ended runs are kept: at most this many files, and at most this many bytes in all."""
 
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 _is_plain = re.compile("[A-Za-z0-9_.~-]+").fullmatch
-"""Such an id is not quoted in the name of a file."""
+"""True for an id that is not quoted in the name of a file."""
 _SUFFIXES: Mapping[Stream, str] = {stream: file_of(Path("run.log"), stream).suffix for stream in STREAMS}
 
 
@@ -47,7 +47,8 @@ class UnreadableRecord(Exception):
 
 
 class RunRecord(Struct, frozen=True):
-    """Written before the run's process gets its order, removed when no process of it is left.
+    """The record of a run. It is written before the run's process gets its order, and removed when no process
+    of it is left.
 
     An agent of another release may read it, so a field that is added has a default.
     """
@@ -66,7 +67,7 @@ class RunRecord(Struct, frozen=True):
     protocol: int
     """The form that its runner and the agent speak; 0 for an external process."""
     memory_mb: int = 0
-    """Host memory that it asked for."""
+    """The host memory that the run asked for."""
 
     @classmethod
     def of(
@@ -121,8 +122,8 @@ class RunFiles:
                         file.write(data)
         except OSError as fault:
             if self._adds:
-                what = "the logs of runs in shared processes cannot be written; what they print is dropped"
-                log_lines.error(what, path=str(self._directory), fault=str(fault))
+                message = "the logs of runs in shared processes cannot be written; what they print is dropped"
+                log_lines.error(message, path=str(self._directory), fault=str(fault))
             self._adds = False
         else:
             self._adds = True
@@ -209,14 +210,14 @@ def _cut(log: Path) -> None:
     begin = -(-KEPT_END_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
     with log.open("r+b") as file:
         end = (os.fstat(file.fileno()).st_size - KEPT_END_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
-        where = (ctypes.c_long(begin), ctypes.c_long(end - begin))
-        if end > begin and ctypes.CDLL(None, use_errno=True).fallocate(file.fileno(), _PUNCH_HOLE, *where):
+        span = (ctypes.c_long(begin), ctypes.c_long(end - begin))
+        if end > begin and ctypes.CDLL(None, use_errno=True).fallocate(file.fileno(), _PUNCH_HOLE, *span):
             fault = os.strerror(ctypes.get_errno())
             log_lines.warning("a log of a run cannot be made smaller", path=str(log), fault=fault)
 
 
 def _read_own(path: Path) -> bytes:
-    """Only a file that this user made: it says which processes are killed."""
+    """Read a file if this user made it: it says which processes are killed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -268,8 +269,8 @@ class Piece(NamedTuple):
 
 
 class RunLogs:
-    """What a node tells of the output of its runs: what is new in a log that somebody reads, and all that is
-    kept of it when the run has ended."""
+    """Reports the output of a node's runs: what is new in a log that somebody reads, and all that is kept of
+    a log when its run has ended."""
 
     def __init__(self, files: RunFiles, limit_bytes: int) -> None:
         """`limit_bytes`: of each stream of a run only the first and the last half of it are told."""

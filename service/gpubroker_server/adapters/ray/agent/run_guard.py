@@ -1,4 +1,4 @@
-"""What user code in a worker of Ray gets of Ray: nothing. A run is no part of the service's own cluster."""
+"""Keeps user code in a worker of Ray away from Ray. A run is no part of the service's own cluster."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ REFUSAL = (
 
 
 class NoRayForRuns(RuntimeError):
-    """User code of a run has called Ray."""
+    """The user code of a run has called Ray."""
 
 
 def without_own_address(env: Mapping[str, str]) -> Mapping[str, str]:

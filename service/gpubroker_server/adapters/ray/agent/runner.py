@@ -32,7 +32,7 @@ from gpubroker_server.adapters.ray.agent.run_guard import (
 )
 
 MOST_CALLS = 9_000
-"""To the workers of sets in one process, at once: beyond, its agent's orders would wait for their ends."""
+"""The most calls to workers of sets in one process at once; more would make its agent's orders wait."""
 _PACKED_BYTES = 4096
 """The first size of the buffer of an answer, instead of 256 KiB; it grows."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
@@ -43,7 +43,8 @@ class WrongProtocol(Exception):
 
 
 class Runner:
-    """Blank until its first run. A spare takes one run and is killed after it; a shared one takes many.
+    """A process for runs, blank until its first one. A spare takes one run and is killed after it; a shared
+    one takes many.
 
     All methods run on the actor's event loop; user code runs in threads.
     """
@@ -75,7 +76,7 @@ class Runner:
         self._mailbox: Mailbox | None = None
         self._host: RunHost | None = None
         self._calls = 0
-        """To workers of sets, under way."""
+        """The number of calls to workers of sets that are under way."""
 
     async def describe(self) -> bytes:
         """A dict: the forms that it speaks, its pid, and the runs that have not ended."""
@@ -114,7 +115,7 @@ class Runner:
             self._calls -= 1
 
     def _parts(self) -> tuple[RunHost, Mailbox]:
-        """Made at the first call: only then is there an event loop."""
+        """Return the parts, which the first call makes: only then is there an event loop."""
         if self._host is None or self._mailbox is None:
             self._mailbox = Mailbox()
             self._host = RunHost(self._mailbox.journal, _shared_view)

@@ -25,7 +25,7 @@ from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, 
 log = structlog.get_logger("gpubroker.agent")
 
 GPU_FILES = tuple(f"/dev/nvidia{number}" for number in range(10))
-"""How the names of GPUs' files begin; every user of CUDA opens other files there too."""
+"""The beginnings of the names of GPU files; every user of CUDA opens other files there too."""
 STARTING_AT_ONCE = 2
 SLOW_SECONDS = 20.0
 """While starts take longer, there is one at a time: the node is busy, and each takes a CPU."""
@@ -33,7 +33,7 @@ REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
 AGENT_CALLS = 1_000
-"""Calls to one process at once, beside those to workers of sets: its agent never waits for those."""
+"""The most calls to one process at once, beside those to workers of sets: its agent never waits for those."""
 OBJECT_CACHE_SHARE = 0.5
 """The share of Ray's object store on a node that keeps objects for later runs."""
 START_SECONDS = 60.0
@@ -55,10 +55,10 @@ class RayRunners:
         self._config = config
         self._prefix = f"runner/{config.node}/"
         self.node: str = ray.get_runtime_context().get_node_id()
-        """Another id means another Ray."""
+        """The id of the node in Ray. Another id means another Ray."""
         about = _about(self.node)
         self.host = str(about["NodeManagerAddress"])
-        """Where other nodes reach this one."""
+        """The address at which other nodes reach this one."""
         store_bytes = int(about["Resources"].get("object_store_memory", 0))
         self.object_cache_bytes = int(store_bytes * OBJECT_CACHE_SHARE)
         context = ray.get_runtime_context()
@@ -86,8 +86,8 @@ class RayRunners:
     def names(self) -> list[str]:
         """Return the names of the runners that are alive."""
         named = ray.util.list_named_actors(all_namespaces=True)
-        ours = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
-        return [name for name in ours if name.startswith(self._prefix)]
+        own_actors = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
+        return [name for name in own_actors if name.startswith(self._prefix)]
 
     def find(self, name: str) -> Any | None:
         try:
@@ -190,7 +190,7 @@ class RunnerPool:
             process.watched.signal(signal.SIGKILL)
 
     def forget(self, process: RunnerProcess) -> None:
-        """It ended; start another if it was one of those kept ready."""
+        """Forget a process that has ended, and start another if it was one of those kept ready."""
         if process in self._shared:
             self._shared.remove(process)
         if process in self._spares:

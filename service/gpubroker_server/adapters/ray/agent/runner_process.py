@@ -31,14 +31,14 @@ REMEMBERED_FENCES = 100_000
 REMEMBERED_RUNS = 1024
 
 
-async def retry_until_done(what: str, attempt: Callable[[], Awaitable[None]]) -> None:
-    """`attempt` starts from the beginning each time, less and less often. Each failure is logged."""
+async def retry_until_done(job: str, attempt: Callable[[], Awaitable[None]]) -> None:
+    """Run `attempt` from the beginning, less and less often, until it succeeds. Each failure is logged."""
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
             return await attempt()
         except Exception:
-            log.exception("what must be done failed; trying again", job=what)
+            log.exception("what must be done failed; trying again", job=job)
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -80,7 +80,7 @@ class RunnerProcess:
         self.retiring = False
         self.out_of_memory = False
         self.breach = ""
-        """Why the agent ends the process, if it took more host memory than it may have."""
+        """The reason why the agent ends the process, if it took more host memory than it may have."""
         self.exit_status: int | None = None
         self.watched = WatchedProcess(process, self._note_end)
         self._actor = actor
@@ -161,22 +161,22 @@ class RunnerProcess:
 
 @dataclass(slots=True, eq=False)
 class AgentRun:
-    """One run from its order until it is gone and its outcome is forgotten."""
+    """One run, kept from its order until it is gone and its outcome is forgotten."""
 
     order: RunOrder
     shared: bool
     process: RunnerProcess | None = None
-    """None while it waits for a process, and once that process is gone."""
+    """The process; None while the run waits for one, and once that process is gone."""
     reports: dict[str, Report] = field(default_factory=dict)
     """The newest report of each kind: started, ready, checkpointed, items, part, ended and gone."""
     forgotten: bool = False
     go: str = ""
-    """Rank 0's address, once all ranks are ready; passed on to the process that it gets."""
+    """The address of rank 0, once all ranks are ready; passed on to the process that the run gets."""
     killed: str = ""
-    """Why its process was killed; empty if it was not."""
+    """The reason why its process was killed; empty if it was not."""
     kill: asyncio.TimerHandle | None = None
     ordered_at: float | None = field(default_factory=time.time)
-    """When the agent got the order; None for a run that an earlier agent started."""
+    """The time when the agent got the order; None for a run that an earlier agent started."""
 
     @property
     def key(self) -> RunKey:
@@ -213,7 +213,7 @@ class RunTable:
             self._fences.popitem(last=False)
 
     def suspect(self, task: str) -> None:
-        """It may have crashed a process that it shared; it gets one of its own next time."""
+        """Note that the run may have crashed a process that it shared; it gets one of its own next time."""
         self._suspects[task] = None
         if len(self._suspects) > REMEMBERED_RUNS:
             self._suspects.popitem(last=False)
@@ -248,7 +248,7 @@ class RunTable:
 
     @property
     def keeps_outcomes(self) -> bool:
-        """Only this agent knows how some run has ended: its process is gone, or soon will be."""
+        """True if only this agent knows how some run has ended: its process is gone, or soon will be."""
         return any(run.has_ended and not run.forgotten for run in self.runs.values())
 
     @property
@@ -301,7 +301,7 @@ def how_it_ended(exit_status: int | None) -> str:
 
 
 async def over_memory_limit(runs: Collection[AgentRun], process_mb: int) -> list[RunnerProcess]:
-    """Runners that take more host memory than they may have: together what their run asked for, or
+    """Return the runners that take more host memory than they may have: together what their run asked for, or
     `process_mb` in one process if it asked for nothing. Sets their `breach`."""
     watched = {
         run.process.watched.id.pid: (run.process, 0 if run.shared else run.order.memory_mb)

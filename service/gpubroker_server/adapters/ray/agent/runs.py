@@ -66,7 +66,7 @@ ReportWithin = Callable[[Report, float], None]
 
 
 class NodeRuns:
-    """Everything here happens on one event loop."""
+    """The runs of one node. All methods run on one event loop."""
 
     def __init__(
         self, config: AgentConfig, report: ReportWithin, meter: DeviceMeter, runners: RayRunners
@@ -151,7 +151,7 @@ class NodeRuns:
             self.pool.refill()
 
     def refuse(self, key: RunKey) -> None:
-        """It never will be started by this order; one that is here says by itself what becomes of it."""
+        """Note that this order never starts the run. A run that is already here reports its own outcome."""
         if key not in self.table.runs:
             self.table.note_fence(key)
             self._report(ended(key, NEVER_STARTED, b""))
@@ -175,18 +175,18 @@ class NodeRuns:
             self._kill_later(run, grace_seconds)
 
     def go(self, key: RunKey, rank_zero_address: str) -> None:
-        """All ranks are ready. Repeated in case the first order was lost; a run begins once."""
+        """Begin the run, since all ranks are ready. The order may be repeated; a run begins once."""
         run = self.table.runs.get(key)
         if run is not None:
             run.go = rank_zero_address
             self._pass_on_go(run)
 
-    def pass_on(self, what: str, key: RunKey, *values: Any) -> None:
+    def pass_on(self, kind: str, key: RunKey, *values: Any) -> None:
         """Send a message to a run that has begun: the ranks that are left, what a worker of an array holds,
         an object."""
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
-            run.process.send((what, tuple(key), *values))
+            run.process.send((kind, tuple(key), *values))
 
     def tell_stack(self, key: RunKey, request: str) -> None:
         tell = partial(tell_stack, self.table.runs.get(key), key, request, self._report)
@@ -237,9 +237,9 @@ class NodeRuns:
     async def close(self) -> None:
         """Kill every run and every process kept ready; back when nothing of them is left, files included."""
         await self.pool.close()
-        what = "ending a run before leaving"
+        job = "ending a run before leaving"
         runs = list(self.table.runs.values())
-        await asyncio.gather(*(retry_until_done(what, partial(self._clear_away, run)) for run in runs))
+        await asyncio.gather(*(retry_until_done(job, partial(self._clear_away, run)) for run in runs))
         self._files.remove_all()
         await asyncio.to_thread(self.directories.remove_all)
 
@@ -279,8 +279,8 @@ class NodeRuns:
     def _on_end(self, process: RunnerProcess) -> None:
         """The process is gone, and each run in it that has not ended is lost."""
         self.pool.forget(process)
-        its_runs = [run for run in self.table.runs.values() if run.process is process]
-        cut_off = [run for run in its_runs if not run.has_ended]
+        process_runs = [run for run in self.table.runs.values() if run.process is process]
+        cut_off = [run for run in process_runs if not run.has_ended]
         one_was_killed = any(run.killed for run in cut_off)
         for run in cut_off:
             if not process.shared or run.killed or len(cut_off) == 1:
@@ -290,7 +290,7 @@ class NodeRuns:
             self._end(run, ended(run.key, NEVER_STARTED, b""))
             if not one_was_killed:
                 self.table.suspect(run.key.task)
-        for run in its_runs:
+        for run in process_runs:
             run.process = None
             if process.shared:
                 self._report_gone(run, "process_absent")
@@ -377,10 +377,10 @@ class NodeRuns:
         if breach := process.breach or self._cgroups.breach_of(run.order):
             return self._ended_lost(run, "host_memory_exceeded", breach)
         if process.out_of_memory:
-            why = "the node ran out of memory and Ray killed the process"
-            return self._ended_lost(run, "out_of_memory", why)
-        why = run.killed or how_it_ended(process.exit_status)
-        return self._ended_lost(run, "killed", f"{why}; the last lines of its log may say more")
+            cause = "the node ran out of memory and Ray killed the process"
+            return self._ended_lost(run, "out_of_memory", cause)
+        cause = run.killed or how_it_ended(process.exit_status)
+        return self._ended_lost(run, "killed", f"{cause}; the last lines of its log may say more")
 
     def _ended_lost(self, run: AgentRun, kind: str, message: str) -> Report:
         outcome = RunOutcome("lost", fault=RunFault(kind, message))
@@ -440,9 +440,9 @@ class NodeRuns:
     def _report(self, report: Report) -> None:
         self._report_within(report, AT_ONCE)
 
-    def _do(self, what: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _do(self, job: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Try this in the background until it succeeds."""
-        task = asyncio.create_task(retry_until_done(what, attempt))
+        task = asyncio.create_task(retry_until_done(job, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 

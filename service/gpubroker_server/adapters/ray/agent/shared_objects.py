@@ -31,13 +31,13 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    """One object of a tenant that runs wait for; the leader is asked on behalf of the first."""
+    """One object of a tenant that runs wait for; the leader is asked on behalf of the first run."""
 
     runs: list[RunKey]
     kept: Kept | None
     data: bytearray = field(default_factory=bytearray)
     waits: bool = False
-    """For another object that comes in parts."""
+    """True while the object waits for another one that comes in parts."""
     storing: "asyncio.Task[None] | None" = None
 
     @property
@@ -84,7 +84,9 @@ class SharedObjects:
 
     def take(self, run: RunKey, id: str, size_bytes: int, first_byte: int, data: bytes, failure: str) -> None:
         """The leader's answer."""
-        found = (each for each in self._openings.items() if each[0][1] == id and run in each[1].runs)
+        found = (
+            opening for opening in self._openings.items() if opening[0][1] == id and run in opening[1].runs
+        )
         (tenant, _), opening = next(found, (("", id), None))
         if opening is None or first_byte != opening.first_byte or opening.storing is not None:
             return  # no run waits any longer, or it was answered before
@@ -120,8 +122,8 @@ class SharedObjects:
         if len(opening.data) >= size_bytes:
             opening.storing = asyncio.create_task(self._keep(tenant, id, opening))
         elif not data:
-            why = f"the bytes of object {id} are damaged: {len(opening.data)} of {size_bytes} are left"
-            self._finish(tenant, id, opening, ("object_missing", f"{why}; upload it again"))
+            message = f"the bytes of object {id} are damaged: {len(opening.data)} of {size_bytes} are left"
+            self._finish(tenant, id, opening, ("object_missing", f"{message}; upload it again"))
         elif self._large in (None, opening):
             self._large = opening
             self._report(_question(opening, id))
@@ -142,12 +144,12 @@ class SharedObjects:
             found, shared = await asyncio.to_thread(self._checked_and_stored, tenant, id, opening.data)
         except Exception as fault:
             log.exception("an object cannot be kept for the runs of this node")
-            why = f"object {id} cannot be kept on this node: {fault}"
-            self._finish(tenant, id, opening, ("object_unreadable", why))
+            message = f"object {id} cannot be kept on this node: {fault}"
+            self._finish(tenant, id, opening, ("object_unreadable", message))
             return
         if found != id:
-            why = f"the bytes of object {id} are damaged: they have the digest {found}; upload it again"
-            self._finish(tenant, id, opening, ("object_missing", why))
+            message = f"the bytes of object {id} are damaged: they have the digest {found}; upload it again"
+            self._finish(tenant, id, opening, ("object_missing", message))
             return
         opening.kept = Kept(shared, len(opening.data))
         self._finish(tenant, id, opening)

@@ -78,25 +78,25 @@ async def _stacks_below(root: int) -> tuple[str, str]:
 
 async def _threads_of(pid: int) -> list[dict[str, Any]]:
     """Return the threads that py-spy reads. Raises Unreadable."""
-    said = ""
+    errors = ""
     for _ in range(TRIES):
-        code, out, said = await _py_spy("dump", "--json", "--nonblocking", "--pid", str(pid))
+        code, out, errors = await _py_spy("dump", "--json", "--nonblocking", "--pid", str(pid))
         if code == 0:
             found: list[dict[str, Any]] = json.loads(out)
             return found
-        if NOT_PYTHON in said:
+        if NOT_PYTHON in errors:
             raise Unreadable(NOT_PYTHON)
-        if "ermission" in said or "not permitted" in said:
+        if "ermission" in errors or "not permitted" in errors:
             raise Unreadable(NOT_ALLOWED)
     raise Unreadable(
-        f"its process could not be read: {said.strip().splitlines()[0] if said.strip() else code}"
+        f"its process could not be read: {errors.strip().splitlines()[0] if errors.strip() else code}"
     )
 
 
 async def _py_spy(*arguments: str) -> tuple[int, bytes, str]:
     """Exit code, standard output and standard error. Raises Unreadable if there is none."""
-    beside = str(Path(sys.executable).parent)
-    program = shutil.which("py-spy", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    own_directory = str(Path(sys.executable).parent)
+    program = shutil.which("py-spy", path=f"{own_directory}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise Unreadable(INSTALL)
     pipe = asyncio.subprocess.PIPE

@@ -1,4 +1,4 @@
-"""What an earlier agent of this node left behind. To look changes nothing, so that it can be done again."""
+"""Finds what an earlier agent of this node left behind. Looking changes nothing, so it can be repeated."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ _MARK = re.compile(r"(.+?):(\d+)(?::(\d+))?")
 
 
 class TakenOver(NamedTuple):
-    """All of it has its place in the table by now."""
+    """What an earlier agent left, all of it entered in the table by now."""
 
     processes: list[RunnerProcess]
     """The processes that can still be talked to."""
@@ -77,7 +77,7 @@ async def take_over(
 
 
 def marked_runs(instance: str, node: str, files: RunFiles) -> set[RunKey]:
-    """All runs of this broker on this node that have a process here, recorded or not.
+    """Return all runs of this broker on this node that have a process here, recorded or not.
 
     Found by the marks in a process's environment, or by a log of this node that it has open, as the process
     that a run begins in has. Another node may be on the same machine. Looks at every process.
@@ -151,7 +151,7 @@ def _note(run: AgentRun, table: RunTable) -> AgentRun:
 
 
 async def _described(runner: Any) -> dict[str, Any] | None:
-    """None if it does not answer, or shares no form with this agent."""
+    """Return its description; None if it does not answer, or shares no form with this agent."""
     try:
         return await describe(runner, ANSWER_SECONDS)
     except (RayError, TimeoutError, ValueError):

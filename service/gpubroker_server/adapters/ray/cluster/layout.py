@@ -1,4 +1,4 @@
-"""Which node of a cluster on one machine has which GPUs: the head the first ones, worker 1 the next."""
+"""Assigns GPUs to the nodes of a cluster on one machine: the first ones to the head, the next to worker 1."""
 
 import json
 from collections.abc import Collection
@@ -21,16 +21,16 @@ class ClusterGpu(Struct, frozen=True):
     """The number that NVML gives the GPU."""
     uuid: str
     simulated_mb: int = 0
-    """0: it is a real one."""
+    """The memory of a simulated GPU; 0 for a real one."""
 
 
 class ClusterLayout(Struct, frozen=True):
-    """What `gpubroker cluster start` was asked for."""
+    """The layout that `gpubroker cluster start` was asked for."""
 
     name: str
     workers: int
     gpus: tuple[ClusterGpu, ...]
-    """In the order in which nodes get them."""
+    """The GPUs, in the order in which nodes get them."""
     gpus_per_node: int = 1
     cpus_per_node: int = 1
     worker_units: float = 1.0
@@ -40,7 +40,7 @@ class ClusterLayout(Struct, frozen=True):
 
     @property
     def lacking(self) -> str:
-        """Why there cannot be so many workers, and what to do; empty if there can."""
+        """Return why there cannot be so many workers, and what to do; empty if there can."""
         needed = (self.workers + 1) * self.gpus_per_node
         if needed <= len(self.gpus):
             return ""
@@ -111,5 +111,5 @@ def worker_name(number: int) -> str:
     return f"worker-{number}"
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -126,10 +126,10 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 def _running_already(folder: Path) -> str:
     state = read_state(folder)
-    where = f" at {state.address}" if state is not None and state.address else ""
+    at_address = f" at {state.address}" if state is not None and state.address else ""
     return (
-        f"cluster {folder.name} runs already{where}; add to it with `gpubroker cluster add-worker`, end it "
-        "with `gpubroker cluster stop`, or give this one another --name"
+        f"cluster {folder.name} runs already{at_address}; add to it with `gpubroker cluster add-worker`, end "
+        "it with `gpubroker cluster stop`, or give this one another --name"
     )
 
 
@@ -147,29 +147,29 @@ def _check_gpus(data_dir: Path, layout: ClusterLayout) -> None:
 
 
 def _supervise(folder: Path, tell: Tell) -> str:
-    """Why the cluster ended by itself; empty if it was told to end."""
-    saying, says = os.pipe()
+    """Return why the cluster ended by itself; empty if it was told to end."""
+    read_end, write_end = os.pipe()
     living, life = os.pipe()
     environment = inherited() | token_environment(folder) | {"PYTHONUNBUFFERED": "1"}
-    with (folder / LOG).open("wb") as output, os.fdopen(life, "wb", 0), os.fdopen(saying, "r") as told:
+    with (folder / LOG).open("wb") as output, os.fdopen(life, "wb", 0), os.fdopen(read_end, "r") as messages:
         supervisor = subprocess.Popen(  # noqa: S603  # our own module
-            [sys.executable, "-m", SUPERVISOR, str(folder), str(says), str(living)],
+            [sys.executable, "-m", SUPERVISOR, str(folder), str(write_end), str(living)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment,
-            pass_fds=(says, living),
+            pass_fds=(write_end, living),
             start_new_session=True,
         )
-        os.close(says)
+        os.close(write_end)
         os.close(living)
         fault = ""
         with _interruptible(supervisor):
-            for line in told:
-                said = json.loads(line)
-                fault = said.get("fault", "")
+            for line in messages:
+                message = json.loads(line)
+                fault = message.get("fault", "")
                 if not fault:
-                    tell(said)
+                    tell(message)
         with contextlib.suppress(subprocess.TimeoutExpired):
             supervisor.wait(END_SECONDS)
         if supervisor.returncode == 0:
@@ -193,7 +193,7 @@ def _interruptible(supervisor: "subprocess.Popen[bytes]") -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ask(data_dir: Path, name: str, what: str) -> dict[str, Any]:
+def _ask(data_dir: Path, name: str, question: str) -> dict[str, Any]:
     state = read_state(cluster_folder(data_dir, name))
     if state is None or not state.is_running():
         raise ClusterRefused(_not_running(data_dir, name))
@@ -203,7 +203,7 @@ def _ask(data_dir: Path, name: str, what: str) -> dict[str, Any]:
         client.settimeout(ANSWER_SECONDS)
         try:
             client.connect(str(Path(state.temp_dir) / CONTROL))
-            client.sendall(what.encode())
+            client.sendall(question.encode())
             answer: dict[str, Any] = json.loads(b"".join(iter(lambda: client.recv(65536), b"")))
         except (OSError, ValueError) as fault:
             raise ClusterRefused(f"cluster {name} did not answer ({fault}); try again, or stop it") from None

@@ -49,17 +49,17 @@ class ClusterEnded(Exception):
 
 
 def main() -> int:
-    folder, saying, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, descriptor, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     signals = SignalPipe()
     adopt_orphans()
-    with os.fdopen(saying, "w", buffering=1) as output, os.fdopen(life, "rb", 0) as lifeline:
+    with os.fdopen(descriptor, "w", buffering=1) as output, os.fdopen(life, "rb", 0) as lifeline:
         state = begin(folder)
         layout = ClusterLayout.from_json((folder / LAYOUT).read_text())
         cluster = Supervisor(folder, layout, state, signals)
         try:
             with _listening(Path(state.temp_dir) / CONTROL) as control:
-                for said in cluster.start(folder):
-                    output.write(json.dumps(said) + "\n")
+                for message in cluster.start(folder):
+                    output.write(json.dumps(message) + "\n")
                 cluster.watch(control, lifeline)
         except (ClusterEnded, BrokenPipeError) as ended:
             print(ended, file=sys.stderr, flush=True)
@@ -90,7 +90,7 @@ class Supervisor:
         """Pid of the raylet, by the worker's number."""
 
     def start(self, folder: Path) -> Iterable[Mapping[str, Any]]:
-        """All nodes, one after the other; what to say of each. Raises ClusterEnded."""
+        """Start all nodes, one after the other, and yield what to say of each. Raises ClusterEnded."""
         self._head = self._start(0)
         self._state = replace(self._state, address=self._state.address_file.read_text().splitlines()[0])
         write_state(folder, self._state)
@@ -103,7 +103,7 @@ class Supervisor:
         yield {"up": True}
 
     def watch(self, control: socket.socket, lifeline: Any) -> None:
-        """Back when the cluster is to end. Raises ClusterEnded."""
+        """Return when the cluster is to end. Raises ClusterEnded."""
         while not self._signals.stop:
             ready = self._signals.wait(LOOK_SECONDS, control.fileno(), lifeline.fileno())
             self._note_ended(reap())
@@ -139,13 +139,13 @@ class Supervisor:
     def _below(self) -> list[ProcessId]:
         return descendants(os.getpid(), process_table())
 
-    def _kill_all_but(self, there: set[ProcessId]) -> None:
+    def _kill_all_but(self, others: set[ProcessId]) -> None:
         """Kill what a start has left. Ray meanwhile starts processes in nodes that were there before: those
         are below a raylet."""
         table = process_table()
         kept = {found for raylet in self._workers.values() for found in descendants(raylet, table)}
         kept |= {found for vital in self._head for found in descendants(vital, table)}
-        kill_all([found for found in self._below() if found not in there | kept])
+        kill_all([found for found in self._below() if found not in others | kept])
 
     def _note_ended(self, ended: set[int]) -> None:
         for pid, name in self._head.items():

@@ -27,10 +27,11 @@ from gpubroker_server.ports.task_objects import ObjectQuestion
 IDLE_SECONDS = 1.0
 """A node has been idle for so long before its agent is replaced: the end of one run often begins the next."""
 AGAIN_SECONDS = 600.0
-"""If the next agent is as old, it is not replaced sooner: its machine has the old software."""
+"""An agent whose successor is as old is not replaced again before this time: its machine has the old
+software."""
 
 MESSAGES = 8
-"""So many of an agent's last ones tell what its clock shows."""
+"""The number of an agent's last messages that tell what its clock shows."""
 
 _GONE, _FORGOTTEN = "gone", "forgotten"
 
@@ -40,9 +41,10 @@ class AnsweringAgent:
     incarnation: str
     protocol: int
     release: str
-    """Empty if unknown."""
+    """The release of the agent; empty if unknown."""
     runs: dict[RunId, set[str]]
-    """Each run that it has, or that was ordered, and what happened to it; until it is gone and forgotten."""
+    """What happened to each run that the agent has or was ordered to start, until the run is gone and
+    forgotten."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """GPUs that it cannot use, and why."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -50,28 +52,28 @@ class AnsweringAgent:
     gpu_absence: str = ""
     """Why its machine shows no GPU; empty if it shows one."""
     is_outdated: bool = False
-    """It is of an earlier release than this software."""
+    """True if the agent is of an earlier release than this software."""
     idle_since: float | None = None
     ahead_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MESSAGES))
-    """How far its clock seemed to be ahead in its last messages."""
+    """The seconds by which its clock seemed to be ahead in its last messages."""
 
-    def note(self, run: RunId, what: str) -> None:
-        happened = self.runs.get(run)
-        if happened is not None:
-            happened.add(what)
-            if happened == {_GONE, _FORGOTTEN}:
+    def note(self, run: RunId, occurrence: str) -> None:
+        occurrences = self.runs.get(run)
+        if occurrences is not None:
+            occurrences.add(occurrence)
+            if occurrences == {_GONE, _FORGOTTEN}:
                 del self.runs[run]
 
 
 class NodeAgents:
-    """Those that have answered through the present driver. An agent outlives the service that started it, so
-    it may be of an earlier release: it is used as it is until its node is idle, and then replaced."""
+    """The agents that have answered through the present driver. An agent outlives the service that started
+    it, so it may be of an earlier release: it is used as it is until its node is idle, and then replaced."""
 
     def __init__(self, ticks: ReadTicks) -> None:
         self._ticks = ticks
         self._answering: dict[NodeName, AnsweringAgent] = {}
         self._replaced_at: dict[NodeName, float] = {}
-        """When an outdated one was last replaced."""
+        """The time when an outdated agent was last replaced."""
 
     def __contains__(self, node: NodeName) -> bool:
         return node in self._answering

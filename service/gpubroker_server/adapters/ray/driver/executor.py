@@ -59,7 +59,7 @@ LEAVE_SECONDS = 10.0
 FORGET_SECONDS = 0.05
 """An order to forget a run is not urgent: it travels with the next order, or so much later."""
 NO_TERM = Term(0)
-"""Sent to the driver while another process leads: it then talks to no agent."""
+"""The term sent to the driver while another process leads: the driver then talks to no agent."""
 CONNECTED = "connected"
 """The state of an executor that hears its nodes."""
 STANDBY = "standby"
@@ -94,7 +94,7 @@ class RayExecutor:
         )
         self.calls = RayWorkerCalls(self._driver.send, self._driver.room)
         self._leader_term: LeaderTerm | None = None
-        """None while another process leads."""
+        """The term of the leader in this process; None while another process leads."""
         self._lineage = Lineage(0)
         self._agents = NodeAgents(boot_seconds)
         self._held: dict[NodeName, deque[bytes]] = {}
@@ -106,14 +106,14 @@ class RayExecutor:
         self._unanswered_bytes = 0
         self._reports: list[Report | TermRefused | ObjectQuestion] = []
         self._untaken_bytes = 0
-        """Received and not fetched yet; beyond a bound the driver polls no agent."""
+        """The bytes received and not fetched yet; beyond a bound the driver polls no agent."""
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left, self._flushed = asyncio.Event(), asyncio.Event()
         self._asks_for_room = False
         self._state, self._message = "stopped", "not started"
         self._head_fault = ""
-        """While Ray's control service does not answer: what that means."""
+        """The consequence of a silent control service of Ray; empty while it answers."""
 
     async def connect(self) -> None:
         """Have a driver process that has reached Ray; keeps trying in the background."""
@@ -122,7 +122,7 @@ class RayExecutor:
         self._driver.begin()
 
     async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
-        """Back when the first agent has answered, or after 30 s; keeps trying in the background."""
+        """Return when the first agent has answered, or after 30 s; keeps trying in the background."""
         await self.stand_back()
         self._leader_term, self._lineage = leader_term, lineage
         if self._state == STANDBY:
@@ -135,7 +135,8 @@ class RayExecutor:
                 await self._ready.wait()
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Never waits. Skips a start without a payload: its run ended between commit and dispatch."""
+        """Send orders without waiting. Skips a start without a payload: its run ended between commit and
+        dispatch."""
         urgent = set()
         for order in orders:
             payload = payloads.get(order.task)
@@ -267,8 +268,8 @@ class RayExecutor:
                 self._report(NodesListed(frozenset(map(NodeName, names)), self._clock.now()))
             case ("head", fault):
                 self._head_fault = fault
-            case ("trouble", what):
-                self._message = what
+            case ("trouble", trouble):
+                self._message = trouble
             case ("left",):
                 self._left.set()
             case ("flushed",):
@@ -289,18 +290,18 @@ class RayExecutor:
         return had_agents
 
     def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
-        """Notes a start that is sent, and answers one that is not."""
+        """Return True for a start that may be sent, and note it; answer one that may not."""
         run = order.task, order.fence, order.rank
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
-        why = ""
+        reason = ""
         if 0 < self._agents.protocol(order.node) < least_form_for(payload):
-            why = (
+            reason = (
                 "the agent is of a release that would run this wrong (arrays, objects, worker sets, uploads)"
             )
         elif self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
-            why = "too much is on its way to the agents"
-        if why:
-            log.warning(f"{why}; this start waits", task=order.task)
+            reason = "too much is on its way to the agents"
+        if reason:
+            log.warning(f"{reason}; this start waits", task=order.task)
             self._report_never_started(run, self._clock.now())
             return False
         self._note_answer(run)
@@ -373,9 +374,9 @@ class RayExecutor:
     def _on_node(self, seen: NodeReport, protocol: int) -> None:
         """The agent starts nothing that was ordered before it answered: a run that it lacks never began."""
         name = seen.node.name
-        there = set(seen.runs)
+        listed = set(seen.runs)
         for run in [run for run, start in self._unanswered.items() if start.node == name]:
-            if run not in there:
+            if run not in listed:
                 self._note_answer(run)
                 self._report_never_started(run, seen.at)
         self._agents.see(seen, protocol)
@@ -385,16 +386,16 @@ class RayExecutor:
         self._ready.set()
 
     def _replace_if_outdated(self, node: NodeName) -> None:
-        """Orders wait for the next agent of that node from now on."""
+        """Replace an outdated agent. From now on, orders wait for the next agent of that node."""
         if self._agents.to_replace(node):
             log.info("replacing an agent of an earlier release; nothing is on its node", node=node)
             self._agents.lose(node)
             self._driver.send("replace", node)
 
-    def _report_never_started(self, run: RunId, at: Instant) -> None:
+    def _report_never_started(self, run: RunId, ended_at: Instant) -> None:
         task, fence, rank = run
-        self._report(Ended(task, fence, at, Ending.NEVER_STARTED, rank=rank))
-        self._report(Gone(task, fence, at, Proof.NEVER_STARTED, rank=rank))
+        self._report(Ended(task, fence, ended_at, Ending.NEVER_STARTED, rank=rank))
+        self._report(Gone(task, fence, ended_at, Proof.NEVER_STARTED, rank=rank))
 
     def _report(self, report: Report | TermRefused | ObjectQuestion) -> None:
         self._reports.append(report)

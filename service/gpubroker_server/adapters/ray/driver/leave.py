@@ -13,7 +13,7 @@ from gpubroker_server.adapters.ray.head.head import ray_environment
 from gpubroker_server.adapters.ray.options import RayOptions
 
 LEAVE_SECONDS = 30.0
-"""For one agent to end all runs of its node."""
+"""The time that one agent gets to end all runs of its node."""
 MOST_SECONDS = 120.0
 
 

@@ -40,10 +40,10 @@ coming up."""
 CONNECT_PATIENCE_SECONDS = 90.0
 """A driver that connects to Ray gives up by itself after less."""
 PINGS = 5
-"""Sent within the driver's patience."""
+"""The number of pings within the driver's patience."""
 KEEPALIVE_SECONDS = 5.0
-"""After this time without traffic Ray's connections are probed, and after as long without an answer they are
-made again. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
+"""Ray's connections are probed after this time without traffic, and made again after as long without an
+answer. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
 KILL_SECONDS = 5.0
 LOGS = ("ray-driver.log", "ray-driver.out")
 """The driver's own lines, and the lines that Ray prints in the driver."""
@@ -69,32 +69,33 @@ class DriverLink:
         self._connected = False
         self._heard = False
         self.fault = ENDED
-        """Why it ended, as far as it is known."""
+        """The reason why the driver ended, as far as it is known."""
 
     @classmethod
     async def open(cls, options: RayOptions, address: str) -> "DriverLink":
         """Start a driver for the Ray at this address. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        own_end, driver_end = socket.socketpair()
         try:
-            with theirs:
-                child = _start_driver(options, address, theirs)
+            with driver_end:
+                child = _start_driver(options, address, driver_end)
         except OSError:
-            ours.close()
+            own_end.close()
             raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        reader, writer = await asyncio.open_unix_connection(sock=own_end)
         return cls(child, reader, writer, options.driver_patience_seconds)
 
     def send(self, *parts: Any) -> None:
-        """Never waits: a driver that reads nothing is silent too, and is killed before much has gathered."""
+        """Send without waiting: a driver that reads nothing is silent too, and is killed before much has
+        gathered."""
         self._writer.write(frame(*parts))
 
     async def room(self) -> None:
-        """Back when the driver has taken nearly all that was sent, or is gone."""
+        """Return when the driver has taken nearly all that was sent, or is gone."""
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
     async def listen(self, on_message: Callable[[tuple[Any, ...]], None]) -> None:
-        """Back when the driver has ended."""
+        """Return when the driver has ended."""
         watching = asyncio.create_task(self._watch())
         try:
             while (message := await read_frame(self._reader)) is not None:
@@ -112,14 +113,15 @@ class DriverLink:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Back when the process has been reaped."""
+        """Return when the process has been reaped."""
         self._writer.close()
         self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._child.wait, KILL_SECONDS)
 
     async def _watch(self) -> None:
-        """Counts pings, not the clock: a service that slept itself finds the answers waiting for it."""
+        """Kill a silent driver. Counts pings, not the clock: a service that slept itself finds the answers
+        waiting for it."""
         silent_seconds = 0.0
         while silent_seconds < (self._patience_seconds if self._connected else CONNECT_PATIENCE_SECONDS):
             self._heard = False
@@ -170,12 +172,12 @@ class DriverKeeper:
             self._keeping = asyncio.create_task(self._keep())
 
     def send(self, *parts: Any) -> None:
-        """Nothing happens while there is no driver."""
+        """Send to the driver; without a driver nothing happens."""
         if self._driver is not None:
             self._driver.send(*parts)
 
     async def room(self) -> None:
-        """Back when not much is on its way to the driver."""
+        """Return when not much is on its way to the driver."""
         if self._driver is not None:
             await self._driver.room()
 
@@ -226,7 +228,7 @@ class DriverKeeper:
         return head
 
     async def _drive(self, head: HeadState | None) -> tuple[str, bool]:
-        """Why the driver has ended, and whether the head ended and took the driver with it."""
+        """Return why the driver has ended, and True if the head ended and took the driver with it."""
         driver = await DriverLink.open(self._options, self.address)
         watched = None
         try:

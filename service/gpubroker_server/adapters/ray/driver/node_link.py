@@ -36,7 +36,7 @@ LONGEST_ANNOUNCE_SECONDS = 960.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 AGENT_PATIENCE_SECONDS = 20.0
-"""If the agent is away for longer, its node is reported lost, even if Ray says that it is alive."""
+"""The node of an agent that is away for longer is reported lost, even if Ray says that it is alive."""
 CALLS_AT_ONCE = 4
 
 
@@ -49,7 +49,7 @@ class ReportListener(Protocol):
         """`asked_at`: in `boot_seconds`, when the agent was polled; `term`: for which leader."""
 
     async def room(self) -> None:
-        """Back when there is room for more reports."""
+        """Return when there is room for more reports."""
 
 
 class NodeLink:
@@ -72,7 +72,7 @@ class NodeLink:
         self._listener = listener
         self._tasks = tasks
         self._agent: Any = None
-        """None while no agent has answered this term."""
+        """The agent; None while none has answered this term."""
         self._last_agent: Any = None
         """The one of the last term in which an agent answered."""
         self._incarnation = ""
@@ -88,7 +88,7 @@ class NodeLink:
         self._talking = tasks.create_task(self._talk())
 
     def send(self, packed: bytes) -> None:
-        """Orders wait for an agent that is away; it knows which of them are outdated."""
+        """Send orders. They wait for an agent that is away; it knows which of them are outdated."""
         self._queue.append(packed)
         self._send_queued()
 
@@ -99,7 +99,7 @@ class NodeLink:
             self.send(pack([peers_order(peers)]))
 
     async def flush(self) -> None:
-        """Back when the agent has taken everything that was sent, or does not answer."""
+        """Return when the agent has taken everything that was sent, or does not answer."""
         while self._calls:
             await asyncio.wait(set(self._calls))
 
@@ -112,7 +112,7 @@ class NodeLink:
         return self._config.node
 
     def change_term(self, lineage: int, term: int) -> None:
-        """Drops the orders of another term."""
+        """Change the term, and drop the orders of another one."""
         self._lineage, self._term = lineage, term
         self._last_agent = self._agent or self._last_agent
         self._queue.clear()
@@ -147,7 +147,7 @@ class NodeLink:
                 log.info("the agent has left", node=self.node)
 
     async def report_dead(self) -> None:
-        """Ray says so."""
+        """Report the node dead, as Ray says."""
         if self._incarnation:
             await self._listener.send("dead", self.node, self._incarnation, self._term)
 
@@ -251,13 +251,13 @@ class NodeLink:
             if packed:
                 await self._listener.send_reports(packed, asked_at, self._term)
 
-    async def _on_absence(self, why: str) -> None:
-        log.warning("the agent is away", node=self.node, fault=why)
-        await self._listener.send("trouble", f"the agent of node {self.node} is away: {why}")
+    async def _on_absence(self, cause: str) -> None:
+        log.warning("the agent is away", node=self.node, fault=cause)
+        await self._listener.send("trouble", f"the agent of node {self.node} is away: {cause}")
         away_seconds = time.monotonic() - self._answered_at
         if away_seconds > AGENT_PATIENCE_SECONDS and not self._reported_lost:
             self._reported_lost = True
-            await self.report_lost(f"its agent has been away for {away_seconds:.0f} s: {why}")
+            await self.report_lost(f"its agent has been away for {away_seconds:.0f} s: {cause}")
 
     def _send_queued(self) -> None:
         while self._queue and self._agent is not None and len(self._calls) < CALLS_AT_ONCE:
@@ -267,7 +267,8 @@ class NodeLink:
             call.add_done_callback(self._on_delivered)
 
     async def _deliver(self, agent: Any, term: tuple[int, int], packed: bytes) -> None:
-        """Orders that may be lost are found out: at each announcement the agent names its runs."""
+        """Deliver the orders. Those that are lost are found out: at each announcement the agent names its
+        runs."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await agent.orders.remote(self._protocol, *term, packed)

@@ -30,7 +30,7 @@ from gpubroker_server.telemetry.logs import configure_logs
 log = structlog.get_logger("gpubroker.driver")
 
 CONNECT_SECONDS = 60.0
-"""Ray itself tries for minutes."""
+"""The time limit for connecting. Ray itself would try for minutes."""
 JOINED_HEAD = (
     "it must be a Ray head; one with a token needs ray.token_file, and one with TLS the certificates of "
     "ray.tls (or RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH and RAY_USE_TLS in this service's environment)"
@@ -44,15 +44,15 @@ WITHOUT_HEAD = (
     "(RAY_gcs_rpc_server_reconnect_timeout_s) Ray ends its nodes with all that runs there"
 )
 LOOK_SECONDS = 0.25
-"""Between two questions to Ray for its nodes; each takes half a millisecond where they are few."""
+"""The time between two questions to Ray for its nodes; each takes half a millisecond where they are few."""
 LOOK_SHARE = 0.01
-"""In a large cluster the questions are rarer, so that they take no more of a core than this ..."""
+"""The most of one core that these questions take: in a large cluster they are rarer."""
 LONGEST_LOOK_SECONDS = 1.0
-"""... but never as rare as to see a node later than this."""
+"""The longest time between two such questions, however large the cluster is."""
 TELL_SECONDS = 5.0
-"""The service is told so often which nodes Ray has."""
+"""The time between two messages that tell the service which nodes Ray has."""
 TRY_SECONDS = 30.0
-"""Nodes try other nodes' ports so often, and when they join."""
+"""The time between two rounds in which nodes try other nodes' ports. They also try when they join."""
 LOOK_PATIENCE_SECONDS = 3.0
 """A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
@@ -63,14 +63,14 @@ class Opening(NamedTuple):
     """The first frame."""
 
     address: str
-    """Where to connect."""
+    """The address to connect to."""
     local_node: str
     """Name of the only node of a local head; empty for a joined cluster."""
     agent_config: str
     broker: str
     lineage: int
     term: int
-    """0 while another process leads."""
+    """The term; 0 while another process leads."""
     result_limit_bytes: int
     """The largest result of a worker's method."""
 
@@ -148,7 +148,7 @@ class Driver:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
         self._tasks.create_task(self._request_resources())
-        told, told_at = frozenset[str](), -TELL_SECONDS
+        known_names, told_at = frozenset[str](), -TELL_SECONDS
         turn, tried_at = 0, time.monotonic()
         while True:
             asked_at = time.monotonic()
@@ -159,8 +159,8 @@ class Driver:
                 turn, tried_at = turn + 1, asked_at
             self._give_peers(nodes, turn, to_all=is_due)
             names = frozenset(_name_of(node) for node in nodes if node["Alive"] and _takes_runs(node))
-            if not self._opening.local_node and (names != told or asked_at >= told_at + TELL_SECONDS):
-                told, told_at = names, asked_at
+            if not self._opening.local_node and (names != known_names or asked_at >= told_at + TELL_SECONDS):
+                known_names, told_at = names, asked_at
                 await self.send("nodes", sorted(names))
             await asyncio.sleep(max(LOOK_SECONDS, min(took_seconds / LOOK_SHARE, LONGEST_LOOK_SECONDS)))
 
@@ -204,7 +204,8 @@ class Driver:
         await self._has_room.wait()
 
     def _pass_on(self, link: NodeLink, packed: bytes, until: float) -> None:
-        """Orders that come after the term are dropped; the next announcement shows what became of them."""
+        """Pass on orders. Those that come after the term are dropped; the next announcement shows what became
+        of them."""
         if boot_seconds() < until:
             link.send(packed)
         else:
@@ -219,7 +220,7 @@ class Driver:
             self._has_room.set()
 
     async def _request_resources(self) -> None:
-        """Only the newest request counts, so those that come while Ray does not answer are left out."""
+        """Pass the newest request on to Ray: those that come while Ray does not answer are superseded."""
         while True:
             await self._bundles_changed.wait()
             self._bundles_changed.clear()
@@ -281,15 +282,15 @@ class Driver:
                 self._link(ray_node, node)
 
     def _give_peers(self, nodes: list[dict[str, Any]], turn: int, *, to_all: bool) -> None:
-        """Or to those only that have none yet."""
+        """Give the links their peers; unless `to_all`, only the links that have none yet."""
         if not to_all and all(link.has_peers for link in self._links.values()):
             return
         about = {node["NodeID"]: node for node in nodes}
         links = sorted(self._links.items())
         circle = [_peer(name, about[link.ray_node]) for name, link in links]
-        for at, (_, link) in enumerate(links):
+        for index, (_, link) in enumerate(links):
             if to_all or not link.has_peers:
-                link.give_peers(peers_of(circle, at, turn))
+                link.give_peers(peers_of(circle, index, turn))
 
     def _link(self, ray_node: str, node: dict[str, Any]) -> None:
         local = self._opening.local_node

@@ -53,7 +53,7 @@ Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
 Text = Annotated[str, Meta(max_length=128 * 1024)]
 Time = Annotated[float, Meta(ge=0.0)]
 Number = Annotated[float, Meta(ge=0.0, le=1e6)]
-"""Finite."""
+"""A finite number."""
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 LogTail = Annotated[bytes, Meta(max_length=1024 * 1024)]
 
@@ -69,8 +69,8 @@ class AgentReports(NamedTuple):
     protocol: int
     reports: list[Report | ObjectQuestion]
     ahead_seconds: float
-    """How far the node's clock is ahead of the reader's; never too little, and too much by at most the time
-    that the message and the question before it took."""
+    """The seconds by which the node's clock is ahead of the reader's; never too little, and too much by at
+    most the time that the message and the question before it took."""
 
 
 class ReportReader:
@@ -97,7 +97,7 @@ class Source(NamedTuple):
     cluster: str
     node: NodeName
     sent_at: float
-    """On the node's clock."""
+    """The time of the message on the node's clock."""
     arrived_at: float
     """The same instant on the reader's clock."""
 
@@ -165,10 +165,10 @@ class NodeSeenForm(NodeReportForm, tag="node_seen"):
 def _held(_source: Source, ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ...]:
     """Check the ranges: the leader looks at each of these items."""
     last = count = 0
-    for first, behind in ranges:
-        if not last <= first < behind:
+    for first, end in ranges:
+        if not last <= first < end:
             raise MalformedReport("the items that a worker holds are ranges in ascending order, none twice")
-        last, count = behind, count + behind - first
+        last, count = end, count + end - first
     if count > MOST_HELD:
         raise MalformedReport(f"a worker holds at most {MOST_HELD} items, this one says {count}")
     return ranges
@@ -192,11 +192,13 @@ def _results(source: Source, items: tuple[Any, ...]) -> tuple[ItemResult, ...]:
     )
 
 
-def _samples(source: Source, samples: tuple[Sample, ...], at: Instant) -> tuple[device.DeviceSample, ...]:
+def _samples(
+    source: Source, samples: tuple[Sample, ...], measured_at: Instant
+) -> tuple[device.DeviceSample, ...]:
     return tuple(
         device.DeviceSample(
             device_key(source.cluster, source.node, uuid),
-            at,
+            measured_at,
             Mib(used_mb),
             None if foreign_mb is None else Mib(foreign_mb),
             {holder: Mib(mb) for holder, mb in by_holder.items()},
@@ -220,7 +222,7 @@ _MADE: Mapping[str, Callable[[Source, Any], Any]] = {
 
 
 class FormReading(NamedTuple):
-    """How a form becomes the value that has its fields."""
+    """Describes how a form becomes the value that has its fields."""
 
     kind: Callable[..., Any]
     values: Callable[[Any], Any]

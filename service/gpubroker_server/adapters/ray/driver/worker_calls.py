@@ -58,7 +58,7 @@ class RayWorkerCalls:
             self._open.pop(number, None)
 
     def on_answer(self, number: int, packed: bytes) -> None:
-        """Nothing happens if no request waits for it any more."""
+        """Answer the request that waits for the call, if one still does."""
         answered = self._open.get(number)
         if answered is not None and not answered.done():
             answered.set_result(packed)
@@ -80,10 +80,10 @@ def answer_of(packed: bytes, form: str) -> CallAnswer:
             return Called(result, seconds)
         case ("failed", str(kind), str(message), str(traceback)):
             return MethodFailed(kind, message, traceback)
-        case ("refused" | "late" as what, str(why)):
-            return NotBegun(why, is_late=what == "late")
-        case ("lost", str(why)):
-            return WorkerLost(why)
+        case ("refused" | "late" as outcome, str(reason)):
+            return NotBegun(reason, is_late=outcome == "late")
+        case ("lost", str(reason)):
+            return WorkerLost(reason)
         case _:
             return MethodFailed("malformed_answer", "its process wrote something that is no answer")
 

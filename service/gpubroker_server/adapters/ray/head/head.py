@@ -50,7 +50,8 @@ READY = b"1"
 """The byte that the supervisor sends when Ray is up; other bytes are the reason why Ray is not up."""
 
 HEAD_LOST = "the local Ray head lost"
-"""Begins what the supervisor says in ray-head.log when a process without which there is no Ray has ended."""
+"""The beginning of the supervisor's line in ray-head.log when a process without which there is no Ray has
+ended."""
 
 HEAD_ENDED = "the local Ray head ended"
 
@@ -69,7 +70,7 @@ EVERYWHERE: Final = {
     # Ray ends a driver that has not heard from its control service for this time.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
-"""For each process of Ray, and each that talks to it."""
+"""The environment of each process of Ray, and of each that talks to it."""
 
 _PATIENT: Final = {
     # No run is in a worker that Ray starts ahead; of those there would be one for each CPU.
@@ -102,9 +103,9 @@ class HeadState(Struct, frozen=True):
     start_ticks: int
     boot_id: str
     address: str
-    """Empty until Ray is up."""
+    """The address of Ray; empty until Ray is up."""
     temp_dir: str
-    """Mode 0700, whatever modes Ray gives to the files in it."""
+    """The directory of Ray's session, of mode 0700, whatever modes Ray gives to the files in it."""
     ray: str
     python: str
     dashboard: str = ""
@@ -116,22 +117,23 @@ class HeadState(Struct, frozen=True):
 
     @property
     def keepalive(self) -> Path:
-        """Touched by the node agent while it has a broker or a run."""
+        """The file that the node agent touches while it has a broker or a run."""
         return Path(self.temp_dir) / "alive"
 
     @property
     def lost_file(self) -> Path:
-        """Names the vital process that has ended: the agent has its runs leave, and ends."""
+        """The file that names the vital process which has ended: the agent has its runs leave, and ends."""
         return lost_file(self.keepalive)
 
     @property
     def address_file(self) -> Path:
-        """Where the supervisor reads the addresses of Ray and of its dashboard once Ray is up."""
+        """The file from which the supervisor reads the addresses of Ray and its dashboard once Ray is up."""
         return Path(self.temp_dir) / "address"
 
     @property
     def ray_dir(self) -> Path:
-        """Ray makes it readable for all users. Its name is short: paths of sockets have 107 bytes."""
+        """The directory of Ray, which makes it readable for all users. Its name is short: paths of sockets
+        have 107 bytes."""
         return Path(self.temp_dir) / "r"
 
     def is_running(self) -> bool:
@@ -171,10 +173,10 @@ async def reach(address: str) -> None:
         async with asyncio.timeout(REACH_SECONDS):
             _reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except (OSError, TimeoutError) as fault:
-        why = getattr(fault, "strerror", None) or f"no answer within {REACH_SECONDS:g} s"
+        cause = getattr(fault, "strerror", None) or f"no answer within {REACH_SECONDS:g} s"
         raise HeadRefused(
-            f"nothing answers at {address}, the configured ray.address: {why}; start the head of the cluster "
-            "there, correct ray.address, or leave it out to have a local Ray started"
+            f"nothing answers at {address}, the configured ray.address: {cause}; start the head of the "
+            "cluster there, correct ray.address, or leave it out to have a local Ray started"
         ) from None
     writer.close()
 
@@ -314,14 +316,14 @@ def _check_access(data_dir: Path) -> None:
 
 async def _start(options: RayOptions, chooses_ports: bool) -> HeadState:
     log_file = options.data_dir / LOG
-    said = await asyncio.to_thread(_run_supervisor, options, log_file, chooses_ports)
+    answer = await asyncio.to_thread(_run_supervisor, options, log_file, chooses_ports)
     state = read_state(options.data_dir)
-    if said == READY and state is not None:
+    if answer == READY and state is not None:
         return state
     if state is not None:
         await asyncio.to_thread(_clear_away, options.data_dir, state)
-    if said not in (b"", READY):
-        raise HeadNotStarted(said.decode())
+    if answer not in (b"", READY):
+        raise HeadNotStarted(answer.decode())
     tail = log_file.read_text(errors="replace")[-1000:]
     raise HeadNotStarted(
         f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service tries again. "
@@ -332,7 +334,7 @@ async def _start(options: RayOptions, chooses_ports: bool) -> HeadState:
 def _run_supervisor(options: RayOptions, log_file: Path, chooses_ports: bool) -> bytes:
     """Start it in the background and wait for what it says; empty if it says nothing in time."""
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as theirs:
+    with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as supervisor_end:
         orders = {
             "data_dir": str(options.data_dir),
             "object_store_bytes": options.object_store_mb * 2**20,
@@ -350,7 +352,7 @@ def _run_supervisor(options: RayOptions, log_file: Path, chooses_ports: bool) ->
                 pass_fds=(writing,),
                 check=False,
             )
-        theirs.close()
+        supervisor_end.close()
         answered, _, _ = select.select([ready], [], [], START_SECONDS)
         return ready.read(MOST_SAID_BYTES) if answered else b""
 
@@ -385,7 +387,7 @@ def _clear_away(data_dir: Path, state: HeadState) -> Sequence[ProcessId]:
 
 
 def _processes_of(state: HeadState) -> list[ProcessId]:
-    """They are in a session of their own, which no other process joins."""
+    """Return the processes of the head: they are in a session of their own, which no other process joins."""
     if state.boot_id != boot_id():
         return []
     return [

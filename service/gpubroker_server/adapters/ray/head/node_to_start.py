@@ -1,4 +1,4 @@
-"""What a node of Ray is started with. Apart from `start`, which loads Ray."""
+"""The parameters with which a node of Ray is started, apart from `start`, which loads Ray."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ class NodeToStart(Struct, frozen=True):
     dashboard: bool = False
     """True if a head starts its dashboard."""
     cpus: int | None = None
-    """None: all of this machine."""
+    """The CPUs that Ray may give out; None for all of this machine."""
     gpus: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)

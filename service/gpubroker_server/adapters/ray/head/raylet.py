@@ -15,7 +15,8 @@ def raylet_socket() -> Path:
 
 
 def raylet_fault() -> str:
-    """Why the raylet takes no connection; empty if it does. It ends when it has lost its head."""
+    """Return why the raylet takes no connection; empty if it does. A raylet ends when it has lost its
+    head."""
     try:
         with socket.socket(socket.AF_UNIX) as asked:
             asked.settimeout(ANSWER_SECONDS)

@@ -49,8 +49,8 @@ class HeadWithoutDashboard(ToldNode):
 
 
 def start_node(node: NodeToStart) -> tuple[str, str]:
-    """Back when the node is up, with the `host:port` of the head and of its dashboard, empty without one. Its
-    processes outlive this one.
+    """Start a node and return when it is up, with the `host:port` of the head and of its dashboard, empty
+    without one. Its processes outlive this one.
 
     `ray start` would do the same, but it imports Ray Serve (1.5 s of CPU), starts the dashboard, opens a
     Ray Client server on port 10001 where grpc is installed, and refuses to join a head on 127.0.0.1.

@@ -58,7 +58,7 @@ _FAULT = re.compile(r"\) [\w.]+:\d+: {1,2}(?=.*(?:Check failed|Timed out|Failed|
 """What stands before the text of an error in the logs of Ray's C++ processes."""
 _FRAME = re.compile(r"^/\S+\(.*\) \[0x|^\*{3} ")
 AGENT = "ray::NodeAgent"
-"""How the name of an agent's process begins."""
+"""The beginning of the name of an agent's process."""
 
 
 class HeadLost(Exception):
@@ -88,8 +88,8 @@ class SignalPipe:
             signal.signal(number, self._note)
 
     def wait(self, most_seconds: float = WATCH_SECONDS, *also: int) -> list[int]:
-        """Back after a signal, or when one of the other descriptors can be read; at the latest after this
-        time. Those that can be read."""
+        """Return after a signal, or when one of the other descriptors can be read; at the latest after this
+        time. Returns the descriptors that can be read."""
         ready = select.select([self._reading, *also], [], [], most_seconds)[0]
         if self._reading in ready:
             ready.remove(self._reading)
@@ -148,12 +148,12 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
 
 
 def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Mapping[int, str]) -> None:
-    """Back when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
+    """Return when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
     lost, lost_at = "", math.inf
     while not (signals.stop or _is_idle(state, LOST_IDLE_SECONDS if lost else orders.idle_stop_seconds)):
-        gone = [vital[pid] for pid in reap() if pid in vital]
-        if gone and not lost:
-            lost, lost_at = gone[0], time.monotonic()
+        ended = [vital[pid] for pid in reap() if pid in vital]
+        if ended and not lost:
+            lost, lost_at = ended[0], time.monotonic()
             print(
                 f"{HEAD_LOST} {lost}; it ends when its runs have had their notice",
                 file=sys.stderr,
@@ -168,11 +168,11 @@ def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Map
 
 def begin(data_dir: Path) -> HeadState:
     """Write down which process this is; the service ends it if Ray does not come up. Raises OSError."""
-    mine = process_id(os.getpid())
+    own_process = process_id(os.getpid())
     ray, python = versions()
     state = HeadState(
-        pid=mine.pid,
-        start_ticks=mine.start_ticks,
+        pid=own_process.pid,
+        start_ticks=own_process.start_ticks,
         boot_id=boot_id(),
         address="",
         temp_dir=tempfile.mkdtemp(prefix="gpb-", dir="/tmp"),  # socket paths must stay short
@@ -203,11 +203,11 @@ def start_ray(
     while not signals.stop:
         ended, status = os.waitpid(starting, os.WNOHANG)
         seen |= _vital_processes(node, others)
-        gone = {name for process, name in seen.items() if not is_alive(process)}
+        missing = {name for process, name in seen.items() if not is_alive(process)}
         if ended and status == 0:
-            gone |= node.vital.difference(seen.values())
-        if gone:
-            names = " and ".join(sorted(gone))
+            missing |= node.vital.difference(seen.values())
+        if missing:
+            names = " and ".join(sorted(missing))
             why = last_words(state.ray_dir, say)
             raise HeadLost(
                 f"{HEAD_LOST} {names} while it started{why}; it was ended, and another one is started"
@@ -270,7 +270,8 @@ def _has_agent() -> bool:
 
 
 def reap() -> set[int]:
-    """Pids of children that have ended, adopted ones too. Raises ChildProcessError if there is no child."""
+    """Return the pids of children that have ended, adopted ones too. Raises ChildProcessError if there is no
+    child."""
     ended = set()
     while pid := os.waitpid(-1, os.WNOHANG)[0]:
         ended.add(pid)
@@ -290,7 +291,7 @@ def _is_idle(state: HeadState, most_seconds: float) -> bool:
 
 
 def clear_away(data_dir: Path, state: HeadState) -> None:
-    """Back when not even a zombie is left."""
+    """Kill all processes until not even a zombie is left, and remove the directory of the session."""
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_all(descendants(os.getpid(), process_table()))

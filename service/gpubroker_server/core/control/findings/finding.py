@@ -59,18 +59,20 @@ def remember(
 ) -> tuple[list[Finding], dict[tuple[str, str], Instant]]:
     """The findings with when each was first seen, the worst first; and what to remember of them. One that is
     gone is forgotten: if it comes back, it is new."""
-    after = {one.about: one.first_seen or before.get(one.about, now) for one in found}
+    after = {finding.about: finding.first_seen or before.get(finding.about, now) for finding in found}
     order = [severity.value for severity in Severity]
-    dated = [replace(one, first_seen=after[one.about]) for one in found]
-    dated.sort(key=lambda one: (order.index(one.severity), one.first_seen, one.kind, one.subject))
+    dated = [replace(finding, first_seen=after[finding.about]) for finding in found]
+    dated.sort(
+        key=lambda finding: (order.index(finding.severity), finding.first_seen, finding.kind, finding.subject)
+    )
     return dated, after
 
 
 def first_of_each_kind(found: Iterable[Finding]) -> list[Finding]:
     """MOST_OF_A_KIND at most; of those that the caller may see."""
     kept, count = [], Counter[str]()
-    for one in found:
-        count[one.kind] += 1
-        if count[one.kind] <= MOST_OF_A_KIND:
-            kept.append(one)
+    for finding in found:
+        count[finding.kind] += 1
+        if count[finding.kind] <= MOST_OF_A_KIND:
+            kept.append(finding)
     return kept

@@ -63,13 +63,13 @@ def held_idle(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Finding]
 def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[UnusedHolding]:
     """Yield each holder that has had its GPU for as long as a GPU must be idle: a holder may prepare
     first."""
-    for one in fleet.idle:
-        ledger = world.ledgers.get(DeviceKey(one.name))
+    for resource in fleet.idle:
+        ledger = world.ledgers.get(DeviceKey(resource.name))
         if ledger is None or ledger.sample is None:
             continue  # a node, or a GPU that is gone
         for holding in ledger.holdings.values():
             task, lease = world.tasks.get(TaskId(holding.lease.holder)), holding.lease
-            since = max(one.since, lease.since)
+            since = max(resource.since, lease.since)
             is_held = lease.state is LeaseState.HELD and not holding.is_leaving
             # What a model server takes for itself does not compute; idle work runs where it is idle.
             if lease.holder_kind is HolderKind.SERVER or lease.priority <= IDLE_TOP:
@@ -81,9 +81,9 @@ def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Un
 def held_idle_seconds(world: World, fleet: FleetSeen, now: Instant) -> dict[DeviceKey, Seconds]:
     """Return for how long a holder has kept each GPU idle; of several holders, the longest."""
     held: dict[DeviceKey, Seconds] = {}
-    for one in unused_holdings(world, fleet, now):
-        key = one.ledger.device.key
-        held[key] = Seconds(max(held.get(key, 0.0), now - one.since))
+    for holding in unused_holdings(world, fleet, now):
+        key = holding.ledger.device.key
+        held[key] = Seconds(max(held.get(key, 0.0), now - holding.since))
     return held
 
 
@@ -128,7 +128,7 @@ def _used_elsewhere(world: World, ledger: DeviceLedger, holding: Holding) -> Dev
     if holding.measured_mb > ledger.device.context_mb:
         return None
     others = (world.ledgers[key] for key in world.by_node[ledger.device.node])
-    return next((it for it in others if it is not ledger and _unleased_mb(it)), None)
+    return next((other for other in others if other is not ledger and _unleased_mb(other)), None)
 
 
 def _unleased_mb(ledger: DeviceLedger) -> int:

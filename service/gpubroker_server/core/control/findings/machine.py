@@ -152,10 +152,12 @@ def _room(kind: str, place: DiskRoom, remedy: str) -> Iterator[Finding]:
 
 
 def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
-    ours = {versions[name] for name in ("gpubroker", "gpubroker-server") if name in versions}
-    if len(ours) > 1:
-        cause = f"gpubroker and gpubroker-server are of different releases: {', '.join(sorted(ours))}."
-        newest = max(ours, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
+    own_versions = {versions[name] for name in ("gpubroker", "gpubroker-server") if name in versions}
+    if len(own_versions) > 1:
+        cause = (
+            f"gpubroker and gpubroker-server are of different releases: {', '.join(sorted(own_versions))}."
+        )
+        newest = max(own_versions, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
         remedy = f"pip install 'gpubroker=={newest}' 'gpubroker-server=={newest}'"
         yield warning("releases-differ", "gpubroker", cause, remedy, dict(versions))
 

@@ -46,9 +46,9 @@ def unreached_nodes(world: World, samples: Iterable[NodeSample]) -> Iterator[Fin
     not answer has a finding of its own."""
     by_node: dict[NodeName, list[tuple[NodeName, UnreachedNode]]] = {}
     for seen in samples:
-        for one in seen.unreached:
-            if (node := world.nodes.get(one.node)) is not None and node.ready:
-                by_node.setdefault(one.node, []).append((seen.node, one))
+        for peer in seen.unreached:
+            if (node := world.nodes.get(peer.node)) is not None and node.ready:
+                by_node.setdefault(peer.node, []).append((seen.node, peer))
     for name, found in by_node.items():
         source, (_, address, fault) = found[0]
         host, _, port = address.rpartition(":")
@@ -92,8 +92,8 @@ def clocks_apart(agents: Agents) -> Iterator[Finding]:
     for node, agent in agents.items():
         seconds = float(agent.get("clock_ahead_seconds") or 0.0)
         if abs(seconds) >= CLOCK_SECONDS:
-            which = "ahead of" if seconds > 0 else "behind"
-            cause = f"The clock of {node} is {abs(seconds):.0f} s {which} the leader's."
+            direction = "ahead of" if seconds > 0 else "behind"
+            cause = f"The clock of {node} is {abs(seconds):.0f} s {direction} the leader's."
             remedy = "chronyc makestep, on the machine whose clock is wrong"
             yield warning("clocks-apart", node, cause, remedy, {"ahead_seconds": round(seconds, 1)})
 
@@ -108,15 +108,15 @@ def versions_apart(agents: Agents) -> Iterator[Finding]:
             )
             evidence = {"release": agent.get("release") or "unknown", "protocol": agent.get("protocol", 0)}
             yield note("agent-outdated", node, cause, remedy, evidence)
-    for what in ("python", "ray"):
-        known = {node: agent[what] for node, agent in agents.items() if agent.get(what)}
-        usual = max(Counter(known.values()).items(), key=lambda one: (one[1], one[0]), default=("", 0))[0]
+    for software in ("python", "ray"):
+        known = {node: agent[software] for node, agent in agents.items() if agent.get(software)}
+        usual = max(Counter(known.values()).items(), key=lambda item: (item[1], item[0]), default=("", 0))[0]
         for node, version in known.items():
             if version != usual:
                 cause = (
-                    f"{node} has {what.capitalize()} {version}, most nodes have {usual}: what is pickled on "
-                    "one may not open on another."
+                    f"{node} has {software.capitalize()} {version}, most nodes have {usual}: what is "
+                    "pickled on one may not open on another."
                 )
-                remedy = f"gpubroker cordon {node}, then install {what.capitalize()} {usual} there"
+                remedy = f"gpubroker cordon {node}, then install {software.capitalize()} {usual} there"
                 evidence = {"version": version, "usual": usual}
-                yield warning(f"{what}-version-differs", node, cause, remedy, evidence)
+                yield warning(f"{software}-version-differs", node, cause, remedy, evidence)

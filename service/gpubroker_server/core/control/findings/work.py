@@ -34,9 +34,9 @@ class StuckTask(NamedTuple):
 
 
 def waits_for_ever(stuck: Iterable[StuckTask]) -> Iterator[Finding]:
-    for task, why, remedy in stuck:
+    for task, reason, remedy in stuck:
         evidence, since = {"task": task.id}, task.queued_at
-        cause = f"{task.name} waits and will not start by itself: {why}"
+        cause = f"{task.name} waits and will not start by itself: {reason}"
         yield Finding(
             "pending-for-ever", task.id, Severity.WARNING, cause, evidence, remedy, since, task.tenant
         )
@@ -50,18 +50,18 @@ _MEMORY_KINDS = {
 
 
 def repeated_memory_failures(failures: Sequence[MemoryFailures]) -> Iterator[Finding]:
-    for one in failures:
-        what, why, remedy = _MEMORY_KINDS[one.memory]
-        within = in_time(max(1.0, one.last_at - one.first_at))
+    for failure in failures:
+        memory_kind, explanation, remedy = _MEMORY_KINDS[failure.memory]
+        within = in_time(max(1.0, failure.last_at - failure.first_at))
         yield Finding(
-            f"out-of-memory-{one.memory}",
-            one.name,
+            f"out-of-memory-{failure.memory}",
+            failure.name,
             Severity.WARNING,
-            f"{one.name} ran out of {what} {one.times} times within {within}: {why}.",
-            {"task": one.task, "failures": one.times},
-            remedy.format(subject=one.name, task=one.task),
-            one.first_at,
-            one.tenant,
+            f"{failure.name} ran out of {memory_kind} {failure.times} times within {within}: {explanation}.",
+            {"task": failure.task, "failures": failure.times},
+            remedy.format(subject=failure.name, task=failure.task),
+            failure.first_at,
+            failure.tenant,
         )
 
 
@@ -166,8 +166,12 @@ def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator
     seen, period = world.node_samples.get(node.name), policy.sample_period_seconds
     if seen is None or seen.is_stale(now, period):
         return
-    held = [one for one in ledgers if one.leased_mb() and not one.is_stale(now, period)]
-    used = [one.sample.utilization for one in held if one.sample and one.sample.utilization is not None]
+    held = [ledger for ledger in ledgers if ledger.leased_mb() and not ledger.is_stale(now, period)]
+    used = [
+        ledger.sample.utilization
+        for ledger in held
+        if ledger.sample and ledger.sample.utilization is not None
+    ]
     if used and (mean := sum(used) / len(used)) < BUSY_GPU:
         yield from _slowed_down(node.name, seen, mean)
 
@@ -188,25 +192,25 @@ def _slowed_down(node: NodeName, seen: NodeSample, gpu_utilization: float) -> It
 
 
 def calls_wait(sets: Sequence[WaitingCalls]) -> Iterator[Finding]:
-    for one in sets:
-        is_busy = one.cpu_percent >= BUSY_CORE_PERCENT
-        why = (
+    for waiting in sets:
+        is_busy = waiting.cpu_percent >= BUSY_CORE_PERCENT
+        explanation = (
             "each worker uses up a core"
             if is_busy
-            else f"they use little CPU, and a worker answers {one.max_concurrency} calls at once"
+            else f"they use little CPU, and a worker answers {waiting.max_concurrency} calls at once"
         )
-        more = f"gpubroker workers scale {one.workers_of} {2 * one.workers}"
+        more = f"gpubroker workers scale {waiting.workers_of} {2 * waiting.workers}"
         yield Finding(
             "calls-wait",
-            one.name,
+            waiting.name,
             Severity.WARNING,
-            f"As many calls wait for the workers of {one.name} as are under way: {why}.",
+            f"As many calls wait for the workers of {waiting.name} as are under way: {explanation}.",
             {
-                "set": one.workers_of,
-                "running": one.running,
-                "waiting": one.waiting,
-                "cpu_percent": round(one.cpu_percent),
+                "set": waiting.workers_of,
+                "running": waiting.running,
+                "waiting": waiting.waiting,
+                "cpu_percent": round(waiting.cpu_percent),
             },
             more if is_busy else f"a set with a higher max_concurrency, or {more}",
-            tenant=one.tenant,
+            tenant=waiting.tenant,
         )

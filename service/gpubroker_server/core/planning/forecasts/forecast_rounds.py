@@ -26,9 +26,9 @@ LEAST_WAIT_SECONDS = 1.0
 """Forecasts of a start sooner than this are not checked."""
 
 
-def accuracy_topic(basis: Basis, what: What) -> SketchKey:
+def accuracy_topic(basis: Basis, quantity: What) -> SketchKey:
     """The sketch of forecast errors of this basis, for all tenants together."""
-    return SketchKey("", basis.value, "", what)
+    return SketchKey("", basis.value, "", quantity)
 
 
 def forecast_accuracies(world: World) -> list[ForecastsKept]:
@@ -106,8 +106,8 @@ class ForecastRounds:
         for write in decision.tasks:
             word = self._said.get(write.task.id)
             if write.what is Move.ADMITTED and word is not None:
-                for what, value in _values(*word, now):
-                    topic = accuracy_topic(word[1].basis, what)
+                for quantity, value in _values(*word, now):
+                    topic = accuracy_topic(word[1].basis, quantity)
                     known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
                     lessons.append(Observation(topic, value, known[topic], now))
         return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
@@ -117,10 +117,10 @@ def _usable(world: World) -> frozenset[NodeName]:
     return frozenset(Draft(world).usable_nodes())
 
 
-def _values(said_at: Instant, said: Forecast, now: Instant) -> tuple[tuple[What, float], ...]:
-    waited, at_most = now - said_at, said.p90_at - said_at
+def _values(forecast_at: Instant, forecast: Forecast, now: Instant) -> tuple[tuple[What, float], ...]:
+    waited, at_most = now - forecast_at, forecast.p90_at - forecast_at
     return (
-        (What.START_ERROR, round(abs(now - said.start_at), 3)),
+        (What.START_ERROR, round(abs(now - forecast.start_at), 3)),
         (What.START_SHARE, round(waited / at_most, 3)),
     )
 
@@ -139,8 +139,8 @@ def expected_start(
     """Return what its pledges or its forecast say; None without either."""
     pledges = world.pledges.get(task.id)
     if pledges:
-        at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
-        return ExpectedStart(at, at, 0, Basis.STATED)
+        start_at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
+        return ExpectedStart(start_at, start_at, 0, Basis.STATED)
     for forecast in forecasts:
         if forecast.task == task.id and task.id in world.queue:
             p50_at, p90_at = max(now, forecast.start_at), max(now, forecast.p90_at)
@@ -154,8 +154,8 @@ def expected_ready_at(
     """Return when a model that waits or loads is expected to be ready; None if unknown."""
     load_seconds = model_of(model).load_seconds
     if model.state is TaskState.ADMITTED:
-        at = Instant(max(now, (model.admitted_at or now) + load_seconds))
-        return ExpectedStart(at, at, 0, Basis.STATED)
+        ready_at = Instant(max(now, (model.admitted_at or now) + load_seconds))
+        return ExpectedStart(ready_at, ready_at, 0, Basis.STATED)
     room = expected_start(world, model, forecasts, now)
     if not is_unasked(model) and model.not_before is not None and model.not_before > now:
         # A load has failed and is tried again; what its memory does until then is not foretold.

@@ -143,8 +143,8 @@ class _Forecasting:
                 yield best
         yield best
 
-    def _to_beat(self, stood: Forecast | None) -> float:
-        return inf if stood is None else self._now + CLEARLY * (stood.start_at - self._now)
+    def _to_beat(self, previous: Forecast | None) -> float:
+        return inf if previous is None else self._now + CLEARLY * (previous.start_at - self._now)
 
     def _gang(self, task: Task) -> Iterator[Forecast | None]:
         """The best so far, after each search."""
@@ -166,7 +166,7 @@ class _Forecasting:
             profiles[node] = self._capacity.of(node, task)
             if number % NODES_AT_A_TIME == 0:
                 yield None
-        times: set[float] = {one.forecast.end_at for node in nodes for one in self._on(node)}
+        times: set[float] = {reservation.forecast.end_at for node in nodes for reservation in self._on(node)}
         for profile in profiles.values():
             times.update(at for steps in profile.devices.values() for at, _ in steps)
             times.update(at for at, _ in profile.room)
@@ -186,11 +186,13 @@ class _Forecasting:
         gang_nodes = []
         for node, profile in profiles.items():
             room, free = profile.headroom(at), {key: profile.mb(key, at) for key in profile.devices}
-            for one in self._on(node):
-                for part in one.parts if at < one.forecast.end_at else ():
+            for reservation in self._on(node):
+                for part in reservation.parts if at < reservation.forecast.end_at else ():
                     room = room.with_room_of(part, sign=-1)
-                for key in free.keys() & one.devices.keys() if at < one.forecast.end_at else ():
-                    free[key] -= one.devices[key]
+                for key in (
+                    free.keys() & reservation.devices.keys() if at < reservation.forecast.end_at else ()
+                ):
+                    free[key] -= reservation.devices[key]
             devices = {key: self._draft.ledger(key).device for key in free}
             gang_nodes.append(GangNode(self._world.nodes[node], room, free, devices))
         return gang_nodes
@@ -233,14 +235,14 @@ class _Forecasting:
         """Return the possible starts: each time at which a run ends, from the first instant with enough room
         in sum."""
         gpus = task.demand.gpus
-        firsts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
-        earliest = max(self._limits_allow_at, firsts[gpus - 1] if gpus else self._now)
+        starts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
+        earliest = max(self._limits_allow_at, starts[gpus - 1] if gpus else self._now)
         earliest = max(earliest, next((at for at, room in profile.room if room.fits(task)), inf))
         if earliest == inf:
             return []
         if not planned:
             return [earliest]
-        times = {earliest, *(one.forecast.end_at for one in planned)}
+        times = {earliest, *(reservation.forecast.end_at for reservation in planned)}
         times |= {at for key in needs for at, _ in profile.devices[key]} | {at for at, _ in profile.room}
         return sorted(at for at in times if earliest <= at < inf)
 
@@ -254,12 +256,12 @@ class _Forecasting:
         planned: Sequence[Reservation],
     ) -> list[tuple[DeviceKey, Mib]] | None:
         """Devices that are free from then on without delaying an earlier forecast."""
-        starts = (one.forecast.start_at for one in planned)
+        starts = (reservation.forecast.start_at for reservation in planned)
         checks = [at, *(start for start in starts if at < start < until)]
         for check in checks:
             room = profile.headroom(check)
-            for one in _there(planned, check):
-                for part in one.parts:
+            for reservation in _there(planned, check):
+                for part in reservation.parts:
                     room = room.with_room_of(part, sign=-1)
             if not room.fits(task):
                 return None
@@ -293,9 +295,9 @@ class _Forecasting:
         for key, _ in place.devices:
             for holding in self._draft.ledger(key).holdings.values():
                 yield self._expected_ends.of_holding(holding)
-            for one in self._on(place.node):
-                if key in one.devices:
-                    yield _end_of(one.forecast)
+            for reservation in self._on(place.node):
+                if key in reservation.devices:
+                    yield _end_of(reservation.forecast)
         if not place.devices:
             yield from map(self._expected_ends.of, self._draft.active_on(place.node))
 
@@ -311,8 +313,12 @@ def _first(steps: list[tuple[float, int]], need_mb: int) -> float:
 
 
 def _there(planned: Sequence[Reservation], at: float) -> Iterator[Reservation]:
-    return (one for one in planned if one.forecast.start_at <= at < one.forecast.end_at)
+    return (
+        reservation
+        for reservation in planned
+        if reservation.forecast.start_at <= at < reservation.forecast.end_at
+    )
 
 
 def _planned_mb(planned: Sequence[Reservation], device: DeviceKey, at: float) -> int:
-    return sum(one.devices.get(device, 0) for one in _there(planned, at))
+    return sum(reservation.devices.get(device, 0) for reservation in _there(planned, at))

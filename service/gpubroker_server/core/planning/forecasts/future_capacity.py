@@ -235,8 +235,8 @@ class _CapacityReleases:
     def _out_of_the_way_at(self, run: Task, expected_end: ExpectedEnd, waiter: _WaitingTask) -> float:
         now, policy = self._expected_ends.now, self._expected_ends.policy
         came_after = (run.admitted_at or now) > waiter.since
-        stays = expected_end.is_guess and came_after and not self._for_plans
-        leaves_at = inf if stays else expected_end.p50_at
+        never_leaves = expected_end.is_guess and came_after and not self._for_plans
+        leaves_at = inf if never_leaves else expected_end.p50_at
         is_protected = run.tenant in waiter.spared and needs_gpus(run.demand)
         if is_protected or run.state is TaskState.STOPPING:
             return leaves_at
@@ -326,10 +326,10 @@ class FutureCapacity:
         return known[1]
 
     def capacity_at(self, node: NodeName, task: Task, at: float) -> CapacityAt:
-        waiter, there = self._waiter(task), self._later.setdefault(node, {})
-        known = there.get((waiter, at))
+        waiter, capacities = self._waiter(task), self._later.setdefault(node, {})
+        known = capacities.get((waiter, at))
         if known is None or known.revision != self.expected_ends.draft.changes.at(node):
-            known = there[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
+            known = capacities[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
         return known
 
     def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:

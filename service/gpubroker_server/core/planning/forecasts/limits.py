@@ -32,11 +32,11 @@ def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
         names = {name for name, _ in task.demand.counted}
         if any(name in names for name, _ in taker.demand.counted):
             return True
-    mine = policy.tenant(task.tenant)
-    if mine.guaranteed_mb is None or not (needs_gpus(task.demand) and needs_gpus(taker.demand)):
+    tenant_policy = policy.tenant(task.tenant)
+    if tenant_policy.guaranteed_mb is None or not (needs_gpus(task.demand) and needs_gpus(taker.demand)):
         return False
     cohort = policy.tenant(taker.tenant).cohort
-    return taker.tenant == task.tenant or (bool(mine.cohort) and mine.cohort == cohort)
+    return taker.tenant == task.tenant or (bool(tenant_policy.cohort) and tenant_policy.cohort == cohort)
 
 
 class Limits:
@@ -53,20 +53,22 @@ class Limits:
         may start now. None: no end in sight. Leases in RELEASING count as free. `planned`: tasks that start
         before it."""
         balance = _LimitBalance(self._draft, self._policy, self._quotas, task)
-        others = [one for one in planned if share_a_limit(one.run, task, self._policy)]
+        others = [
+            reservation for reservation in planned if share_a_limit(reservation.run, task, self._policy)
+        ]
         for other in others:
             balance.change(other.run, +1)
-        gone: list[EndingRun] = []
+        ended: list[EndingRun] = []
         if balance.is_short:
             balance.count_releasing()
         for run_end in (
             sorted((*self._limiting_runs(task), *others), key=_in_order) if balance.is_short else ()
         ):
-            gone.append(run_end)
+            ended.append(run_end)
             balance.change(run_end.run, -1)
             if not balance.is_short:
                 break
-        return None if balance.is_short or (gone and gone[-1].at == inf) else gone
+        return None if balance.is_short or (ended and ended[-1].at == inf) else ended
 
     def _limiting_runs(self, task: Task) -> Iterator[EndingRun]:
         """Yield the active runs that count against one of the task's limits or its quota."""
@@ -160,8 +162,8 @@ class LimitReservations:
         if needs_gpus(task.demand):
             names.append(quota_line(task.tenant))
         ahead = [first for name in names for first in self._first.get(name, ())]
-        mine = self._binding.place_of(task) if ahead else None
-        ahead = [first for first in ahead if mine and self._binding.binds(first.task, mine)]
+        queue_place = self._binding.place_of(task) if ahead else None
+        ahead = [first for first in ahead if queue_place and self._binding.binds(first.task, queue_place)]
         ends_at = self.now + (self._longest_seconds(task) if ahead else 0.0)
         return [first for first in ahead if ends_at > first.forecast.start_at]
 

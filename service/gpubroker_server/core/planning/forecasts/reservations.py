@@ -99,10 +99,10 @@ class BindingOrder:
 
     def binds(self, reserved: Task, other: QueuePlace) -> bool:
         """Return True if the reservation of a task binds the one at the other place."""
-        mine = self.place_of(reserved)
-        if mine.turn == other.turn or not reserves_before(mine.key, other.key):
+        own_place = self.place_of(reserved)
+        if own_place.turn == other.turn or not reserves_before(own_place.key, other.key):
             return False
-        return mine.turn < other.turn or not reserves_before(other.key, mine.key)
+        return own_place.turn < other.turn or not reserves_before(other.key, own_place.key)
 
 
 class Reservation(NamedTuple):
@@ -219,7 +219,7 @@ class Reservations:
     def on_start(self, task: TaskId) -> None:
         """Drop the reservation of a task that is admitted. Its nodes then offer more room."""
         for node, planned in list(self.on.items()):
-            left = [one for one in planned if one.task.id != task]
+            left = [reservation for reservation in planned if reservation.task.id != task]
             if len(left) < len(planned):
                 self.on = {**self.on, node: left} if left else {n: p for n, p in self.on.items() if n != node}
                 self.draft.changes.mark(node)
@@ -259,11 +259,15 @@ class Reservations:
     def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
         """Return the nodes on which no run is preempted for the task: a task ahead of it has a reservation
         there, and could not preempt it (or `like`) in turn."""
-        mine, run = self._binding.place_of(task), like or task
+        own_place, run = self._binding.place_of(task), like or task
         return frozenset(
             node
             for node, planned in self.on.items()
-            if not all(self._can_be_preempted_for(run, one) for one in planned if self._is_ahead(one, mine))
+            if not all(
+                self._can_be_preempted_for(run, reservation)
+                for reservation in planned
+                if self._is_ahead(reservation, own_place)
+            )
         )
 
     def victim_floors(self, task: Task) -> dict[NodeName, int]:
@@ -277,18 +281,18 @@ class Reservations:
             return {}
         found = {}
         for node in self.nodes_closed_to(task):
-            closing = [one.task for one in self.closing(node, task)]
-            if not any(needs_gpus(one.demand) for one in closing):
+            closing = [reservation.task for reservation in self.closing(node, task)]
+            if not any(needs_gpus(reserving.demand) for reserving in closing):
                 found[node] = max(map(stops_below, closing))
         return found
 
     def closing(self, node: NodeName, task: Task) -> list[Reservation]:
         """Return the reservations for which the node is closed to the task; without them it is open."""
-        mine = self._binding.place_of(task)
+        own_place = self._binding.place_of(task)
         return [
-            one
-            for one in self.on.get(node, ())
-            if self._is_ahead(one, mine) and not self._can_be_preempted_for(task, one)
+            reservation
+            for reservation in self.on.get(node, ())
+            if self._is_ahead(reservation, own_place) and not self._can_be_preempted_for(task, reservation)
         ]
 
     def off_limits(self, task: Task) -> frozenset[NodeName]:
@@ -297,17 +301,22 @@ class Reservations:
 
     def is_behind_all(self, task: Task) -> bool:
         """True if all other reservations are ahead of the task."""
-        mine = self._binding.place_of(task)
+        own_place = self._binding.place_of(task)
         return all(
-            self._is_ahead(one, mine) or one.task.id == task.id
+            self._is_ahead(reservation, own_place) or reservation.task.id == task.id
             for planned in self.on.values()
-            for one in planned
+            for reservation in planned
         )
 
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
         """The tasks with reservations ahead of it."""
-        mine = self._binding.place_of(task)
-        return frozenset(one.task.id for on in self.on.values() for one in on if self._is_ahead(one, mine))
+        own_place = self._binding.place_of(task)
+        return frozenset(
+            reservation.task.id
+            for reservations in self.on.values()
+            for reservation in reservations
+            if self._is_ahead(reservation, own_place)
+        )
 
     def equivalence_key(self, task: Task) -> tuple[object, ...]:
         """Tasks with equal demands and equal keys are bound alike by reservations."""
@@ -327,7 +336,9 @@ class Reservations:
         until = ahead_of_priority(task, self.policy, self.now)
         if until == task.priority:
             return 0
-        planned = {one.task.priority for on in self.on.values() for one in on}
+        planned = {
+            reservation.task.priority for reservations in self.on.values() for reservation in reservations
+        }
         return max((priority for priority in planned if task.priority < priority <= until), default=0)
 
     def _lengths_of(self, task: Task) -> tuple[Seconds, ...]:
@@ -368,19 +379,19 @@ class Reservations:
 
     def _held_at(self, task: Task, node: NodeName, at: float, delayed: Reservation) -> Iterator[Reservation]:
         """The delayed reservation, and the others ahead of the task that hold room at that time."""
-        mine = self._binding.place_of(task)
+        own_place = self._binding.place_of(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
-            if planned is delayed or (begun and self._is_ahead(planned, mine)):
+            if planned is delayed or (begun and self._is_ahead(planned, own_place)):
                 yield planned
 
     def delayed_by(self, task: Task, node: NodeName, *, all_reservations: bool) -> list[Reservation]:
         """The reservations on the node that the task would outlast, and whose task cannot preempt it."""
-        mine = self._binding.place_of(task)
+        own_place = self._binding.place_of(task)
         protected = [
             planned
             for planned in self.on[node]
-            if planned.task.id != task.id and (all_reservations or self._is_ahead(planned, mine))
+            if planned.task.id != task.id and (all_reservations or self._is_ahead(planned, own_place))
         ]
         if not protected:
             return []

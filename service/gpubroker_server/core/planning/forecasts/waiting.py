@@ -69,13 +69,13 @@ def _passed_over(
     for number, group in enumerate([*world.queue.groups.values()], start=1):
         if number % GROUPS_AT_A_TIME == 0:
             yield
-        whose = group.tenant, band_of(group.standing)[2]
-        if len(group) and not group.demand.answered_by and newest.get(whose, -inf) > group.member(0)[0]:
-            own = group.order_within_tenant(group.member(0), now, policy)
-            if own[0] == own[1]:
-                found.append(((own[0], shares.rank(group.tenant)[0], *own[1:]), group))
+        account = group.tenant, band_of(group.standing)[2]
+        if len(group) and not group.demand.answered_by and newest.get(account, -inf) > group.member(0)[0]:
+            own_order = group.order_within_tenant(group.member(0), now, policy)
+            if own_order[0] == own_order[1]:
+                found.append(((own_order[0], shares.rank(group.tenant)[0], *own_order[1:]), group))
     first: dict[tuple[str, ...], EqualSharesKey] = {}
-    for key, group in sorted(found, key=lambda one: one[0]):
+    for key, group in sorted(found, key=lambda item: item[0]):
         names = [name for name, _ in group.demand.counted]
         if policy.tenant(group.tenant).guaranteed_mb is not None and needs_gpus(group.demand):
             names.append(quota_line(group.tenant))
@@ -93,10 +93,10 @@ def _newest_runs(draft: Draft) -> dict[tuple[str, int], float]:
     when the newest run of that band came, or when the newest run of a lower band was admitted."""
     newest: dict[tuple[str, int], float] = {}
     for run in draft.active():
-        own = band_of(run.priority)[2]
+        own_top = band_of(run.priority)[2]
         for _, _, top in BANDS:
-            at = run.queued_at if top == own else run.admitted_at
-            if top >= own and at is not None:
+            at = run.queued_at if top == own_top else run.admitted_at
+            if top >= own_top and at is not None:
                 newest[run.tenant, top] = max(at, newest.get((run.tenant, top), at))
     return newest
 

@@ -90,11 +90,11 @@ class GangNode:
             if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
         )
         tried = set()
-        for some in combinations(options, demand.gpus):
-            signature = tuple((unwanted, left, need) for unwanted, _, left, _, need in some)
+        for chosen in combinations(options, demand.gpus):
+            signature = tuple((unwanted, left, need) for unwanted, _, left, _, need in chosen)
             if signature not in tried:
                 tried.add(signature)
-                yield tuple(sorted((key, need) for *_, key, need in some))
+                yield tuple(sorted((key, need) for *_, key, need in chosen))
 
     def _spot(self, part: Task) -> ScoredPlacement | None:
         demand = part.demand
@@ -102,8 +102,8 @@ class GangNode:
             return None
         if demand not in self._spots:
             left = [(self.devices[key], free) for key, free in self.free.items()]
-            there = rows(left, self.room.cpu) if self.room.fits(part) else ()
-            self._spots[demand] = self.worth.spot(demand, there) if there else None
+            device_rows = rows(left, self.room.cpu) if self.room.fits(part) else ()
+            self._spots[demand] = self.worth.spot(demand, device_rows) if device_rows else None
         return self._spots[demand]
 
     def signature(self) -> object:
@@ -143,15 +143,15 @@ def _free_mb(ledger: DeviceLedger, task: Task) -> int:
 
 def empty_gang_nodes(nodes: Iterable[Node], devices: Iterable[Device]) -> list[GangNode]:
     """All nodes, ready or not, as if nothing ran."""
-    there: dict[NodeName, list[Device]] = {}
+    devices_on: dict[NodeName, list[Device]] = {}
     for device in devices:
-        there.setdefault(device.node, []).append(device)
+        devices_on.setdefault(device.node, []).append(device)
     return [
         GangNode(
             node,
             NodeHeadroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
-            {device.key: device.allocatable_mb for device in there.get(node.name, ())},
-            {device.key: device for device in there.get(node.name, ())},
+            {device.key: device.allocatable_mb for device in devices_on.get(node.name, ())},
+            {device.key: device for device in devices_on.get(node.name, ())},
         )
         for node in sorted(nodes, key=lambda node: node.name)
     ]

@@ -30,9 +30,9 @@ def place_gang(task: Task, gang_nodes: Sequence[GangNode], most: int | None = No
         return found
     found, too_many = place_ranks(task, least, gang_nodes), count
     while found is not None and too_many - len(found) > 1:
-        some = (len(found) + too_many) // 2
-        more = place_ranks(task, some, gang_nodes)
-        found, too_many = (found, some) if more is None else (more, too_many)
+        middle = (len(found) + too_many) // 2
+        more = place_ranks(task, middle, gang_nodes)
+        found, too_many = (found, middle) if more is None else (more, too_many)
     return found
 
 
@@ -142,13 +142,13 @@ class _Search:
             counts[gang_node.node.name] = known[signature]
         return counts
 
-    def _search(self, at: int) -> bool:
-        if at == len(self._order):
+    def _search(self, depth: int) -> bool:
+        if depth == len(self._order):
             return True
-        rank = self._order[at]
+        rank = self._order[depth]
         part = self._parts[rank]
         failed = set()
-        for gang_node in self._in_order(part, len(self._order) - at):
+        for gang_node in self._in_order(part, len(self._order) - depth):
             signature = gang_node.signature()
             if signature in failed:
                 continue
@@ -159,7 +159,7 @@ class _Search:
                     return False
                 gang_node.add(rank, part, chosen)
                 self._places[rank] = Placement(gang_node.node.name, chosen)
-                if self._search(at + 1):
+                if self._search(depth + 1):
                     return True
                 gang_node.remove(part, chosen)
         return False
@@ -167,13 +167,13 @@ class _Search:
     def _in_order(self, part: Task, left: int) -> list[GangNode]:
         """The nodes for a rank, the best first: preferred labels, strategy, least stranded memory, name."""
         demand = part.demand
-        by: dict[str, Callable[[GangNode], tuple[float, ...]]] = {
+        keys: dict[str, Callable[[GangNode], tuple[float, ...]]] = {
             "pack": lambda gang_node: self._packed(gang_node, part, left),
             "strict_pack": lambda gang_node: self._packed(gang_node, part, left),
             "spread": lambda gang_node: (len(gang_node.ranks), *self._apart(gang_node, part)),
             "strict_spread": lambda gang_node: self._apart(gang_node, part),
         }
-        key = by[self._strategy]
+        key = keys[self._strategy]
         usable = (g for g in self._gang_nodes if not (self._strategy == "strict_spread" and g.ranks))
         return sorted(usable, key=lambda g: (node_preference_rank(demand, g.node), *key(g), g.node.name))
 
@@ -234,50 +234,54 @@ def _turns(
 ) -> Iterator[GangNode]:
     """The node of each rank, in rank order; preferred labels come first."""
     able = [gang_node for gang_node in gang_nodes if most[gang_node.node.name]]
-    wishes = {gang_node.node.name: node_preference_rank(part.demand, gang_node.node) for gang_node in able}
+    preferences = {
+        gang_node.node.name: node_preference_rank(part.demand, gang_node.node) for gang_node in able
+    }
     match strategy:
         case "spread":
-            yield from _one_each_in_turn(part, count, able, wishes, most)
+            yield from _one_each_in_turn(part, count, able, preferences, most)
         case "strict_spread":
-            able.sort(key=lambda g: (wishes[g.node.name], -g.score(part), -most[g.node.name], g.node.name))
+            able.sort(
+                key=lambda g: (preferences[g.node.name], -g.score(part), -most[g.node.name], g.node.name)
+            )
             yield from able[:count]
         case _:
-            yield from _one_after_the_other(part, count, able, wishes, most)
+            yield from _one_after_the_other(part, count, able, preferences, most)
 
 
 def _one_each_in_turn(
-    part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
+    part: Task, count: int, gang_nodes: Sequence[GangNode], preferences: Counts, most: Counts
 ) -> Iterator[GangNode]:
     """Yield the node of the next rank: always that with the fewest ranks, then with least stranded memory,
     then with room for most ranks."""
     known = {gang_node.node.name: gang_node for gang_node in gang_nodes}
     turns = [
-        (wishes[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()
+        (preferences[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()
     ]
     heapify(turns)
     for _ in range(count):
         if not turns:
             return
-        wish, has, _, room, name = heappop(turns)
+        preference, taken, _, room, name = heappop(turns)
         yield known[name]
-        if has + 1 < -room:
-            heappush(turns, (wish, has + 1, -known[name].score(part), room, name))
+        if taken + 1 < -room:
+            heappush(turns, (preference, taken + 1, -known[name].score(part), room, name))
 
 
 def _one_after_the_other(
-    part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
+    part: Task, count: int, gang_nodes: Sequence[GangNode], preferences: Counts, most: Counts
 ) -> Iterator[GangNode]:
     """Fill the largest nodes one by one; the rest goes, among nodes that take all of it, to the one with the
     least stranded memory, then to the fullest."""
     order = [
-        (wishes[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
+        (preferences[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
         for g in gang_nodes
     ]
     order.sort(key=lambda place: place[:5])
     left = count
-    for at, (wish, room, *_, gang_node) in enumerate(order):
+    for index, (preference, room, *_, gang_node) in enumerate(order):
         if left <= -room:
-            enough = (place for place in order[at:] if place[0] == wish and left <= -place[1])
+            enough = (place for place in order[index:] if place[0] == preference and left <= -place[1])
             *_, gang_node = min(enough, key=lambda place: place[2:5])
             yield from [gang_node] * left
             return

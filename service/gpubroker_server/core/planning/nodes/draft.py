@@ -122,7 +122,7 @@ class Draft:
         others. A preemptor with pledges needs a run slot, CPU and host memory too when its devices are
         free."""
         row, use = self.world.nodes[node], self.use(node)
-        custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
+        custom = tuple((name, round(amount - use.custom.get(name, 0.0), 6)) for name, amount in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
         is_closed = priority <= BACKGROUND_TOP and self.background.is_closed(node)
         is_open = task in self._pledges or not is_closed
@@ -194,17 +194,17 @@ class Draft:
     def replace_task(self, before: Task, after: Task) -> None:
         """Enter a task that was admitted and now counts on its node, or a run that was given notice."""
         self._tasks[after.id] = after
-        told = stop_notices(before) != stop_notices(after)
+        has_other_notices = stop_notices(before) != stop_notices(after)
         for node, part in rank_tasks(after):
             self.changes.mark(node)
             if not before.is_active:
                 self._own_use(node).count(part, +1)
                 self._admitted.setdefault(node, set()).add(after.id)
-            if told:
+            if has_other_notices:
                 self.growth.mark(node)
         if not before.is_active:
             count_custom(self.custom_use, after, +1)
-        if told:
+        if has_other_notices:
             for lease in self.world.leases_of(after):
                 freeing_for, stopping = stop_notice(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
@@ -241,7 +241,7 @@ class Draft:
             members = members_of(run)
             parts = tuple((members[rank].node, rank_task(run, rank)) for rank in ranks)
             left = {rank: replace(members[rank], state=MemberState.LEFT, gone=True) for rank in ranks}
-            after = replace(run, holder=Gang(tuple(left.get(one.rank, one) for one in members)))
+            after = replace(run, holder=Gang(tuple(left.get(member.rank, member) for member in members)))
             self._recount(run, after)
         self._tasks[run.id] = after
         for node, part in parts:
@@ -311,10 +311,10 @@ class Draft:
 
     def is_room_coming(self, task: TaskId) -> bool:
         """True if what is leaving will be enough for its pledges. Not if nothing is leaving."""
-        mine = self.pledges_of(task)
-        ledgers = [(self.ledger(key), mine[key]) for key in mine if key in self.world.ledgers]
+        pledges = self.pledges_of(task)
+        ledgers = [(self.ledger(key), pledges[key]) for key in pledges if key in self.world.ledgers]
         is_leaving = any(any(ledger.leaving()) for ledger, _ in ledgers)
-        is_leaving = is_leaving or any(any(self._under_notice(node_of(key))) for key in mine)
+        is_leaving = is_leaving or any(any(self._under_notice(node_of(key))) for key in pledges)
         return is_leaving and all(
             ledger.free_after_releases_mb(task=task, priority=pledge.priority) >= pledge.mb
             for ledger, pledge in ledgers

@@ -62,7 +62,7 @@ class NodeRevisions:
         if cycle_at != self._cycle_at:
             grown |= {node for node, at in self._young.items() if at < cycle_at}
         self._now, self._cycle_at = now, cycle_at
-        grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node)}
+        grown |= {node for node, due_at in self._due.items() if due_at <= now and self._has_turned(node)}
         # What a dropped decision took of its nodes in the draft is there after all.
         if not all(_is_committed(world, decision) for decision in self._decided):
             grown |= set(self.changes.since(self._opened))
@@ -94,7 +94,7 @@ class NodeRevisions:
     def _look_ahead(self, node: NodeName) -> None:
         """Note what is stale or shielded on a node, and when that may change."""
         world = self._world
-        period, at = self._policy.sample_period_seconds, inf
+        period, turn_at = self._policy.sample_period_seconds, inf
         turned: list[str] = []
         for key in world.by_node.get(node, ()):
             ledger = world.ledgers[key]
@@ -102,9 +102,9 @@ class NodeRevisions:
                 continue  # no sample opens it
             if ledger.sample is None or ledger.is_stale(self._now, period):  # a sample may come at any time
                 turned.append(key)
-                at = self._now
+                turn_at = self._now
             else:
-                at = min(at, ledger.sample.at + 3 * period)  # the limit of `is_stale`
+                turn_at = min(turn_at, ledger.sample.at + 3 * period)  # the limit of `is_stale`
         self._young.pop(node, None)
         for run in self._time_matters_to(node):
             if not is_old_enough(run, self._cycle_at):
@@ -112,11 +112,11 @@ class NodeRevisions:
             if is_shielded(run, self._policy, self._cycle_at):
                 turned.append(run.id)
                 if run.started_at is not None:
-                    at = min(at, run.started_at + shield_seconds_of(run, self._policy))
+                    turn_at = min(turn_at, run.started_at + shield_seconds_of(run, self._policy))
             if self._has_its_turn(run):
                 turned.append(f"turn of {run.id}")
-                at = min(at, turn_protection_ends_at(run, self._policy))
-        self._due[node] = Instant(at - EARLY_SECONDS)
+                turn_at = min(turn_at, turn_protection_ends_at(run, self._policy))
+        self._due[node] = Instant(turn_at - EARLY_SECONDS)
         self._turned[node] = frozenset(turned)
 
     def _time_matters_to(self, node: NodeName) -> list[Task]:

@@ -158,8 +158,8 @@ class NodeRooms:
         facts = self._facts(node)
         if not facts.steps:
             first = (
-                ahead_of_priority(one.task, self._policy, self._began_at)
-                for one in self.possible_victims(node)
+                ahead_of_priority(victim.task, self._policy, self._began_at)
+                for victim in self.possible_victims(node)
             )
             steps = {*facts.pledges, *self._draft.use(node).priorities, *first, IDLE_TOP, CRITICAL - 1}
             facts.steps = sorted(steps)
@@ -204,8 +204,8 @@ class NodeRooms:
         return facts
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def _are_same(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))
 
 
 def _room(devices: Sequence[tuple[Device, int]], beside: NodeHeadroom) -> Room:

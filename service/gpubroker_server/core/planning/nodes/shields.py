@@ -138,8 +138,8 @@ def ahead_of_priority(run: Task, policy: Policy, now: Instant) -> int:
     """The priority up to which it is ahead of every later task of its band, by its age when it was admitted.
     Of a waiting task: if it were admitted now."""
     admitted_at = run.admitted_at
-    at = admitted_at if admitted_at is not None and run.is_active else now
-    return aged_priority(run.priority, at - run.queued_at, policy.ageing_seconds_per_point)
+    counted_until = admitted_at if admitted_at is not None and run.is_active else now
+    return aged_priority(run.priority, counted_until - run.queued_at, policy.ageing_seconds_per_point)
 
 
 def _has_saved(run: Task) -> bool:

@@ -51,7 +51,7 @@ class PossibleVictim(Struct, frozen=True):
 
     def parts(self, node: NodeName) -> Iterator[Task]:
         """Yield its parts on one node."""
-        return (part for there, part in self.runs if there == node)
+        return (part for run_node, part in self.runs if run_node == node)
 
 
 class Candidate(PossibleVictim, frozen=True):
@@ -79,7 +79,7 @@ def possible_victims(
             if not before or before[0].task is not run:
                 match run.holder:
                     case Gang():
-                        before = [one for one in _of_gang(draft, run) if any(one.parts(node))]
+                        before = [victim for victim in _of_gang(draft, run) if any(victim.parts(node))]
                     case _:
                         before = (PossibleVictim(run, _frees(draft, run, (0,)), ((node, run),)),)
             if before:
@@ -121,11 +121,11 @@ def is_old_enough(run: Task, began_at: Instant) -> bool:
     return (run.admitted_at or 0.0) < began_at
 
 
-def gives_way(one: PossibleVictim, for_priority: int, policy: Policy, now: Instant) -> bool:
+def gives_way(victim: PossibleVictim, for_priority: int, policy: Policy, now: Instant) -> bool:
     """A rank that its gang can do without has no shield: no work is lost."""
-    if one.rank is not None:
-        return one.task.priority < for_priority
-    return may_be_stopped(one.task, for_priority, policy, now)
+    if victim.rank is not None:
+        return victim.task.priority < for_priority
+    return may_be_stopped(victim.task, for_priority, policy, now)
 
 
 def lost_gpu_seconds(run: Task, now: Instant) -> float:
@@ -144,7 +144,9 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
 
 def after(room: NodeHeadroom, node: NodeName, leavers: Iterable[PossibleVictim]) -> NodeHeadroom:
     """The node's headroom once these have left."""
-    return room.with_room_of(*(run for leaver in leavers for there, run in leaver.runs if there == node))
+    return room.with_room_of(
+        *(run for leaver in leavers for run_node, run in leaver.runs if run_node == node)
+    )
 
 
 def cost_of(victims: Sequence[Candidate]) -> Cost:
@@ -169,7 +171,7 @@ def any_may_leave(_gone: Sequence[Candidate]) -> bool:
 
 def all_of(together: Together) -> Suffices:
     """True if all of them may leave together."""
-    return lambda gone: len(together(gone)) == len(gone)
+    return lambda removed: len(together(removed)) == len(removed)
 
 
 def cheapest(
@@ -222,18 +224,18 @@ def _exact(
     best: list[Candidate] | None = None
     branches: list[tuple[list[Candidate], int]] = [([], 0)]
     while branches:  # (those taken, how many were decided on), the next one last
-        taken, at = branches.pop()
+        taken, index = branches.pop()
         cost = cost_of(taken)
         if cost >= below or not may_leave(taken):
             continue
         if suffices(taken):
             best, below = taken, cost
             continue
-        candidate = found[at]  # there is one: with all that are left it suffices
-        if suffices([*taken, *found[at + 1 :]]):
-            branches.append((taken, at + 1))
+        candidate = found[index]  # there is one: with all that are left it suffices
+        if suffices([*taken, *found[index + 1 :]]):
+            branches.append((taken, index + 1))
         # On top, and so next: of sets that cost the same, the one with the earlier candidates is kept.
-        branches.append(([*taken, candidate], at + 1))
+        branches.append(([*taken, candidate], index + 1))
     return best
 
 

@@ -143,7 +143,11 @@ def _order(option: Option) -> tuple[Cost, float, NodeName]:
 
 def _newest(victims: Iterable[Candidate]) -> float:
     """The smaller, the later the last of them joined its running gang; 0 if none did."""
-    late = (one.rank for one in victims if one.rank is not None and members_of(one.task)[one.rank].is_late)
+    late = (
+        victim.rank
+        for victim in victims
+        if victim.rank is not None and members_of(victim.task)[victim.rank].is_late
+    )
     return -max(late, default=0)
 
 
@@ -242,9 +246,9 @@ def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
 def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
     """True if the task fits on enough of these devices once the victims have left."""
 
-    def suffices(gone: Sequence[Candidate]) -> bool:
-        roomy = sum(site.after_mb(gone) >= need for site, need in targets)
-        return roomy >= task.demand.gpus and after(offer.room, offer.node, gone).fits(task)
+    def suffices(removed: Sequence[Candidate]) -> bool:
+        roomy = sum(site.after_mb(removed) >= need for site, need in targets)
+        return roomy >= task.demand.gpus and after(offer.room, offer.node, removed).fits(task)
 
     return suffices
 
@@ -271,12 +275,19 @@ def _cheapest_devices(
     first = [candidate for candidate in found if candidate.key in wanted]
     # The rest leaves only if CPU, host memory or run slots are short as well.
     rest = [candidate for candidate in found if candidate.key not in wanted]
-    rest.sort(key=lambda one: (one.lost, one.rank is None, -one.task.demand.cpu, one.key))
+    rest.sort(
+        key=lambda candidate: (
+            candidate.lost,
+            candidate.rank is None,
+            -candidate.task.demand.cpu,
+            candidate.key,
+        )
+    )
     return [target for _, _, target, _ in priced[:gpus]], first + rest
 
 
-def _clears(site: Site, need: Mib, gone: Sequence[Candidate]) -> bool:
-    return site.after_mb(gone) >= need
+def _clears(site: Site, need: Mib, removed: Sequence[Candidate]) -> bool:
+    return site.after_mb(removed) >= need
 
 
 def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:

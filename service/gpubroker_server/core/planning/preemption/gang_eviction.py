@@ -50,15 +50,15 @@ def choose_for_gang(
     """
     if not may_preempt(offers, task):
         return None
-    there = [
+    offers_on = [
         offer_above(offers, task, node, floors[node]) if node in floors else offers.of(node, task)
         for node in sorted({*nodes, *floors})
     ]
-    return choose_among(there, offers.draft, task, now, together=together)
+    return choose_among(offers_on, offers.draft, task, now, together=together)
 
 
 def choose_among(
-    there: Sequence[Offer],
+    offers: Sequence[Offer],
     draft: Draft,
     task: Task,
     now: Instant,
@@ -68,7 +68,7 @@ def choose_among(
 ) -> Eviction | RoomBeingFreed | None:
     """The same among these offers. `together`: which victims may leave together; `gives_enough`: how many are
     needed besides. A single task counts as a gang of one rank."""
-    site = _Site(there, draft, task, gives_enough)
+    site = _Site(offers, draft, task, gives_enough)
     if (coming := site.places(())) is not None:
         return RoomBeingFreed(tuple(sorted({place.node for place in coming})))
     way = site.cheapest(together)
@@ -79,16 +79,16 @@ class _Site:
     """The offers of all usable nodes together to a gang."""
 
     def __init__(
-        self, there: Sequence[Offer], draft: Draft, task: Task, gives_enough: Suffices | None
+        self, offers: Sequence[Offer], draft: Draft, task: Task, gives_enough: Suffices | None
     ) -> None:
         self._gives_enough = gives_enough
         self._task = task
         self._draft = draft
-        self._offers = {offer.node: offer for offer in there}
+        self._offers = {offer.node: offer for offer in offers}
         self._devices = {
-            offer.node: {site.device.key: site.device for site in offer.sites} for offer in there
+            offer.node: {site.device.key: site.device for site in offer.sites} for offer in offers
         }
-        names = {candidate.key: candidate for offer in there for candidate in offer.found}
+        names = {candidate.key: candidate for offer in offers for candidate in offer.found}
         self._found = sorted(names.values(), key=lambda candidate: candidate.order)
         """Possible victims, cheapest first."""
 
@@ -98,7 +98,8 @@ class _Site:
         found = self._found
         if len(found) <= EXACT_LIMIT and len(self._offers) << len(found) <= EXACT_NODES:
             found = (
-                cheapest(found, lambda gone: self.places(gone) is not None, may_leave=all_of(together)) or []
+                cheapest(found, lambda removed: self.places(removed) is not None, may_leave=all_of(together))
+                or []
             )
             gang = self.places(found) if found else None
             return None if gang is None else (found, gang)
@@ -107,9 +108,9 @@ class _Site:
         # More victims never leave less room, so halving finds the shortest list.
         few, many = 0, len(leavers)
         while gang is not None and many - few > 1:
-            some = (few + many) // 2
-            fewer = self.places(leavers[:some])
-            few, many, gang = (some, many, gang) if fewer is None else (few, some, fewer)
+            middle = (few + many) // 2
+            fewer = self.places(leavers[:middle])
+            few, many, gang = (middle, many, gang) if fewer is None else (few, middle, fewer)
         return None if gang is None else self._only_needed(leavers[:many], gang)
 
     def places(self, gone: Sequence[Candidate]) -> Gang | None:
@@ -120,44 +121,45 @@ class _Site:
         gang_nodes = self._gang_nodes(self._offers, gone)
         return place_ranks(self._task, self._task.demand.least_ranks or 1, gang_nodes)
 
-    def _gang_nodes(self, nodes: Iterable[NodeName], gone: Iterable[Candidate]) -> list[GangNode]:
+    def _gang_nodes(self, nodes: Iterable[NodeName], removed: Iterable[Candidate]) -> list[GangNode]:
         """These nodes once such victims have left."""
         room = {node: self._offers[node].room for node in nodes}
         free = {
             node: {site.device.key: site.free_after_releases_mb for site in self._offers[node].sites}
             for node in room
         }
-        for candidate in gone:
+        for candidate in removed:
             for node, part in candidate.runs:
                 if node in room:
                     room[node] = room[node].with_room_of(part)
             for key, mb in candidate.frees.items():
-                there = free.get(self._draft.ledger(key).device.node, {})
-                if key in there:
-                    there[key] += mb
-        nodes_of, holders = self._draft.world.nodes, self._holders(free, gone)
+                free_mb = free.get(self._draft.ledger(key).device.node, {})
+                if key in free_mb:
+                    free_mb[key] += mb
+        nodes_of, holders = self._draft.world.nodes, self._holders(free, removed)
         return [
             GangNode(nodes_of[node], room[node], free[node], self._devices[node], holders=holders[node])
             for node in room
         ]
 
     def _holders(
-        self, free: Mapping[NodeName, Mapping[DeviceKey, int]], gone: Iterable[Candidate]
+        self, free: Mapping[NodeName, Mapping[DeviceKey, int]], removed: Iterable[Candidate]
     ) -> dict[NodeName, dict[DeviceKey, int]]:
         """Count what holds memory of these devices once such victims, and all leaving runs, have left."""
-        left = Counter(key for candidate in gone for key in candidate.frees)
+        left = Counter(key for candidate in removed for key in candidate.frees)
         return {
             node: {
-                key: sum(not one.is_leaving for one in self._draft.ledger(key).holdings.values()) - left[key]
+                key: sum(not holding.is_leaving for holding in self._draft.ledger(key).holdings.values())
+                - left[key]
                 for key in devices
             }
             for node, devices in free.items()
         }
 
-    def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
+    def _only_needed(self, removed: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
         """The victims without which the gang has no place: first those that these places need; then, if they
         are few, those without which no other places exist."""
-        victims = self._needed_for(gang, gone)
+        victims = self._needed_for(gang, removed)
         if len(victims) > EXACT_LIMIT:
             return victims, gang
         for victim in costliest_first(victims):
@@ -166,38 +168,42 @@ class _Site:
                 victims, gang = rest, other_places
         return victims, gang
 
-    def _needed_for(self, gang: Gang, gone: Sequence[Candidate]) -> list[Candidate]:
+    def _needed_for(self, gang: Gang, removed: Sequence[Candidate]) -> list[Candidate]:
         """The victims without which these very places are not free; the costliest is put back first. Only its
         nodes are looked at again: there may be thousands of victims."""
         ranks: dict[NodeName, list[int]] = {}
         for rank, place in enumerate(gang):
             ranks.setdefault(place.node, []).append(rank)
-        there: dict[NodeName, list[Candidate]] = {node: [] for node in ranks}
-        for one in gone:
-            for node in {node for node, _ in one.runs} & ranks.keys():
-                there[node].append(one)
-        helpers = gone if self._gives_enough else [c for c in gone if any(n in ranks for n, _ in c.runs)]
-        taken = {one.key: one for one in helpers}
+        candidates: dict[NodeName, list[Candidate]] = {node: [] for node in ranks}
+        for candidate in removed:
+            for node in {node for node, _ in candidate.runs} & ranks.keys():
+                candidates[node].append(candidate)
+        helpers = (
+            removed if self._gives_enough else [c for c in removed if any(n in ranks for n, _ in c.runs)]
+        )
+        taken = {candidate.key: candidate for candidate in helpers}
 
-        def put_back(one: Candidate) -> bool:
-            del taken[one.key]
-            for node in {node for node, _ in one.runs} & ranks.keys():
-                leave = [other for other in there[node] if other.key in taken]
+        def put_back(candidate: Candidate) -> bool:
+            del taken[candidate.key]
+            for node in {node for node, _ in candidate.runs} & ranks.keys():
+                leave = [other for other in candidates[node] if other.key in taken]
                 if not self._has_room(gang, node, ranks[node], leave):
                     break
             else:
                 if self._gives_enough is None or self._gives_enough(tuple(taken.values())):
                     return True
-            taken[one.key] = one
+            taken[candidate.key] = candidate
             return False
 
-        for one in costliest_first(taken.values()):
-            put_back(one)
+        for candidate in costliest_first(taken.values()):
+            put_back(candidate)
         return list(taken.values())
 
-    def _has_room(self, gang: Gang, node: NodeName, ranks: Iterable[int], gone: Iterable[Candidate]) -> bool:
+    def _has_room(
+        self, gang: Gang, node: NodeName, ranks: Iterable[int], removed: Iterable[Candidate]
+    ) -> bool:
         """True if these places on a node are free once such victims have left."""
-        [gang_node] = self._gang_nodes((node,), gone)
+        [gang_node] = self._gang_nodes((node,), removed)
         for rank in ranks:
             place, part = gang[rank], rank_task(self._task, rank)
             if not gang_node.room.fits(part) or any(gang_node.free[key] < mb for key, mb in place.devices):
@@ -209,8 +215,8 @@ class _Site:
         needs: dict[DeviceKey, Mib] = {}
         ranks: dict[DeviceKey, tuple[int, ...]] = {}
         for rank, place in enumerate(gang):
-            itself = () if needs_gpus(self._task.demand) else ((node_key(place.node), Mib(0)),)
-            for key, mb in place.devices or itself:
+            whole_node = () if needs_gpus(self._task.demand) else ((node_key(place.node), Mib(0)),)
+            for key, mb in place.devices or whole_node:
                 needs[key] = Mib(needs.get(key, 0) + mb)
                 if self._task.demand.bundles:
                     ranks[key] = (*ranks.get(key, ()), rank)

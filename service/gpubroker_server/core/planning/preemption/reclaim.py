@@ -34,9 +34,9 @@ def reclaim(
     """Return the cheapest way to take room back from borrowers on these nodes; None if there is none.
     Borrowers of the same band or a lower one may be preempted, whatever their priority, unless protected; no
     tenant is left with less than its guarantee. `floors`: see `Reservations.victim_floors`."""
-    there = (offer for offer in _borrowers_on(offers, task, surplus, nodes, floors) if offer.found)
+    found = (offer for offer in _borrowers_on(offers, task, surplus, nodes, floors) if offer.found)
     return _cheapest_of(
-        there, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
+        found, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
     )
 
 
@@ -45,8 +45,8 @@ def evict_within_borrower_rule(
 ) -> Eviction | None:
     """The same for a task that would borrow, by preempting runs of lower priority. No node has room being
     released."""
-    there = (offers.of(node, task) for node in sorted(nodes))
-    return _cheapest_of(there, offers, task, now, rule.together)
+    found = (offers.of(node, task) for node in sorted(nodes))
+    return _cheapest_of(found, offers, task, now, rule.together)
 
 
 def evict_above_floors(
@@ -54,15 +54,15 @@ def evict_above_floors(
 ) -> Eviction | None:
     """Return the cheapest way to make room on these nodes by preempting runs of lower priority than the
     task's, and of at least the node's floor. No node has room being released."""
-    there = (offer_above(offers, task, node, floor) for node, floor in sorted(floors.items()))
-    return _cheapest_of(there, offers, task, now, together)
+    found = (offer_above(offers, task, node, floor) for node, floor in sorted(floors.items()))
+    return _cheapest_of(found, offers, task, now, together)
 
 
 def _cheapest_of(
-    there: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
+    found: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
 ) -> Eviction | None:
     best = None
-    for offer in there:
+    for offer in found:
         best = best_of(offer, task, best, all_of(together))
     return None if best is None else eviction_of(best, offers.draft, now)
 
@@ -78,9 +78,9 @@ def reclaim_for_gang(
     """Take room back for a gang as `reclaim` does for one task, on all these nodes together."""
     if not may_preempt(offers, task):
         return None
-    there = list(_borrowers_on(offers, task, surplus, nodes, floors))
+    found = list(_borrowers_on(offers, task, surplus, nodes, floors))
     together = partial(within_surplus, surplus=surplus, draft=offers.draft)
-    return choose_among(there, offers.draft, task, now, together=together)
+    return choose_among(found, offers.draft, task, now, together=together)
 
 
 def make_room_in_quota(
@@ -96,17 +96,21 @@ def make_room_in_quota(
     leaving will do. `floors`: see `Reservations.victim_floors`."""
     if not missing_mb or not may_preempt(offers, task):
         return None
-    there = []
+    node_offers = []
     for node in sorted(nodes):
         floor = floors.get(node, NOTHING)
-        mine = (
+        candidates = (
             run
             for run in offers.rooms.leavers(node, task.priority)
             if run.task.tenant == task.tenant and run.task.priority >= floor
         )
-        there.append(offers.among(node, task.priority, mine))
+        node_offers.append(offers.among(node, task.priority, candidates))
     found = choose_among(
-        there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= missing_mb
+        node_offers,
+        offers.draft,
+        task,
+        now,
+        gives_enough=lambda removed: leased_mb(removed, offers.draft) >= missing_mb,
     )
     assert not isinstance(found, RoomBeingFreed), "with no victim the quota is still short"
     return found
@@ -121,14 +125,14 @@ def make_room_in_limit(
     missing = _missing_of(offers, task)
     if missing is None:
         return None
-    there = [offers.of(node, task) for node in sorted(nodes)]
+    found = [offers.of(node, task) for node in sorted(nodes)]
 
-    def gives_enough(gone: Sequence[Candidate]) -> bool:
-        return all(amount <= _used_of(name, gone) for name, amount in missing.items())
+    def gives_enough(removed: Sequence[Candidate]) -> bool:
+        return all(amount <= _used_of(name, removed) for name, amount in missing.items())
 
-    if not gives_enough([candidate for offer in there for candidate in offer.found]):
+    if not gives_enough([candidate for offer in found for candidate in offer.found]):
         return None
-    return choose_among(there, offers.draft, task, now, gives_enough=gives_enough)
+    return choose_among(found, offers.draft, task, now, gives_enough=gives_enough)
 
 
 def may_make_room_in_limit(offers: Offers, task: Task) -> bool:
@@ -158,18 +162,23 @@ def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
     leaving = [run for run in draft.active() if run.state is TaskState.STOPPING]
     coming = [_sums(_given_back(run)) for run in leaving]
     return {
-        name: round(asked[name] - left[name] - sum(one.get(name, 0.0) for one in coming), 6) for name in short
+        name: round(asked[name] - left[name] - sum(amounts.get(name, 0.0) for amounts in coming), 6)
+        for name in short
     }
 
 
-def _used_of(name: str, gone: Iterable[Candidate]) -> float:
+def _used_of(name: str, removed: Iterable[Candidate]) -> float:
     """Return how much of it these give back; a gang that goes on gives back what its leaving ranks hold."""
-    victims = list(gone)
-    whole = {one.task.id: _sums(_given_back(one.task)).get(name, 0.0) for one in victims if one.rank is None}
+    victims = list(removed)
+    whole = {
+        victim.task.id: _sums(_given_back(victim.task)).get(name, 0.0)
+        for victim in victims
+        if victim.rank is None
+    }
     ranks = (
-        dict(demand_of(one.task, one.rank).counted).get(name, 0.0)
-        for one in victims
-        if one.rank is not None and one.task.id not in whole
+        dict(demand_of(victim.task, victim.rank).counted).get(name, 0.0)
+        for victim in victims
+        if victim.rank is not None and victim.task.id not in whole
     )
     return round(sum(whole.values()) + sum(ranks), 6)
 

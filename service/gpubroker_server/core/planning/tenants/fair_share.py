@@ -32,10 +32,10 @@ class FairShareLevels:
         # Usage fades as it is added: all devices, held for ever, come to this much.
         most = self._whole_mb * mean_life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
-        for preemptor, mine in world.pledges.items():
+        for preemptor, pledges in world.pledges.items():
             task = world.tasks.get(preemptor)
             # A run that is being moved still holds its memory, which counts once.
-            for pledge in () if task is not None and task.is_moving else mine.values():
+            for pledge in () if task is not None and task.is_moving else pledges.values():
                 pledged[pledge.tenant] = pledged.get(pledge.tenant, 0) + pledge.mb
         self._standings = {
             tenant: TenantPosition(

@@ -28,8 +28,10 @@ class BorrowerRule(Struct, frozen=True):
 
     def protects(self, tenant: str) -> bool:
         """True if runs of that tenant are only preempted while it is above its guarantee."""
-        mine, other = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
-        return tenant != self.tenant and other.cohort == mine.cohort and other.guaranteed_mb is not None
+        tenant_policy, other = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
+        return (
+            tenant != self.tenant and other.cohort == tenant_policy.cohort and other.guaranteed_mb is not None
+        )
 
     def together(self, found: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates that may leave together with those before them: in some order, each leaves while
@@ -162,8 +164,8 @@ def within_surplus(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -
 def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
     """MiB that these count against quotas."""
     taken = _LeavingByTenant(draft, lambda *_: True)
-    for one in gone:
-        taken.takes(one.task, one.rank)
+    for candidate in gone:
+        taken.takes(candidate.task, candidate.rank)
     return sum(total for total, _ in taken.by_tenant.values())
 
 
@@ -197,5 +199,5 @@ def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
     """Return the memory held by the run, or by one of its ranks, without leases that are leaving already."""
     leases = draft.world.leases_of(run)
     holdings = [draft.ledger(lease.device).holdings.get(lease.key) for lease in leases]
-    stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
-    return sum(lease.mb for lease in stay if rank is None or lease.rank == rank)
+    remaining = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
+    return sum(lease.mb for lease in remaining if rank is None or lease.rank == rank)

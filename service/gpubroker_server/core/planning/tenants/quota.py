@@ -187,19 +187,21 @@ class Quotas:
     def _left_mb(self, name: str, priority: int, task: TaskId, given: Mapping[str, int]) -> int | None:
         """Return what the tenant may still take; None without a quota. A cycle asks for thousands of
         tenants."""
-        mine = self._policy.tenant(name)
-        if mine.guaranteed_mb is None:
+        tenant_policy = self._policy.tenant(name)
+        if tenant_policy.guaranteed_mb is None:
             return None
         held, claims = self._held(), self._claims_on(task, priority)
-        own_left = mine.guaranteed_mb - _claimed_mb(name, held, claims, given)
-        if not mine.cohort:
+        own_left = tenant_policy.guaranteed_mb - _claimed_mb(name, held, claims, given)
+        if not tenant_policy.cohort:
             return own_left
-        left = self._policy.guaranteed_mb(mine.cohort) - held.by_cohort.get(mine.cohort, 0)
-        left -= claims.by_cohort.get(mine.cohort, 0)
+        left = self._policy.guaranteed_mb(tenant_policy.cohort) - held.by_cohort.get(tenant_policy.cohort, 0)
+        left -= claims.by_cohort.get(tenant_policy.cohort, 0)
         if given:
-            left -= sum(mb for other, mb in given.items() if self._policy.tenant(other).cohort == mine.cohort)
-        if mine.borrow_mb is not None:
-            left = min(left, own_left + mine.borrow_mb)
+            left -= sum(
+                mb for other, mb in given.items() if self._policy.tenant(other).cohort == tenant_policy.cohort
+            )
+        if tenant_policy.borrow_mb is not None:
+            left = min(left, own_left + tenant_policy.borrow_mb)
         # Up to its guarantee a tenant takes what is free, even where its cohort has borrowed that (ADR 38).
         return max(own_left, left)
 
