@@ -1,6 +1,7 @@
 """Operations on tasks: submit, follow, change, explain."""
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -10,25 +11,29 @@ from weakref import ref
 import cloudpickle
 
 from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
-from gpubroker.runtime.objects import PICKLE_MARK, opened_object
+from gpubroker.runtime.objects import PICKLE_MARK, ObjectRef, opened_object
 from gpubroker.runtime.output import STREAMS
 from gpubroker.tasks.large_arguments import fitting_body, without_arguments
 from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
 from gpubroker.tasks.naming import find_task
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
+    DEFAULTS,
     MOST_BODY_BYTES,
     AnySubmission,
+    Given,
     Submission,
     SubmitOptions,
     Target,
     batch_body,
     body_of,
+    is_to_upload,
     parts_of,
     plain,
     simulation_body,
 )
 from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
+from gpubroker.tasks.uploading import directory_stored
 from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, a_page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
@@ -132,8 +137,8 @@ class TaskApi(ObjectApi):
         gpu_fraction, exclusive, placement, cpu, memory_mb, custom; kinds, prefer_kinds, min_power,
         min_device_mb, nodes, prefer_nodes, pool, roles; bundles, strategy, min_ranks; max_retries,
         retry_on, timeout_seconds, grace_seconds; after, held, not_before, queue_ttl_seconds, deadline_at or
-        deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
-        idempotency_key.
+        deadline_seconds, expected_seconds; env, working_directory (of commands), upload (a directory that
+        travels with the task), modules (of functions), outputs, result_format, idempotency_key.
         """
         options = yield from self._with_ids_after(options)
         body = yield from fitting_body(self._send, target, args, options)
@@ -158,8 +163,10 @@ class TaskApi(ObjectApi):
         only if nothing was accepted; a later error takes the place of each task that it affected.
         """
         bodies: list[bytes] = []
+        directories: dict[str, ObjectRef] = {}
         for task in tasks:
             given = task.given if isinstance(task, Submission) else None
+            given = None if given is None else (yield from self._with_directory(given, directories))
             bodies.append(body_of(task) if given is None else (yield from fitting_body(self._send, *given)))
         parts = parts_of(bodies, together=all_or_nothing)
         key = idempotency_key or uuid.uuid4().hex
@@ -175,6 +182,28 @@ class TaskApi(ObjectApi):
             answers += [_id_or_error(item) for item in made["items"]]
         return answers
 
+    def _with_directory(self, given: Given, known: dict[str, ObjectRef]) -> Steps[Given]:
+        """Return the submission with the object of its directory; `known` has those that are stored."""
+        target, args, options = given
+        if not is_to_upload(options, target):
+            return given
+        directory = options.get("upload") or getattr(target, DEFAULTS)["upload"]
+        if str(directory) not in known:
+            known[str(directory)] = yield from directory_stored(self._send, directory)
+        return target, args, {**options, "upload": known[str(directory)]}
+
+    @operation
+    def put_directory(self, directory: str | os.PathLike[str] = ".") -> Steps[ObjectRef]:
+        """Store a directory once, as the `upload` of any number of tasks.
+
+            code = broker.put_directory("project")
+            tasks = [broker.submit(["python", "train.py", str(seed)], upload=code) for seed in range(8)]
+
+        What `.gitignore` and `.gpubrokerignore` name is left out, and `.git` and `__pycache__`. Nothing is
+        sent if the service has the same directory. Raises WrongArgument for what cannot be sent.
+        """
+        return (yield from directory_stored(self._send, directory))
+
     @operation
     def simulate(
         self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]
@@ -185,6 +214,9 @@ class TaskApi(ObjectApi):
         token may not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
+        if is_to_upload(options, target):  # nothing is stored, and the directory has no say in it
+            target = None if isinstance(target, str) else target  # its code is in the directory
+            known = {name: value for name, value in known.items() if name != "outputs"} | {"upload": None}
         options = cast("SubmitOptions", known)
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments have no say in it

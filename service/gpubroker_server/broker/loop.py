@@ -39,7 +39,7 @@ from gpubroker_server.ports.store import (
     StoreUnavailable,
     TaskStore,
 )
-from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
+from gpubroker_server.ports.task_objects import ObjectQuestion
 
 log = structlog.get_logger("gpubroker.broker")
 
@@ -188,17 +188,9 @@ class Leader:
         while True:
             await self._inbox.has_room.wait()
             heard = await self.executor.reports()
-            self.hear(
-                [
-                    report
-                    for report in heard
-                    if not isinstance(report, TermRefused | ObjectWanted | ObjectPart)
-                ]
-            )
+            self.hear([report for report in heard if not isinstance(report, TermRefused | ObjectQuestion)])
             if self.objects is not None:
-                self.objects.hear(
-                    [report for report in heard if isinstance(report, ObjectWanted | ObjectPart)]
-                )
+                self.objects.hear([report for report in heard if isinstance(report, ObjectQuestion)])
             for report in heard:
                 if isinstance(report, TermRefused):
                     await self._on_refused(report)

@@ -24,6 +24,7 @@ from gpubroker.cli.tasks.submit import (
     Memory,
     Name,
     Priority,
+    Upload,
     read_options,
 )
 
@@ -74,6 +75,7 @@ def create(
     name: Name = None,
     labels: Labels = None,
     env: Env = None,
+    upload: Upload = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Keep workers running that each make one object.

@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 20
+SCHEMA = 21
 """Number of the newest migration that this software knows."""
 
 READER = 4

@@ -214,9 +214,9 @@ def _task_of(
 
 
 def _is_shareable(spec: RunSpec, demand: Demand) -> bool:
-    """True if a small task may run in a process that it shares. A limit on host memory, and variables, need a
-    process of its own."""
-    if spec.kind != "entrypoint" or spec.env or spec.is_told_more:
+    """True if a small task may run in a process that it shares. A limit on host memory, variables, and a
+    directory need a process of its own."""
+    if spec.kind != "entrypoint" or spec.env or spec.is_told_more or spec.upload or spec.outputs:
         return False
     return demand.gpus == 0 and demand.memory_mb == 0 and not demand.bundles
 

@@ -53,6 +53,8 @@ class Permissions(Struct, frozen=True):
         """Return a refusal if the token or the operator does not allow the run. `cloudpickle`: the version
         that pickled the function, if the client states it."""
         match spec.kind:
+            case "entrypoint" if spec.upload:  # then the names are those of the submitter's own code
+                return lacks(sender, CODE_SCOPE, "submitting a function with the directory that it is in")
             case "entrypoint":
                 return self._check_entrypoint(spec.entrypoint)
             case "command":

@@ -29,11 +29,13 @@ def may_name_objects(text: bytes) -> bool:
 
 
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
-    """Return the objects that the arguments of a run name: place of the argument -> id of the object. `spec`
+    """Return the objects that a run names: place of the argument, or of the upload -> id of the object. `spec`
     has its arguments, however large they are."""
     if spec.kind == Function.tag:
-        return {f"/run/objects/{index}": id for index, id in enumerate(spec.objects)}
-    return objects_in_arguments(spec.arguments)
+        found = {f"/run/objects/{index}": id for index, id in enumerate(spec.objects) if id != spec.upload}
+    else:
+        found = dict(objects_in_arguments(spec.arguments))
+    return found | {"/upload": spec.upload} if spec.upload else found
 
 
 def objects_in_arguments(arguments: bytes) -> Mapping[str, str]:
