@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         CallFailed,
         ItemFailed,
         ModelUnavailable,
+        NotCollected,
         Refused,
         ResultUnreadable,
         TaskCancelled,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from gpubroker.wire.models import MeasuredModel, ServedModel
     from gpubroker.wire.nodes import Node, NodeDetail, NodeDisk
     from gpubroker.wire.objects import ObjectUsage
+    from gpubroker.wire.outputs import Output, Outputs
     from gpubroker.wire.plans import FleetPlan
     from gpubroker.wire.policy import Policy, Profile, Tenant
     from gpubroker.wire.quarantine import Detection, Quarantined, Released
@@ -75,6 +77,7 @@ _NAMES = {
         "CallFailed",
         "ItemFailed",
         "ModelUnavailable",
+        "NotCollected",
         "Refused",
         "ResultUnreadable",
         "TaskCancelled",
@@ -133,6 +136,10 @@ _NAMES = {
         "NodeDetail",
         "NodeDisk",
     ),
+    "wire.outputs": (
+        "Output",
+        "Outputs",
+    ),
     "wire.policy": (
         "Policy",
         "Profile",
@@ -190,10 +197,13 @@ __all__ = [
     "Node",
     "NodeDetail",
     "NodeDisk",
+    "NotCollected",
     "Notice",
     "ObjectRef",
     "ObjectUsage",
     "Outcome",
+    "Output",
+    "Outputs",
     "Page",
     "Policy",
     "Profile",

@@ -9,7 +9,7 @@ from gpubroker.leases.lease import LeaseOptions
 from gpubroker.leases.lease_api import LeaseApi
 from gpubroker.models.model_api import ModelApi
 from gpubroker.tasks.array_api import ArrayApi
-from gpubroker.tasks.task_api import TaskApi
+from gpubroker.tasks.output_api import OutputApi
 from gpubroker.tasks.worker_set_api import WorkerSetApi
 from gpubroker.transport.http import AsyncHttp, SyncHttp
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from gpubroker.leases.held_lease import AsyncHeldLease, HeldLease
 
 
-class Broker(SyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, StreamApi, AdminApi):
+class Broker(
+    SyncHttp, OutputApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, StreamApi, AdminApi
+):
     """A gpubroker service. Safe to share between threads; close it, or use it in a `with`.
 
     The address and the token come from the arguments, else from GPUBROKER_URL and GPUBROKER_TOKEN, else
@@ -45,7 +47,7 @@ class Broker(SyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, Clus
 
 
 class AsyncBroker(
-    AsyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, StreamApi, AdminApi
+    AsyncHttp, OutputApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, StreamApi, AdminApi
 ):
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 

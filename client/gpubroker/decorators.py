@@ -145,7 +145,7 @@ class _Request(NamedTuple):
 
 
 def _request_of(function: Callable[..., Any], returned: Any) -> _Request:
-    """Raises WrongArgument."""
+    """Return the request that a function has returned, in full form. Raises WrongArgument."""
     if isinstance(returned, Mapping) and "inputs" in returned and returned.keys() <= {*_Request._fields}:
         return _Request(**returned)
     found = f"the keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else repr(returned)

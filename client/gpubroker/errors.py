@@ -44,6 +44,10 @@ class WrongArgument(TypeError):
     """The arguments cannot make a valid request; nothing was sent."""
 
 
+class NotCollected(BrokerError):
+    """No files of the task's runs are there to download; the message says why."""
+
+
 class Unreachable(BrokerError):
     """No service is known, none answered, or it could not serve until the retry time ended."""
 

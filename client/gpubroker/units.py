@@ -21,7 +21,7 @@ def size_bytes(text: str, plain: int) -> float:
 
 
 def is_unit(word: str) -> bool:
-    """Whether this word is a unit of a size or of a duration."""
+    """True if this word is a unit of a size or of a duration."""
     return word.lower() in _BYTES or word in _SECONDS
 
 

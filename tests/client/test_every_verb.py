@@ -43,6 +43,7 @@ VERBS: Final[Mapping[str, tuple[str, int]]] = {
     "cancel": ("{other}", 0),
     "retry": ("{task}", 0),
     "stack": ("{task}", 6),
+    "outputs": ("{task}", 0),
     "hold": ("{waiting}", 0),
     "priority": ("{waiting} 10", 0),
     "change": ("{waiting}", 2),

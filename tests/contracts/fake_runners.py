@@ -41,6 +41,7 @@ def an_agent_config(run_dir: Path, **changes: Any) -> AgentConfig:
         "beat_seconds": 60.0,
         "idle_stop_seconds": 600.0,
         "keepalive": "",
+        "work_dir": str(run_dir / "work"),
     }
     return AgentConfig(**{**given, **changes})
 

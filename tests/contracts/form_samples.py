@@ -4,6 +4,7 @@
 of a release are never written again: its agents and runs go on sending them.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from gpubroker.runtime.messages import (
     ENDED_WELL,
     KNOWS_NOTICE,
+    KNOWS_UPLOADS,
     RESIZES,
     TELLS_OUTPUT,
     RunOrder,
@@ -26,6 +28,7 @@ from gpubroker_server.adapters.ray.wire import (
     TELLS_GPU_STATE,
     TELLS_LOGS,
     TELLS_UNPROVEN_ENDS,
+    UNPACKS_UPLOADS,
     OrderWriter,
     disk_order,
     log_order,
@@ -51,7 +54,14 @@ from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import RunSpec
-from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted, PartAnswer, WantedAnswer
+from gpubroker_server.ports.task_objects import (
+    ObjectPart,
+    ObjectWanted,
+    OutputAnswer,
+    OutputPart,
+    PartAnswer,
+    WantedAnswer,
+)
 from msgspec import to_builtins
 from msgspec.structs import replace
 
@@ -85,11 +95,14 @@ RUN = RunOrder(
     barrier=True,
     memory_mb=64,
 )
+UPLOADED = dataclasses.replace(RUN, upload="ab" * 32, outputs=("runs/**",))
+"""The same with a directory, which came with form 12 of agents."""
 SPEC = RunSpec(
     kind="function", entrypoint="jobs:train", command=("train", "-v"), python="3.11", env={"A": "b"},
     result_format="cloudpickle", working_directory="/work",
 )  # fmt: skip
 PAYLOAD = RunPayload(SPEC, b"\x80args", b"state", "s3://state", 3, "name", "tenant", 60.0)
+UPLOADED_PAYLOAD = replace(PAYLOAD, spec=replace(SPEC, upload=UPLOADED.upload, outputs=UPLOADED.outputs))
 ORDERS: tuple[Order, ...] = (
     StartOrder(
         *AT, ((GPU, Mib(100)),), shareable=False, priority=70, rank=1, world_size=2, barrier=True,
@@ -133,6 +146,7 @@ SINCE_LOGS = ("loaded", "items")
 """Kinds that came with forms 9 of agents and 6 of run processes."""
 WANTED = ("wanted", "t", 3, 1, 1000.0, "abc")
 PART = ("part", "t", 3, 1, 1000.0, "abc", 9, 5, b"data")
+OUTPUT = ("output", "t", 3, 1, 1000.0, "abc", 9, 5, b"data", 2, "left out: 1 that are links", "n1")
 PRINTED = ("printed", "t", 3, 1, 1000.0, b"out", b"err")
 LOGGED = ("logged", "t", 3, 1, 1000.0, "stdout", 5, b"line\n", True)
 LOG_ORDER = log_order(LogName(TaskId("t"), Fence(3), 1, "stdout"), 5)
@@ -160,6 +174,8 @@ ANSWERS = (
     object_order(PartAnswer(AT[2], _PART, 4, "")),
 )
 """About objects."""
+_OUTPUT = OutputPart(*AT[:2], NOW, "abc", 9, 5, b"data", 2, "", AT[2], 1)
+OUTPUT_ANSWER = object_order(OutputAnswer(AT[2], _OUTPUT, 9, is_over=True))
 FOUND = FoundFile("/scratch", "a/old.log", FileClass.LOG, 9, 10**18, 7)
 DISK_ORDER = disk_order(
     DiskOrder(
@@ -225,7 +241,7 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
     return (
         *(new if runner > 5 else ()),
         ("share", RUN.to_wire()),
-        own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
+        own_start(UPLOADED if runner >= KNOWS_UPLOADS else RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
         ("world", ("t", 3, 1), (0, 1)),
         *of_growth,
@@ -241,16 +257,19 @@ def description(runner: int) -> Mapping[str, Any]:
 def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
-    about_logs = agent >= TELLS_LOGS
+    about_logs, about_outputs = agent >= TELLS_LOGS, agent >= UNPACKS_UPLOADS
+    payload = UPLOADED_PAYLOAD if about_outputs else PAYLOAD
     orders = [
-        *(form.write(o, PAYLOAD) for o in orders_in(agent)),
+        *(form.write(o, payload) for o in orders_in(agent)),
         *([LOG_ORDER, *ANSWERS, DISK_ORDER, PEERS_ORDER] if about_logs else []),
+        *([OUTPUT_ANSWER] if about_outputs else []),
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
     first, *others = [news for news in told_by(agent) if about_logs or news[0] not in SINCE_LOGS]
     reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
     reports += [LOGGED, STACK, ASKED, PART, DISK_REPORT] if about_logs else []
+    reports += [OUTPUT] if about_outputs else []
     reports.append(NODE_SAMPLED)  # the form before leaves it out
     if agent >= TELLS_GPU_STATE:
         reports.append((*NODE_SAMPLED[:-3], IN_NEED, *NODE_SAMPLED[-2:]))

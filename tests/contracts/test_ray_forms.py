@@ -51,7 +51,7 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
-from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted, OutputPart
 from msgspec.structs import replace
 
 from tests.contracts.form_samples import (
@@ -61,10 +61,12 @@ from tests.contracts.form_samples import (
     FORMS,
     FOUND,
     LOG_ORDER,
+    OUTPUT_ANSWER,
     PAYLOAD,
     PEERS_ORDER,
     RECORD,
     RUN,
+    UPLOADED,
     news_of,
     orders_in,
     written,
@@ -99,6 +101,9 @@ UNPROVEN = Ended(*OF_RUN, Ending.SUCCEEDED, messages.ENDED_WELL, rank=1, is_unpr
 OF_ITEMS = ItemsReported(*OF_RUN, 4, RESULTS, ((0, 5), (7, 8)), 9, 1)
 
 
+OUTPUT = OutputPart(*OF_RUN, "abc", 9, 5, b"data", 2, "left out: 1 that are links", N, 1)
+
+
 def frozen(name: str) -> bytes:
     return (FORMS / name).read_bytes()
 
@@ -115,10 +120,11 @@ def test_each_form_is_written_as_it_was_frozen(agent: int, runner: int) -> None:
 def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
-    assert RunOrder.from_wire(start[3]) == RUN
+    assert RunOrder.from_wire(start[3]) == (UPLOADED if agent >= wire.UNPACKS_UPLOADS else RUN)
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
     more = [LOG_ORDER, *ANSWERS, *(unpack(wire.pack(it)) for it in (DISK_ORDER, PEERS_ORDER))]
+    more += [OUTPUT_ANSWER] if agent >= wire.UNPACKS_UPLOADS else []
     assert others == [*about_runs, *(more if agent >= wire.TELLS_LOGS else []), wire.MEASURE]
 
 
@@ -152,6 +158,7 @@ def test_reports_are_read(agent: int) -> None:
         *([] if agent == 8 else [ObjectWanted(*OF_RUN, "abc", 5, 1)]),
         *([] if agent == 8 else [ObjectPart(*OF_RUN, "abc", 9, 5, b"data", 1)]),
         *([] if agent == 8 else [DiskReport(N, AT, "r2", (FOUND,), (("young", 3),), is_first=True)]),
+        *([OUTPUT] if agent >= wire.UNPACKS_UPLOADS else []),
         *([] if agent == 8 else [NODE_SAMPLED]),
         *([IN_NEED, ABSENT] if agent >= wire.TELLS_GPU_STATE else []),
     ]
@@ -220,6 +227,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
         runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
+    alone = UPLOADED if runner >= messages.KNOWS_UPLOADS else RUN
     new = [
         ("answer_items", key, 4, ((0, 5), (7, 8)), False),
         ("take_object", key, "abc", None, ("object_missing", "no")),
@@ -228,7 +236,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     assert done == [
         *(new if runner > 5 else []),
         ("start_shared", RUN, runner >= messages.TELLS_OUTPUT),
-        ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
+        ("start_alone", alone, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),
         ("change_world", key, (0, 1)),
         *([("change_world", key, (0, 1, 2), 1)] if runner >= messages.RESIZES else []),

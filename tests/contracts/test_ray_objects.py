@@ -166,7 +166,7 @@ async def test_object_that_no_run_waits_for_any_longer_makes_room_for_the_next(n
 async def test_bytes_that_the_node_cannot_keep_fail_the_run_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_self: FakeRunners, _data: bytearray) -> int:
+    def full(_self: FakeRunners, _tenant: str, _id: str, _data: bytearray) -> int:
         raise MemoryError("the object store is full")
 
     node.leader.agent._runs.objects._store = full.__get__(node.runners)  # type: ignore[union-attr]

@@ -225,3 +225,11 @@ async def test_metrics_show_what_was_measured_lately(gateway: Gateway, api: Clie
         assert name not in text
     gateway.clock.advance(60.0)
     assert "gpubroker_node_cpu_utilization_ratio{" not in (await api.get("/metrics")).text
+
+
+async def test_nodes_are_found_by_the_boot_id_of_their_machine(gateway: Gateway, api: Client) -> None:
+    node = gateway.world.nodes[NodeName("n1")]
+    found = (await api.get("/nodes", params={"boot_id": node.boot_id})).json()["items"]
+    assert [one["name"] for one in found] == ["n1"]
+    assert found[0]["task_user"] == ""
+    assert (await api.get("/nodes", params={"boot_id": "of-another"})).json()["items"] == []

@@ -21,6 +21,7 @@ _PANELS: Final[Mapping[str, Mapping[str, str]]] = {
         "tasks.view": "ps show",
         "tasks.explain": "explain",
         "tasks.results": "wait result logs",
+        "tasks.outputs": "outputs",
         "tasks.arrays": "map array",
         "tasks.workers": "workers",
         "tasks.events": "events",

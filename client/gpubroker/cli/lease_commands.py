@@ -1,4 +1,4 @@
-"""`gpubroker lease`: ask, run, list, show, renew, release."""
+"""The commands `gpubroker lease ask`, `run`, `list`, `show`, `renew` and `release`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LeaseId = Annotated[
     str,
     typer.Argument(
         metavar="LEASE",
-        help=f"Id, {SHOWN_ID_LENGTH} or more characters from the start or end of an id, or holder.",
+        help=f"Id, {SHOWN_ID_LENGTH} or more characters from the start or end of an id, or a holder's name.",
     ),
 ]
 Holder = Annotated[str | None, typer.Option(help="Name of the holder. Default: this program.")]
@@ -43,8 +43,12 @@ Ttl = Annotated[
     Any,
     typer.Option("--ttl", help="The holder is asked to leave unless it renews within this time.", **_SECONDS),
 ]
-Grace = Annotated[Any, typer.Option("--grace", help="Time to leave after the notice.", **_SECONDS)]
-Pid = Annotated[int | None, typer.Option(help="Process on the node whose use counts as the lease's.")]
+Grace = Annotated[
+    Any, typer.Option("--grace", help="Time that the holder has to leave after a notice.", **_SECONDS)
+]
+Pid = Annotated[
+    int | None, typer.Option(help="Id of a process on the node; the memory it uses counts as the lease's.")
+]
 OnNode = Annotated[str | None, typer.Option("--node", help="Only on this node.")]
 Devices = Annotated[list[str] | None, typer.Option("--device", help="Only this GPU, by UUID; repeatable.")]
 Timeout = Annotated[Any, typer.Option("--timeout", help="Longest time to wait for the memory.", **_SECONDS)]
@@ -64,11 +68,11 @@ def ask(
     kinds: Kinds = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Ask for a lease and print its id. Renew it, also while it is pending."""
+    """Ask for a lease and print its id. The lease must be renewed, also while it is pending."""
     options = _options(locals())
     with connect() as broker:
         asked = broker.ask_lease(**options)
-        eprint(f"renew it within {asked.ttl_seconds:g} s: gpubroker lease renew {asked.id}")
+        eprint(f"renew the lease within {asked.ttl_seconds:g} s: gpubroker lease renew {asked.id}")
         emit(output, asked, lambda lease: lease.id)
 
 
@@ -82,7 +86,10 @@ def run(
     ttl_seconds: Ttl = None,
     grace_seconds: Grace = None,
     here: Annotated[
-        bool, typer.Option("--here", help="This machine is the node: count what the command uses.")
+        bool,
+        typer.Option(
+            "--here", help="The node is this machine: memory that the command uses counts as the lease's."
+        ),
     ] = False,
     node: OnNode = None,
     devices: Devices = None,
@@ -92,8 +99,8 @@ def run(
     """Run a command on this machine while it holds a lease, and exit with its exit code.
 
     The command finds its GPUs in CUDA_VISIBLE_DEVICES. Before its memory is
-    given to others, it gets SIGTERM, and SIGKILL after its grace period. It also
-    gets the signals that this process gets.
+    given to others, the command gets SIGTERM, and SIGKILL after its grace period.
+    Signals that this process gets are passed on to the command.
 
     \b
     gpubroker lease run --gpu-memory 20GiB --here -- vllm serve my/model
@@ -158,17 +165,17 @@ def renew(lease: LeaseId, ttl_seconds: Ttl = None, output: Output = Format.TABLE
 
 @lease.command()
 def release(lease: LeaseId, output: Output = Format.TABLE) -> None:
-    """Release a lease: its memory is free, or it is no longer wanted."""
+    """Release a lease, which frees its memory, or withdraw one that is pending."""
     with connect() as broker:
         emit(output, broker.release_lease(lease_id(broker, lease)), _lease)
 
 
 def _options(given: dict[str, Any]) -> LeaseOptions:
-    """The command's parameters that the SDK takes under the same name."""
-    from gpubroker.leases.lease import LeaseOptions as Known
+    """Return the given parameters of a command that the SDK takes under the same name."""
+    from gpubroker.leases.lease import LeaseOptions as SdkOptions
 
-    known = Known.__annotations__
-    return cast("LeaseOptions", {name: given[name] for name in known if given.get(name) not in (None, [])})
+    names = SdkOptions.__annotations__
+    return cast("LeaseOptions", {name: given[name] for name in names if given.get(name) not in (None, [])})
 
 
 def _end_on_notice(child: ChildProcess, held: HeldLease) -> None:
@@ -185,9 +192,11 @@ def _warn_not_released(held: HeldLease, fault: BrokerError | SystemExit) -> None
     cause = "interrupted" if isinstance(fault, SystemExit) else fault
     eprint(f"gpubroker: the command has ended, but its lease was not released: {cause}")
     if held.lease.pid is None:
-        eprint(f"its memory counts as used until you release it: gpubroker lease release {held.id}")
+        eprint(
+            f"the memory of the lease counts as used until you release it: gpubroker lease release {held.id}"
+        )
     else:
-        eprint("it ends by itself when the service sees that this process is gone")
+        eprint("the lease ends by itself when the service sees that this process is gone")
 
 
 _COLUMNS = (

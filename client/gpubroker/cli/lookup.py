@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from gpubroker.wire.stats import Stats
 
 _RETRY_SECONDS = 3.0
-"""At a terminal, a quick error is better than a long wait for a service that may come back."""
+"""The time for which commands repeat failed requests. At a terminal, a quick error is better than a long wait
+for a service that may come back."""
 UNFINISHED_LEASES = "pending,held,stopping,quarantined"
 
 _WAYS = (

@@ -1,4 +1,4 @@
-"""What was probably meant by a command line that cannot be read."""
+"""Guesses what was meant by a command line that cannot be read."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

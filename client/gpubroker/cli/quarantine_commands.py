@@ -119,7 +119,7 @@ def _queue(queue: Queue) -> str:
 
 
 def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
-    """All quarantined runs of the holder that a person means."""
+    """Return all quarantined runs of the holder that a person means."""
     found = [one for one in broker.quarantine().items if one.id and _is_meant(one, word)]
     ids = sorted({one.id for one in found if one.id})
     only(ids, word, f"nothing of {word!r} is in quarantine; see: gpubroker quarantine")

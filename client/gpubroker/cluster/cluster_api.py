@@ -26,11 +26,14 @@ class ClusterApi(Operations):
         return (yield from self._whole(Gpu, "/gpus", idle=idle, history=history))
 
     @operation
-    def nodes(self, *, history: str | None = None, sort: str | None = None) -> Steps[Page[Node]]:
+    def nodes(
+        self, *, history: str | None = None, sort: str | None = None, boot_id: str | None = None
+    ) -> Steps[Page[Node]]:
         """List all machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
         `sort`: name (the default), cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; with
-        a `-` before it, the most first."""
-        return (yield from self._whole(Node, "/nodes", history=history, sort=sort))
+        a `-` before it, the most first. `boot_id`: only nodes on the machine whose kernel says it."""
+        wanted = {"history": history, "sort": sort, "boot_id": boot_id}
+        return (yield from self._whole(Node, "/nodes", **wanted))
 
     @operation
     def node(self, name: str, *, history: str | None = None) -> Steps[NodeDetail]:

@@ -68,7 +68,8 @@ class LeaseSteps(Operations):
                     yield Pause(_PAUSE_SECONDS)
 
     def _renewed_in_time(self, status: LeaseStatus) -> Steps[Lease]:
-        """Returns after a fraction of the TTL, or as soon as the lease is no longer held."""
+        """Renew the lease after a fraction of the TTL and return it; return at once if the lease is no longer
+        held."""
         lease = yield from self._wait_while(status.lease, LeaseState.HELD, status.lease.interval_seconds)
         if lease.state is not LeaseState.HELD or status.is_over:
             return lease
@@ -80,7 +81,7 @@ class LeaseSteps(Operations):
         return decode(Lease, (yield from self._ask("GET", _path(lease))))
 
     def _wait_while(self, lease: Lease, state: LeaseState, seconds: float) -> Steps[Lease]:
-        """Returns when the lease leaves the state, or after that many seconds.
+        """Return the lease when it has left the state, or after this many seconds.
 
         A service that is stopping, or a proxy that cuts long answers short, answers early without news: then
         the next request is delayed.
@@ -115,9 +116,9 @@ class LeaseApi(LeaseSteps):
         sort: str | None = None,
         tenant: str | None = None,
     ) -> Pages[Lease]:
-        """All leases that match, newest first; `state` may be several, separated by commas. `sort`: submitted
-        or priority; with a `-` the latest, or the highest, first. `tenant`: another one, or `*` for all:
-        needs the scope admin."""
+        """List all leases that match, newest first; `state` may be several, separated by commas. `sort`:
+        submitted or priority; with a `-` the latest, or the highest, first. `tenant`: another one, or `*` for
+        all: needs the scope admin."""
         return self._pages(Lease, "/leases", state=state, holder=holder, sort=sort, tenant=tenant)
 
     @operation

@@ -88,7 +88,7 @@ class InferStreamOptions(TypedDict, total=False):
 
 
 def stream_call(model: str, inputs: Mapping[str, Any], options: InferStreamOptions) -> Call:
-    """Raises WrongArgument."""
+    """Return the call of a streamed request. Raises WrongArgument."""
     _check_options("infer_stream", options, InferStreamOptions)
     check_model(model, "infer_stream()")
     check_names(inputs)
@@ -135,7 +135,8 @@ def _versioned(options: Mapping[str, Any]) -> str:
 
 
 def infer_call(model: str, inputs: "Mapping[str, ArrayLike]", options: InferOptions) -> Call:
-    """Raises WrongArgument. The call is only repeatable if the options say idempotent."""
+    """Return the call of a request, which is repeatable only if the options have `idempotent`. Raises
+    WrongArgument."""
     _check_options("infer", options, InferOptions)
     check_model(model, "infer()")
     body, head_bytes = encode(inputs, options.get("outputs"), options.get("parameters"))
@@ -174,7 +175,7 @@ def tensors_of(model: str, inputs: Inputs, options: InferLaterOptions) -> list[t
 
 
 def uploads_of(tensors: Sequence[tuple[dict[str, Any], bytes]]) -> list[int]:
-    """Which of these inputs go as objects, since all together are too large for one request."""
+    """Return the indexes of the inputs that are sent as objects, if all are too large for one request."""
     if sum(len(data) for _, data in tensors) <= INLINE_BYTES:
         return []
     return [at for at, (_, data) in enumerate(tensors) if len(data) > _UPLOADED_BYTES]
@@ -206,7 +207,8 @@ def inference_body(
 
 
 def check_model(model: object, method: str) -> None:
-    """Raises WrongArgument for what cannot be a name. An empty one would be the path of another resource."""
+    """Check that this can be the name of a model; an empty name would be the path of another resource. Raises
+    WrongArgument."""
     if not isinstance(model, str) or not model:
         raise WrongArgument(f"{method} needs the name of a model, not {model!r}; models() lists them")
 

@@ -94,7 +94,7 @@ def object_body(
 
 
 def check_names(inputs: object) -> None:
-    """Raises WrongArgument for an array without a name."""
+    """Check that each array has a name. Raises WrongArgument otherwise."""
     if not isinstance(inputs, Mapping):
         raise WrongArgument(
             f"inputs is of type {type(inputs).__name__}; pass a mapping from the names of the model's inputs "

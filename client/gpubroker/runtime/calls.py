@@ -132,7 +132,7 @@ class SetWorker:
         return call
 
     def _make(self) -> Objects:
-        """Raises CannotOpen, and what a constructor raises."""
+        """Make the object of each role. Raises CannotOpen, and what a constructor raises."""
         objects = {"": self._object_of(self._order)}
         for role, run in self._roles.items():
             arguments = json.dumps({"args": run["args"], "kwargs": run["kwargs"]}).encode()
@@ -188,7 +188,8 @@ class SetWorker:
         return FAILED, failure.kind, message, plain_text(failure.traceback, TRACEBACK_CHARS)
 
     def _outcome(self, role: str, method: str, form: str, arguments: bytes) -> RunOutcome:
-        """Raises what user code raises: the method, a property, what opens arguments or writes a result."""
+        """Call the method and return its outcome. Raises what user code raises: the method, a property, or
+        code that opens arguments or writes the result."""
         if role not in self._made:
             known = ", ".join(sorted(filter(None, self._made))) or "none"
             return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {known}")

@@ -11,7 +11,7 @@ import cloudpickle
 
 _DEEPEST = 8
 _MOST_PARTS = 1000
-"""Of one value: an error is worth no long search."""
+"""The most parts of one value that are searched: an error message is not worth a long search."""
 
 Fails = Callable[[Any], bool]
 Part = tuple[str, Any]

@@ -26,7 +26,13 @@ from gpubroker.runtime.messages import (
 )
 from gpubroker.runtime.outcome import describe, raised, trace_of
 from gpubroker.runtime.output import FileOutput, MemoryOutput, Output, enter_output, leave_output
-from gpubroker.runtime.process import ProcessSetup, RendezvousPort, announce_rendezvous, take_process
+from gpubroker.runtime.process import (
+    NoDirectory,
+    ProcessSetup,
+    RendezvousPort,
+    announce_rendezvous,
+    take_process,
+)
 from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.task import RunningTask, enter_task, leave_task, own_process
 
@@ -54,7 +60,7 @@ class RunHost:
         self._rendezvous: RendezvousPort | None = None
         """The rendezvous of a run with several ranks; such a run has the process to itself."""
         self._offer = ""
-        """Its address, while the run waits for the other ranks."""
+        """The address of the rendezvous, while the run waits for the other ranks."""
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
 
     @property
@@ -73,8 +79,12 @@ class RunHost:
             output.take_over()
             take_process(order, setup)
             self._rendezvous = RendezvousPort(setup.host) if order.barrier else None
+        except NoDirectory as fault:
+            self._refuse(order, failed("no_directory", str(fault)))
+            return
         except (OSError, KeyError) as fault:
-            self._refuse(order, fault)
+            message = f"the process could not be prepared: {describe(fault)}"
+            self._refuse(order, failed("exception", message, trace_of(fault)))
             return
         task = RunningTask(order, self._journal)
         own_process(task)
@@ -186,8 +196,6 @@ class RunHost:
             announce_rendezvous(task.rank_zero_address)
         return begins
 
-    def _refuse(self, order: RunOrder, fault: Exception) -> None:
-        message = f"the process could not be prepared: {describe(fault)}"
-        outcome = failed("exception", message, trace_of(fault))
+    def _refuse(self, order: RunOrder, outcome: RunOutcome) -> None:
         self._journal.add(started(order.key, os.getpid()), SOON)
         self._journal.add(ended(order.key, outcome, b""))

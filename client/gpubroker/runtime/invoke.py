@@ -128,11 +128,19 @@ def _opened_function(order: RunOrder) -> Invocation:
         function, args, kwargs = cloudpickle.loads(order.arguments)
         return Invocation(function, tuple(args), dict(kwargs))
     except BaseException as fault:
-        message = (
-            f"the pickled function cannot be opened here: {describe(fault)}; put its module into the "
-            "service's task_path, or let it travel too: cloudpickle.register_pickle_by_value(module)"
-        )
+        message = f"the pickled function cannot be opened here: {describe(fault)}; {_how_to_bring(fault)}"
         raise CannotOpen(failed("import_failed", message, trace_of(fault))) from None
+
+
+def _how_to_bring(fault: BaseException) -> str:
+    """Return what to do so that the module which a function needs is there."""
+    name = fault.name if isinstance(fault, ModuleNotFoundError) and fault.name else ""
+    module = f"module {name.partition('.')[0]}" if name else "its module"
+    named = f'modules=["{name.partition(".")[0]}"]' if name else "modules=[...]"
+    return (
+        f'send the directory that {module} is in with the task: upload="." (--upload); let it travel with a '
+        f"function: {named}; or have the operator install it, or put it into task_path"
+    )
 
 
 def _import_failed(entrypoint: str, fault: BaseException) -> RunOutcome:
@@ -140,5 +148,6 @@ def _import_failed(entrypoint: str, fault: BaseException) -> RunOutcome:
     if isinstance(fault, ImportError):
         paths = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
         places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
-        message += f"\nPython looked in these directories (the operator's task_path comes first):{places}"
+        first = 'the operator\'s task_path comes first; upload="." (--upload) brings your own directory'
+        message += f"\nPython looked in these directories ({first}):{places}"
     return failed("import_failed", message, trace_of(fault))

@@ -42,9 +42,11 @@ ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Set for workers of arrays: JSON with the limits of an item, and whether the items are pickled."""
 
 REPORT_SECONDS = 0.5
-"""Results are reported this often, also while an item runs, and at once when none is left here ..."""
+"""The time between two reports of results, also while an item runs. If no items are left here, results are
+reported at once."""
 LOW_SECONDS = 0.1
-"""... or when there is only so much work, in which the answer comes."""
+"""Results are also reported at once when only this much work is left here: it lasts until the answer, which
+brings further items, has come."""
 AHEAD_SECONDS = 1.0
 """The seconds of work that are wanted here, so that no report has to be waited for."""
 AGAIN_SECONDS = 2.0

@@ -52,7 +52,8 @@ class Journal:
     def note_to_make(
         self, key: Hashable, kind: str, report: Report | Callable[[], Report], delay_seconds: float = LAZILY
     ) -> None:
-        """The same for news that are made when they are taken."""
+        """Enter news like `note`; `report` may be a function that makes the report when the news are
+        taken."""
         with self._lock:
             kinds = self._news.setdefault(key, {})
             kinds.pop(kind, None)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-PROTOCOL = 7
+PROTOCOL = 8
 """The number of the form in which agent and run process speak; first value of every call of the agent."""
-SPOKEN = (5, 6, PROTOCOL)
+SPOKEN = (5, 6, 7, PROTOCOL)
 """The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
 an agent starts processes of the software that is installed by then, so a release also speaks the forms since
 the last release. Both sides take the newest that they share."""
@@ -27,6 +27,9 @@ RESIZES = 6
 KNOWS_NOTICE = 7
 """The first form in which a process says that a command which ended after the stop notice was stopped, unless
 the command reported completion. Before, exit code 0 was success in any case."""
+
+KNOWS_UPLOADS = 8
+"""From this form on, a process knows that its directory is a copy of an upload, whose modules come first."""
 
 ENDED_WELL = b'{"exit_code":0}'
 """The result of a command that ended with exit code 0."""
@@ -54,6 +57,10 @@ class RunKey(NamedTuple):
     def __str__(self) -> str:
         """`task:fence`, or `task:fence:rank` for a rank above 0."""
         return f"{self.task}:{self.fence}:{self.rank}" if self.rank else f"{self.task}:{self.fence}"
+
+
+OF_DIRECTORIES = ("upload", "outputs")
+"""Fields of a RunOrder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +93,19 @@ class RunOrder:
     """Report when ready, and begin user code when all ranks are ready."""
     memory_mb: int = 0
     """The host memory that the run asked for."""
+    upload: str = ""
+    """Id of the object with the directory that it works in; `working_directory` is the run's copy."""
+    outputs: tuple[str, ...] = ()
+    """Patterns of the files there that are collected when it has ended."""
 
     @property
     def key(self) -> RunKey:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _names_of(RunOrder)}
+        """Without fields of directories if it has none: earlier releases do not know them."""
+        left_out = () if self.upload or self.outputs else OF_DIRECTORIES
+        return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
 
     @classmethod
     def from_wire(cls, given: Mapping[str, Any]) -> "RunOrder":

@@ -118,7 +118,7 @@ class MemoryOutput:
 
 
 def _append(kept: bytearray, data: bytes, most_bytes: int) -> int:
-    """Keeps at least the newest `most_bytes`; how many bytes it dropped."""
+    """Append the data, keep at least the newest `most_bytes`, and return how many bytes were dropped."""
     kept += data
     dropped = len(kept) - most_bytes if len(kept) > 2 * most_bytes else 0
     del kept[:dropped]

@@ -1,6 +1,7 @@
 """Give this process to one run: its devices, environment, directory, user and rendezvous port."""
 
 import ctypes
+import errno
 import os
 import pwd
 import secrets
@@ -47,6 +48,10 @@ NICENESS = 5
 """The niceness of a run: on a busy machine the agent and the service get the CPU first."""
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class NoDirectory(Exception):
+    """The run cannot work in the directory that it names; the text says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ def look_for_modules_in(directories: Sequence[str]) -> None:
 
 def take_process(order: RunOrder, given: ProcessSetup) -> None:
     """Make this the process of a run. Called once, before user code. Raises OSError or KeyError if a part of
-    it is refused."""
+    it is refused, and NoDirectory."""
     os.environ.update(order.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)
@@ -133,7 +138,28 @@ def take_process(order: RunOrder, given: ProcessSetup) -> None:
     if given.user:
         become(given.user)
     if order.working_directory:
-        os.chdir(order.working_directory)
+        _enter(order.working_directory, given)
+    if order.upload:
+        sys.path.insert(0, order.working_directory)
+
+
+def _enter(directory: str, given: ProcessSetup) -> None:
+    """Raises NoDirectory."""
+    try:
+        os.chdir(directory)
+    except OSError as fault:
+        node = f"node {given.node}" if given.node else "its node"
+        user = f"user {given.user}" if given.user else "the user of the service"
+        found = {
+            errno.ENOENT: "does not exist there",
+            errno.ENOTDIR: "is not a directory there",
+            errno.EACCES: f"cannot be entered there by {user}, as whom tasks run",
+        }.get(fault.errno or 0, f"cannot be entered there: {fault.strerror}")
+        raise NoDirectory(
+            f"the command was to run on {node} in {directory}, which {found}; name a directory that every "
+            "node has (--dir DIR), send yours with the task (--upload DIR), or name a node that has it "
+            "(--on node=NAME)"
+        ) from None
 
 
 def memory_limits(order: RunOrder, env: Mapping[str, str]) -> dict[str, str]:

@@ -96,7 +96,7 @@ class RunningTask:
         self._journal = journal
         self._stop = threading.Event()
         self._released = threading.Event()
-        """Set when it need not wait for other ranks any longer."""
+        """Set when the task need not wait for other ranks any longer."""
         self._rank_zero_address = ""
         self._world = Workers(0, tuple(range(order.world_size)))
         self._world_changed = threading.Event()
@@ -161,7 +161,7 @@ class RunningTask:
         return self._world_changed.is_set()
 
     def accept_world(self) -> tuple[int, ...]:
-        """Returns the ranks at work; `world_changed` is False until more of them join or leave."""
+        """Return the ranks at work. Until further ranks join or leave, `world_changed` is False."""
         self._tell_of_resize()
         with self._lock:
             self._world_changed.clear()

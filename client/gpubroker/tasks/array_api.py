@@ -32,10 +32,10 @@ from gpubroker.wire.bounds import MOST_ITEMS
 from gpubroker.wire.tasks import Failure
 
 _INLINE_BYTES = 4 * 2**20
-"""Larger items are uploaded as an object first ..."""
+"""If all items together are larger than this, they are uploaded first, as one object."""
 _COPIED_BYTES = 16 * 2**20
-"""... and those that are larger still as one each, if the operator has not set
-`limits.copied_object_bytes`."""
+"""If all items together are larger than this, each large item is uploaded first, as an object of its own. It
+is the default of the operator's `limits.copied_object_bytes`."""
 _ITEMS_PER_PAGE = 5000
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -327,8 +327,8 @@ class _Mapped:
 
 
 def progress_bar() -> Callable[[Array], None]:
-    """Shows how far an array is on standard error: in a terminal one line that changes, otherwise a line for
-    each tenth."""
+    """Return a function that shows on standard error how far an array is: in a terminal as one line that
+    changes, otherwise as a line for each tenth of the items."""
     shown = -1
 
     def show(array: Array) -> None:

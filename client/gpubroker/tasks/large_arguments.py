@@ -6,7 +6,15 @@ from typing import Any, cast
 
 from gpubroker.runtime.objects import JSON_MARK, ObjectRef, named_object, pickled_buffers
 from gpubroker.tasks.object_api import upload_call
-from gpubroker.tasks.submission import MOST_BODY_BYTES, SubmitOptions, Target, submission_body
+from gpubroker.tasks.submission import (
+    DEFAULTS,
+    MOST_BODY_BYTES,
+    SubmitOptions,
+    Target,
+    is_to_upload,
+    submission_body,
+)
+from gpubroker.tasks.uploading import directory_stored
 from gpubroker.transport.exchange import Answer, Call, Steps
 
 LEAST_BYTES = 64 * 1024
@@ -16,8 +24,12 @@ Send = Callable[[Call], Steps[Answer]]
 
 
 def fitting_body(send: Send, target: Target, args: Sequence[Any], options: SubmitOptions) -> Steps[bytes]:
-    """Return the JSON of a submit; if it is too long, with objects in place of large arguments. Raises as
-    `submission_body` does, and Refused if the service takes no more objects."""
+    """Return the JSON of a submit; if it is too long, with objects in place of large arguments. The directory
+    that `options` name is uploaded. Raises as `submission_body` does, and Refused if the service takes no
+    more objects."""
+    if is_to_upload(options, target):
+        stored = yield from directory_stored(send, {**getattr(target, DEFAULTS, {}), **options}["upload"])
+        options = cast("SubmitOptions", {**options, "upload": stored})
     body = submission_body(target, args, options)
     if len(body) <= MOST_BODY_BYTES or not (callable(target) or isinstance(target, str)):
         return body
@@ -65,7 +77,7 @@ def _or_object(send: Send, value: Any, *, pickles: bool) -> Steps[Any]:
 
 
 def _packed(value: Any, *, pickles: bool) -> bytes:
-    """As an object that is opened as a value of the run's own, which it may change."""
+    """Return the bytes of an object that each run opens as a value of its own, which it may change."""
     if pickles:
         return b"".join(pickled_buffers(value, beside=False))
     return JSON_MARK + json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

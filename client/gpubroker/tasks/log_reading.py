@@ -22,7 +22,7 @@ reader's mark, by which it is told from what the run printed."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 0.5
-"""Between looks at two streams that have nothing new."""
+"""The longest pause between two looks at streams that have nothing new."""
 
 
 class LogLine(str):
@@ -31,7 +31,7 @@ class LogLine(str):
     __slots__ = ("stream",)
 
     stream: Stream
-    """Where it was printed: stdout or stderr."""
+    """The stream on which the line was printed: stdout or stderr."""
 
     def __new__(cls, text: str, stream: Stream) -> Self:
         line = super().__new__(cls, text)
@@ -69,7 +69,8 @@ class LogReading(Reading[LogLine]):
         *,
         polls: bool = False,
     ) -> None:
-        """`polls`: follow by answers that end with what there is by now, so that others come in between."""
+        """`polls`: True to follow the log with short requests, each of which ends with the lines that there
+        are, so that other readers get a turn in between."""
         self._polls = polls
         self._stream: Stream = wanted.get("stream", "stdout")
         self._find = find
@@ -117,7 +118,7 @@ class LogReading(Reading[LogLine]):
 
     @property
     def has_news(self) -> bool:
-        """Whether the answer to the last call had a line."""
+        """True if the answer to the last call had a line."""
         return self._has_news
 
     def _pause(self) -> Steps[None]:

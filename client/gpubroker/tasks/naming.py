@@ -42,18 +42,18 @@ def is_part_of_id(word: str) -> bool:
 
 
 def matches(id: str, word: str) -> bool:
-    """Whether the word is long enough, and the beginning or the end of this id."""
+    """True if the word is long enough, and is the beginning or the end of this id."""
     part = word.removesuffix(_CUT)
     return is_part_of_id(part) and (id.startswith((part, f"{_PREFIX}{part}")) or id.endswith(word))
 
 
 def is_cut(word: str) -> bool:
-    """Whether a list had no room for the whole name, and cut it short with an ellipsis."""
+    """True if the word ends in the ellipsis with which a list cuts a name that is too long."""
     return len(word) > 1 and word.endswith(_CUT)
 
 
 def begins_as_cut(name: str | None, word: str) -> bool:
-    """Whether `word` is this name, cut short by a list."""
+    """True if `word` is this name as a list has cut it short."""
     return is_cut(word) and name is not None and name.startswith(word.removesuffix(_CUT))
 
 

@@ -2,10 +2,14 @@
 
 import base64
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from difflib import get_close_matches
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack, cast
 
 import cloudpickle
@@ -88,8 +92,8 @@ class SubmitOptions(TypedDict, total=False):
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
-    """For the task's own code, in GPUBROKER_MAX_CONCURRENCY; a worker of a set answers so many calls at
-    once."""
+    """The number of calls that a worker of a set answers at once. The code of other tasks finds it in
+    GPUBROKER_MAX_CONCURRENCY."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
@@ -119,13 +123,20 @@ class SubmitOptions(TypedDict, total=False):
     deadline_at: datetime | str
     """The time at which the task expires if it waits, and is asked to stop if it runs."""
     deadline_seconds: float
-    """The same as `deadline_at`, counted from now."""
+    """The time from now to the deadline, instead of `deadline_at`."""
     expected_seconds: float
     """The time that one run takes, for forecasts only."""
     result_format: str
     """The format of the result: `json` (default) or `cloudpickle` (default for functions)."""
     working_directory: str
-    """The working directory of a command."""
+    """The working directory of a command, on the nodes."""
+    upload: str | os.PathLike[str] | ObjectRef
+    """A directory that travels with the task, such as `"."`: each run works in a copy of its own, which is
+    first on Python's path. Or what `put_directory` returned."""
+    modules: Sequence[Any]
+    """Modules, or their names, that travel with a pickled function; others are imported where it runs."""
+    outputs: Sequence[str]
+    """Patterns of files in the run's directory that are collected at its end, such as `["runs/**"]`."""
     idempotency_key: str
     """A key: submits with the same key and body make one task. Default: a new key."""
 
@@ -135,7 +146,7 @@ _RESOURCES = (
     "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes", "pool", "roles",
     "bundles", "strategy", "min_ranks",
 )  # fmt: skip
-_OF_THE_RUN = ("kwargs", "working_directory", "idempotency_key")
+_OF_THE_RUN = ("kwargs", "working_directory", "modules", "idempotency_key")
 """The options that the body has elsewhere, or that are a header."""
 _TOP_LEVEL = tuple(name for name in SubmitOptions.__annotations__ if name not in (*_RESOURCES, *_OF_THE_RUN))
 
@@ -223,7 +234,7 @@ def parted_options(options: Mapping[str, Any], kind: Any) -> tuple[SubmitOptions
 
 
 def check_options(options: SubmitOptions) -> None:
-    """Raises WrongArgument for an unknown option."""
+    """Check that all options are known. Raises WrongArgument for an unknown one."""
     for name in options:
         if name not in SubmitOptions.__annotations__:
             raise WrongArgument(_unknown_option(name))
@@ -235,6 +246,14 @@ def plain(name: str, value: Any) -> Any:
         if isinstance(value, str):
             raise WrongArgument(f"retry_on must be a list; write retry_on=[{value!r}]")
         return list(value)
+    if name == "outputs":
+        if isinstance(value, str):
+            raise WrongArgument(f"outputs must be a list; write outputs=[{value!r}]")
+        return list(value)
+    if name == "upload":
+        if not isinstance(value, ObjectRef):
+            raise WrongArgument("upload must be what put_directory returns in a body that is made in advance")
+        return value.id
     if name == "after":
         if isinstance(value, str):
             raise WrongArgument("after must be a list of tasks; write after=[task]")
@@ -258,11 +277,13 @@ def _unknown_option(name: str) -> str:
 def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict[str, Any]:
     kwargs = options.get("kwargs") or {}
     directory = options.get("working_directory")
+    if options.get("modules") and not callable(target):
+        raise WrongArgument("modules is only for functions, which are pickled")
     if directory is not None and (callable(target) or isinstance(target, str)):
         raise WrongArgument("working_directory is only for commands")
     if callable(target):
         return {
-            "function": base64.b64encode(_pickled(target, args, kwargs)).decode(),
+            "function": base64.b64encode(_pickled(target, args, kwargs, options.get("modules"))).decode(),
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "cloudpickle": ".".join(cloudpickle.__version__.split(".")[:2]),
             **objects_named([*args, *kwargs.values()]),
@@ -295,7 +316,43 @@ def objects_named(arguments: Iterable[Any]) -> dict[str, Any]:
     return {"objects": ids} if ids else {}
 
 
-def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def _module(named: Any) -> ModuleType:
+    if isinstance(named, ModuleType):
+        return named
+    try:
+        return import_module(named)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise WrongArgument(f"modules names {named!r}, which is no module here: {error}") from None
+
+
+@contextmanager
+def _carrying(modules: Sequence[Any]) -> Iterator[None]:
+    """Have these modules, and those of packages among them, travel by value. Raises WrongArgument."""
+    if isinstance(modules, str):
+        raise WrongArgument(f"modules must be a list; write modules=[{modules!r}]")
+    found = list(map(_module, modules))
+    known = cloudpickle.list_registry_pickle_by_value()
+    new = [module for module in found if module.__name__ not in known]
+    for module in new:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in new:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _pickled(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: Sequence[Any] | None = None,
+) -> bytes:
+    with _carrying(modules or ()):
+        return _packed(function, args, kwargs)
+
+
+def _packed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     try:
         packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # objects may raise anything when they are pickled
@@ -316,20 +373,33 @@ _TASKS_PER_PART = 1000
 _BYTES_PER_PART = 8 * 2**20
 
 
+Given = tuple[Target, Sequence[Any], SubmitOptions]
+"""What a submission is made of."""
+_UNKNOWN = b""
+"""The body of a submission whose directory is not uploaded yet."""
+
+
+def is_to_upload(options: SubmitOptions, target: Any = None) -> bool:
+    """True if these options, or those of a task function, name a directory that has no object yet."""
+    given = options.get("upload", getattr(target, DEFAULTS, {}).get("upload"))
+    return given is not None and not isinstance(given, ObjectRef)
+
+
 class Submission:
     """The arguments of one `submit`, for `submit_many`."""
 
     def __init__(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> None:
-        """Raises WrongArgument for what no service could accept."""
+        """Encode the arguments. Raises WrongArgument for arguments that no service could accept."""
         if "idempotency_key" in options:
             raise WrongArgument("a Submission has no key of its own; pass one key to submit_many")
-        self.body = submission_body(target, args, options)
+        self.body = _UNKNOWN if is_to_upload(options, target) else submission_body(target, args, options)
         options = with_defaults(target, options)
         self.name = options.get("name")
         self.after = options.get("after")
-        self.given: tuple[Target, Sequence[Any], SubmitOptions] | None = None
-        """Of a body that is too long: what it is made of."""
-        if len(self.body) > MOST_BODY_BYTES:
+        self.given: Given | None = None
+        """The target, arguments and options of a body that is too long or names a directory; otherwise
+        None."""
+        if self.body is _UNKNOWN or len(self.body) > MOST_BODY_BYTES:
             self.given = target, args, options
 
 

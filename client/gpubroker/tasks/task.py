@@ -1,5 +1,6 @@
 """Tasks that know the broker from which they came."""
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -56,6 +57,11 @@ class Task(Answer, frozen=True):
         """`broker.stack(task)` of the broker that it came from: a Stack, or a coroutine of one."""
         return self._broker().stack(self, rank=rank, worker=worker)
 
+    @property
+    def outputs(self) -> "TaskOutputs":
+        """The files that its runs have left: `task.outputs.download("results")`."""
+        return TaskOutputs(self, self._broker)
+
     def logs(self, **wanted: Any) -> Any:
         """`broker.logs(task, follow=True)` of the broker that it came from: its lines, one by one."""
         return self._broker().logs(self, **wanted)
@@ -67,6 +73,23 @@ class Task(Answer, frozen=True):
         return broker
 
 
+class TaskOutputs:
+    """The files that were collected at the end of a task's runs."""
+
+    def __init__(self, task: Task, broker: Callable[[], Any]) -> None:
+        self._task = task
+        self._its_broker = broker
+
+    def list(self, **wanted: Any) -> Any:
+        """`broker.task_outputs(task)` of the broker that it came from: Outputs, or a coroutine of them."""
+        return self._its_broker().task_outputs(self._task, **wanted)
+
+    def download(self, directory: Any = ".", **wanted: Any) -> Any:
+        """`broker.download_outputs(task, directory)` of the broker that it came from: the paths of the files,
+        or a coroutine of them."""
+        return self._its_broker().download_outputs(self._task, directory, **wanted)
+
+
 AnyTask = Task | str
 """A task, its id, 8 or more characters from the end of it, or a unique name."""
 
@@ -76,7 +99,8 @@ def id_of(task: AnyTask) -> str:
 
 
 def check_success(outcome: Outcome) -> None:
-    """Raises TaskFailed, TaskExpired or TaskCancelled for a task that ended without a result."""
+    """Check that the task succeeded. Raises TaskFailed, TaskExpired or TaskCancelled if it ended without a
+    result."""
     if outcome.state is TaskState.CANCELLED:
         raise TaskCancelled(outcome.id)
     if outcome.state is not TaskState.SUCCEEDED:

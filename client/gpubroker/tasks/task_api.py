@@ -1,6 +1,7 @@
 """Operations on tasks: submit, follow, change, explain."""
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -10,26 +11,30 @@ from weakref import ref
 import cloudpickle
 
 from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
-from gpubroker.runtime.objects import PICKLE_MARK, opened_object
+from gpubroker.runtime.objects import PICKLE_MARK, ObjectRef, opened_object
 from gpubroker.runtime.output import STREAMS
 from gpubroker.tasks.large_arguments import fitting_body, without_arguments
 from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
 from gpubroker.tasks.naming import find_task, id_meant, ids_after
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
+    DEFAULTS,
     MOST_BODY_BYTES,
     AnySubmission,
+    Given,
     Submission,
     SubmitOptions,
     Target,
     batch_body,
     body_of,
+    is_to_upload,
     parts_of,
     plain,
     simulation_body,
     with_ids_after,
 )
 from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
+from gpubroker.tasks.uploading import directory_stored
 from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, a_page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
@@ -131,8 +136,8 @@ class TaskApi(ObjectApi):
         gpu_fraction, exclusive, placement, cpu, memory_mb, custom; kinds, prefer_kinds, min_power,
         min_device_mb, nodes, prefer_nodes, pool, roles; bundles, strategy, min_ranks; max_retries,
         retry_on, timeout_seconds, grace_seconds; after, held, not_before, queue_ttl_seconds, deadline_at or
-        deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
-        idempotency_key.
+        deadline_seconds, expected_seconds; env, working_directory (of commands), upload (a directory that
+        travels with the task), modules (of functions), outputs, result_format, idempotency_key.
         """
         options = yield from with_ids_after(self._ask, target, options)
         body = yield from fitting_body(self._send, target, args, options)
@@ -171,6 +176,28 @@ class TaskApi(ObjectApi):
             answers += [_id_or_error(item) for item in made["items"]]
         return answers
 
+    def _with_directory(self, given: Given, known: dict[str, ObjectRef]) -> Steps[Given]:
+        """Return the submission with the object of its directory; `known` has those that are stored."""
+        target, args, options = given
+        if not is_to_upload(options, target):
+            return given
+        directory = options.get("upload") or getattr(target, DEFAULTS)["upload"]
+        if str(directory) not in known:
+            known[str(directory)] = yield from directory_stored(self._send, directory)
+        return target, args, {**options, "upload": known[str(directory)]}
+
+    @operation
+    def put_directory(self, directory: str | os.PathLike[str] = ".") -> Steps[ObjectRef]:
+        """Store a directory once, as the `upload` of any number of tasks.
+
+            code = broker.put_directory("project")
+            tasks = [broker.submit(["python", "train.py", str(seed)], upload=code) for seed in range(8)]
+
+        What `.gitignore` and `.gpubrokerignore` name is left out, and `.git` and `__pycache__`. Nothing is
+        sent if the service has the same directory. Raises WrongArgument for what cannot be sent.
+        """
+        return (yield from directory_stored(self._send, directory))
+
     @operation
     def simulate(
         self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]
@@ -181,6 +208,9 @@ class TaskApi(ObjectApi):
         token may not ask.
         """
         known = {name: value for name, value in options.items() if name != "idempotency_key"}
+        if is_to_upload(options, target):  # nothing is stored, and the directory has no say in it
+            target = None if isinstance(target, str) else target  # its code is in the directory
+            known = {name: value for name, value in known.items() if name != "outputs"} | {"upload": None}
         options = yield from with_ids_after(self._ask, target, cast("SubmitOptions", known))
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments have no say in it
@@ -315,7 +345,7 @@ class TaskApi(ObjectApi):
 
     @listing
     def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[LogLine]:
-        """What a task has printed, line by line with their ends, while it runs and afterwards.
+        """Read the lines that a task has printed, with their line ends, while it runs and afterwards.
 
             for line in broker.logs(task, follow=True):
                 print(line, end="", file=sys.stderr if line.stream == "stderr" else sys.stdout)
@@ -369,6 +399,7 @@ class TaskApi(ObjectApi):
         named = [task.name if isinstance(task, Submission) else _name_in(task) for task in tasks]
         known = {name: name for name in named if name}
         bodies: list[bytes] = []
+        directories: dict[str, ObjectRef] = {}
         for task in tasks:
             if not isinstance(task, Submission):
                 bodies.append(body_of(task))
@@ -377,7 +408,7 @@ class TaskApi(ObjectApi):
             if task.given is None:
                 bodies.append(body_of(task, None if after == task.after else after))
                 continue
-            target, args, options = task.given
+            target, args, options = yield from self._with_directory(task.given, directories)
             options = cast("SubmitOptions", {**options, "after": after})
             bodies.append((yield from fitting_body(self._send, target, args, options)))
         return bodies

@@ -12,7 +12,7 @@ _LONG_POLL_SECONDS = 30.0
 
 class Deadline:
     def __init__(self, seconds: float | None) -> None:
-        """`seconds`: None for a deadline that never comes."""
+        """`seconds`: the time until the deadline; None for a deadline that never comes."""
         self._seconds = inf if seconds is None else seconds
         self._began = time.monotonic()
 

@@ -97,7 +97,7 @@ class WorkerSetApi(Operations):
         min_count: int | None = None,
         max_count: int | None = None,
     ) -> Steps[WorkerSet]:
-        """Want more or fewer workers. Those that leave finish the calls under way."""
+        """Change how many workers are wanted. Workers that leave finish their calls first."""
         asked = {"count": count, "min_count": min_count, "max_count": max_count}
         body = {name: value for name, value in asked.items() if value is not None}
         return decode(WorkerSet, (yield from self._ask("PATCH", (yield from self._set_path(workers)), body)))
@@ -182,7 +182,7 @@ class Workers:
 def _call_body(
     body: Mapping[str, Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> bytes:
-    """Raises WrongArgument."""
+    """Return the body of a call of a method. Raises WrongArgument."""
     given = _arguments(method, args, kwargs, pickled=pickled)
     return json.dumps({**body, **given}, allow_nan=False).encode()
 

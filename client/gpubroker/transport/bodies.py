@@ -44,7 +44,8 @@ class BuffersBody:
 
 
 def is_binary_file(value: Any) -> TypeGuard[BinaryIO]:
-    """Raises WrongArgument for a file that was opened for text."""
+    """Return True if the value is a file that was opened in binary mode. Raises WrongArgument for a file that
+    was opened for text."""
     if not hasattr(value, "read") or not hasattr(value, "seek"):
         return False
     if hasattr(value, "encoding"):

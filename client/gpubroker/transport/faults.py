@@ -1,4 +1,4 @@
-"""What is wrong with a connection that failed, in words that say what to do."""
+"""Explains why a connection failed, in words that say what to do."""
 
 import os
 import socket

@@ -218,7 +218,7 @@ class AsyncHttp(AsyncCaller):
 
 
 def _named(broker: SyncHttp | AsyncHttp) -> str:
-    """Its class and its address, without a password that the address may have."""
+    """Return the broker's class and address, without the user name and password that the address may have."""
     url = httpx.URL(broker.connection.url).copy_with(username=None, password=None)
     return f"<{type(broker).__name__} {url}>"
 
@@ -270,7 +270,7 @@ async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
-    """`prefix`: what may stand before the answer."""
+    """`prefix`: bytes that may stand before the answer."""
     return Answer(
         response.status_code,
         {name.lower(): text for name, text in response.headers.items()},

@@ -1,4 +1,5 @@
-"""Whether a service with this data directory is being started: it has a locked file there meanwhile."""
+"""Finds out whether a service with this data directory is being started. While it starts, a service has a
+locked file there."""
 
 import time
 from contextlib import suppress

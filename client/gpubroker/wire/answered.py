@@ -112,7 +112,9 @@ class Overview(AsOf, Generic[T], frozen=True):
 class OverviewPage(Overview[T], Generic[T], frozen=True):
     """A part of an overview, or all of it."""
 
-    next_cursor: Annotated[str | None, Meta(description="Of the next part; null if this is the last.")] = None
+    next_cursor: Annotated[
+        str | None, Meta(description="The cursor of the next part; null if this part is the last.")
+    ] = None
     has_more: bool = False
 
 

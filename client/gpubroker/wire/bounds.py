@@ -7,11 +7,11 @@ from msgspec import Meta
 MOST_PRIORITY = 100
 MOST_RETRIES = 100
 MOST_ITEMS = 10_000_000
-"""Of one array."""
+"""The most items of one array."""
 MOST_GRACE_SECONDS = 3600.0
 
 Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]
-"""The settings may also name a band."""
+"""A priority as a number; settings may also name a band instead."""
 
 Retries = Annotated[int, Meta(ge=0, le=MOST_RETRIES)]
 GraceSeconds = Annotated[float, Meta(ge=0, le=MOST_GRACE_SECONDS)]

@@ -157,6 +157,7 @@ class Node(Answered, frozen=True, kw_only=True):
         float | None, Meta(description="The time for which its CPUs have been idle; null if they are not.")
     ]
     labels: Mapping[str, str]
+    task_user: Annotated[str, Meta(description="System user that runs become; empty: unknown.")] = ""
     agent: Annotated[NodeAgent | None, Meta(description="Null while it does not answer.")]
 
 

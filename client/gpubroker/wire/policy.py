@@ -213,3 +213,7 @@ class Policy(Answered, frozen=True):
     streams: Annotated[Mapping[str, float], Meta(description="The weights of work streams.")]
     body_bytes: int
     batch_body_bytes: Annotated[int, Meta(description="The most bytes of a body of `POST /tasks/batch`.")]
+    upload_bytes: Annotated[int, Meta(description="The most of a directory that travels with a task.")] = (
+        512 * 2**20
+    )
+    upload_files: Annotated[int, Meta(description="The most files and directories in it.")] = 20_000

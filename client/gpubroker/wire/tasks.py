@@ -208,6 +208,7 @@ class Task(Answered, frozen=True, kw_only=True):
     labels: Mapping[str, str]
     model_type: str
     profile: str
+    upload: Annotated[str, Meta(description="Object with the directory that it works in; empty: none.")] = ""
     max_concurrency: Annotated[
         int | None, Meta(description="For the task's own code, in GPUBROKER_MAX_CONCURRENCY.")
     ]

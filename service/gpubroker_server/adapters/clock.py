@@ -28,7 +28,8 @@ _ANSWERS = 3
 
 
 def boot_seconds() -> MonotonicSeconds:
-    """Seconds since boot, sleep included. All processes of a machine read the same; it never jumps."""
+    """Return the seconds since boot, including sleep. All processes of a machine read the same; it never
+    jumps."""
     return MonotonicSeconds(time.clock_gettime(_BOOT_CLOCK))
 
 

@@ -1,4 +1,4 @@
-"""What the modules of entrypoints define, read from their source: nothing is imported."""
+"""Reads the names that the modules of entrypoints define from their source; nothing is imported."""
 
 import ast
 import sys

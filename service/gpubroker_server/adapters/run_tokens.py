@@ -14,7 +14,8 @@ _KEY_BYTES = 32
 
 
 class RunTokens:
-    """`gpbrun_<task>.<fence>.<HMAC-SHA256>`. Whether the run still is there, others must know."""
+    """Makes and reads the tokens of runs: `gpbrun_<task>.<fence>.<HMAC-SHA256>`. A valid token does not prove
+    that the run is still there; the caller must check that."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

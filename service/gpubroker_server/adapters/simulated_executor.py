@@ -100,7 +100,7 @@ class WaitingExecutor:
         """None while another process leads."""
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
-        """Until they have ended and are forgotten."""
+        """The runs that have not both ended and been forgotten."""
         self._watched: dict[RunId, tuple[tuple[DeviceKey, Mib], ...]] = {}
         """Devices and MiB of external holders, until they are forgotten."""
         self._fences: dict[tuple[TaskId, int], Fence] = {}
@@ -267,7 +267,8 @@ class WaitingExecutor:
             self._report_gone(key, Proof.PROCESS_ABSENT, self._samples(self._used))
 
     def _refuse(self, key: RunId) -> None:
-        """It never will be started by this order; one that is here says by itself what becomes of it."""
+        """Note that this order will never start the run. A run that is here already reports by itself what
+        becomes of it."""
         if key in self._runs:
             return
         self._note_fence(key)

@@ -157,7 +157,8 @@ class LogFollower:
         self.is_outgrown.set()
 
     async def catch_up(self) -> None:
-        """Returns when the World shows all that was committed before this call. Raises StoreUnavailable."""
+        """Wait until the World shows everything that was committed before this call. Raises
+        StoreUnavailable."""
         while await self._catch_up():
             pass
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pwd
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -70,8 +71,8 @@ if TYPE_CHECKING:
 
 
 NODES_AT_ONCE = 20
+"""After so many nodes have been taken into the history, waiting requests have their turn."""
 DATABASE_LOG_SECONDS = 10.0
-"""So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
 """The time that a start waits for model servers to list their models."""
 
@@ -341,9 +342,18 @@ def rules_of(settings: Settings, host: str, modules: PythonModules | None = None
         limits=limits_of(settings),
         kinds=kinds_of(settings),
         allowed_hosts=(*settings.allowed_hosts, host),
+        task_user=settings.task_user or _own_user(),
         trusted_proxies=settings.trusted_proxies,
         root_path=settings.root_path,
     )
+
+
+def _own_user() -> str:
+    """Return the name of the user that this process has; empty if the machine knows no name for it."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""
 
 
 def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:

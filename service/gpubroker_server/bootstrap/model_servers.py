@@ -115,7 +115,7 @@ def _token_in(given: TritonServerSettings) -> str:
 
 
 def trust_of(given: TritonServerSettings) -> ssl.SSLContext:
-    """Reads its files. Raises StartRefused."""
+    """Return the TLS context of a server, from its certificate files. Raises StartRefused."""
     try:
         trust = ssl.create_default_context(cafile=given.ca_file)
     except OSError as fault:

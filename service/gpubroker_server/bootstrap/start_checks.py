@@ -225,9 +225,9 @@ def check_task_surroundings(settings: Settings) -> None:
 
 
 def other_ray(own_executor: Mapping[str, Any], leader: LeaderSeen) -> str:
-    """All brokers on one database must use one Ray: a broker can neither hear nor stop what another Ray runs.
+    """Return the reason why the Ray of this process cannot be the leader's, and what to do; empty if it can.
 
-    Returns the reason why the Ray of this process cannot be the leader's, and what to do; empty if it can.
+    All brokers on one database must use one Ray: a broker can neither hear nor stop what another Ray runs.
     `own_executor`: the status of this process's executor. A local Ray is identified by machine and data
     directory (`home`). A joined Ray may have several addresses, so two of those are not compared.
     """

@@ -13,8 +13,8 @@ from typing import IO, Self
 
 
 class StartingFile:
-    """Of this process; it is there from the beginning of the `with` block until `started`, at the latest
-    until its end."""
+    """The file that says that this process is starting. It exists from the beginning of the `with` block
+    until `started`, or until the end of the block."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / f"starting-{os.getpid()}.lock"

@@ -139,8 +139,9 @@ def _apart(leader: LeaderSeen) -> tuple[LeaderSeen, Sequence[Idle]]:
 async def keep_for_the_next_start(
     store: LastValueStore, leader: Callable[[Term], LeaderSeen], term: ReadTerm, every_seconds: Seconds
 ) -> None:
-    """Where no other process reads it, publish the leader when the log has heard more of the fleet, or
-    something else is wrong, until cancelled. Without what is idle: it may be in use until the next start."""
+    """Publish the leader until cancelled, for the next start of this process: each time the event log or the
+    findings say something new of the fleet. This is for an installation in which no other process reads the
+    leader. Idle devices are left out, because they may be in use at the next start."""
     published: tuple[Term, Mapping[str, int], Sequence[FindingDate]] | None = None
     for number in count(1):
         await asyncio.sleep(every_seconds)
@@ -157,7 +158,7 @@ class SlotDivider:
     """Divides the slots of models among gateways, by what they hold and want."""
 
     def __init__(self, slots: Mapping[str, int], store: SlotStore, clock: Clock) -> None:
-        """`slots`: by model, for all gateways together."""
+        """`slots`: model -> slots of all gateways together."""
         self._slots = slots
         self._store = store
         self._clock = clock

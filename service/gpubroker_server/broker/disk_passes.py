@@ -82,7 +82,7 @@ class DiskPasses:
         return decisions
 
     def due(self, now: Instant) -> list[Decision]:
-        """Cleaning of nodes with a disk that is too full."""
+        """Return the decisions to clean the nodes that have a disk that is too full."""
         if not self._pace.is_due(now):
             return []
         self._pace.done(now)
@@ -98,7 +98,8 @@ class DiskPasses:
         return decisions
 
     async def answered(self, report: DiskReport, now: Instant) -> list[Decision]:
-        """The same for the same report. Raises StoreUnavailable."""
+        """Return the decisions that answer this report. They are the same if the report comes again. Raises
+        StoreUnavailable."""
         asked = self._passes.get(report.request)
         if asked is None or asked.node != report.node:
             return []
@@ -149,7 +150,7 @@ class DiskPasses:
         return DiskOrder(request, *about, deletes, runs_sync, above=above, node=node)
 
     def _told(self, report: DiskReport, found: DiskReport | None, caveat: str) -> Mapping[str, Any]:
-        """`found`: if this is the report of a deletion, what was looked at before it."""
+        """`found`: for the report of a deletion, the report of the look before it."""
         looked = (report,) if found is None else (found, report)
         kept: Counter[str] = Counter()
         for answer in looked:

@@ -181,7 +181,11 @@ class Dispatcher:
 
     def _withdrawn(self, spec: RunSpec) -> Failure | None:
         """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""
-        if spec.kind != "entrypoint" or is_entrypoint_allowed(self.entrypoints, spec.entrypoint):
+        if (
+            spec.kind != "entrypoint"
+            or spec.upload
+            or is_entrypoint_allowed(self.entrypoints, spec.entrypoint)
+        ):
             return None
         allowed = named_patterns(self.entrypoints)
         return Failure(

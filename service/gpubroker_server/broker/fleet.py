@@ -88,7 +88,7 @@ class FleetKeeper:
     def __post_init__(self, rules: FleetRules, before: FleetSeen | None) -> None:
         self._control = FleetControl(rules, self.policy, before)
         self._asked: asyncio.Future[HostUse] | None = None
-        """Until it is answered."""
+        """The question about the use of this host, until it is answered."""
         self._closes_failing_gpus = rules.failing_gpus.close
         self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []
@@ -96,9 +96,9 @@ class FleetKeeper:
         """The room found by the last look, until a cycle takes it over."""
         self._diagnosis_pace = Interval(DIAGNOSIS_SECONDS)
         self._dates = known_dates(() if before is None else before.dates)
-        """Since when what is wrong now is known ..."""
+        """When each present finding was first seen."""
         self._told_dates = dates_of(self._dates)
-        """... as it is published."""
+        """The same times in the form in which the leader publishes them."""
         self._began_at = self.clock.now()
         self._events = dict.fromkeys(COUNTED, 0)
         self._throughput = Throughput(rules.throughput)

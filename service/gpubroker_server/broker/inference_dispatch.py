@@ -74,7 +74,8 @@ class InferenceDispatcher:
         rules: Mapping[str, BatchRules] | None = None,
         blobs: BlobStore | None = None,
     ) -> None:
-        """`rules`: of single models, instead of `usual`. `blobs`: has the objects that requests name."""
+        """`rules`: the rules of single models, which replace `usual`. `blobs`: the store of the objects that
+        requests name."""
         self._clients = {client.name: client for client in clients}
         self._clock = clock
         self._usual = usual or BatchRules()

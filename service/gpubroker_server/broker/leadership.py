@@ -64,7 +64,7 @@ class LeaderCandidate:
     catch_up: Callable[[], Awaitable[None]]
     """Returns when the World shows all that was committed when it was called."""
     resigned: asyncio.Event
-    """Set, at best, when a leader resigns; cleared here."""
+    """Set when a leader resigns, if it still can; cleared here."""
 
     def __post_init__(self) -> None:
         self.leader: Leader | None = None
@@ -113,7 +113,7 @@ class LeaderCandidate:
             await self.leader.wind_up()
 
     async def _win(self) -> LeaderTerm:
-        """Returns with a term as soon as no other process has one."""
+        """Wait until no other process has a term, and return a new one."""
         watched: ObservedLeader | None = None
         while True:
             self.resigned.clear()

@@ -39,7 +39,7 @@ from gpubroker_server.ports.store import (
     StoreUnavailable,
     TaskStore,
 )
-from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
+from gpubroker_server.ports.task_objects import ObjectQuestion
 
 log = structlog.get_logger("gpubroker.broker")
 
@@ -151,8 +151,8 @@ class Leader:
         log.info("leading", term=self.leader_term.term)
 
     async def wind_up(self) -> None:
-        """Returns when all reports so far are committed and all committed orders sent. Nothing is planned
-        from now on; the next leader gets later reports again."""
+        """Plan nothing from now on, and return once all reports so far are committed and all committed orders
+        are sent. The next leader gets later reports again."""
         self._is_winding_up = True
         self._timer.wake(urgent=True)
         await self._wound_up.wait()
@@ -188,17 +188,9 @@ class Leader:
         while True:
             await self._inbox.has_room.wait()
             heard = await self.executor.reports()
-            self.hear(
-                [
-                    report
-                    for report in heard
-                    if not isinstance(report, TermRefused | ObjectWanted | ObjectPart)
-                ]
-            )
+            self.hear([report for report in heard if not isinstance(report, TermRefused | ObjectQuestion)])
             if self.objects is not None:
-                self.objects.hear(
-                    [report for report in heard if isinstance(report, ObjectWanted | ObjectPart)]
-                )
+                self.objects.hear([report for report in heard if isinstance(report, ObjectQuestion)])
             for report in heard:
                 if isinstance(report, TermRefused):
                     await self._on_refused(report)
@@ -348,7 +340,7 @@ class CycleTimer:
             self._is_urgent.set()
 
     async def next(self) -> None:
-        """Returns when a cycle shall begin. A later `wake` is for the next one."""
+        """Wait until the next cycle should begin. A `wake` after that is for the cycle after it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TICK_SECONDS):
                 await self._woken.wait()

@@ -53,7 +53,7 @@ class ModelDispatchRules(Struct, frozen=True):
     look_seconds: Seconds = Seconds(2.0)
     """The longest time between two reads of an index."""
     busy_look_seconds: Seconds = Seconds(0.25)
-    """The same while an order is under way."""
+    """The longest time between two reads of an index while an order is under way."""
     call_seconds: Seconds = Seconds(10.0)
     """The timeout of calls other than loads."""
     load_seconds: Seconds = Seconds(600.0)
@@ -84,8 +84,8 @@ class ModelDispatcher:
         have_let_go: HaveLetGo = _no_gateways,
         watches: Sequence[Callable[[Hear], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`wait_seconds`: how long calls of an older leader may be under way. `watches` run beside the calls,
-        and report too."""
+        """`wait_seconds`: the time for which calls of an older leader may be under way. `watches` run beside
+        the calls, and report too."""
         self._watches = watches
         self._clock = clock
         self._ticks = ticks

@@ -240,7 +240,8 @@ class Observer:
         return [*self._requests.carry_out(now), *self._disks.carry_out(now)]
 
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
-        """`listening`: whether reports of agents reach this leader, as far as it knows."""
+        """Return the decisions that are due at this time. `listening`: True if reports of agents reach this
+        leader, as far as it knows."""
         if lost := self._silent(now, listening=listening):
             return runs.apply_reports(self.world, lost, now, self.policy)
         self.to_ask += self._quarantine_probe.due(self.world, self.ticks())

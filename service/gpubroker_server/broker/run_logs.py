@@ -42,7 +42,7 @@ class LogKeeper:
     def __post_init__(self) -> None:
         self._wanted: Mapping[LogName, WantedLog] = {}
         self._known: dict[LogName, KnownLog] = {}
-        """What is known of the logs that are wanted."""
+        """The part that is kept of each wanted log."""
         self._asked: dict[LogName, float] = {}
         """The time when an agent was asked, for logs that it has not answered yet."""
 
@@ -76,7 +76,7 @@ class LogKeeper:
             self.executor.read_logs(node, logs)
 
     async def keep(self, logs: Sequence[Logged]) -> None:
-        """Returns when it is durable. Raises StoreUnavailable, StaleTerm."""
+        """Store parts of logs, and return once they are durable. Raises StoreUnavailable and StaleTerm."""
         known = dict(self._known)
         replaced: set[LogName] = set()
         cut: dict[LogName, tuple[int, int]] = {}

@@ -19,6 +19,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
+from gpubroker_server.ports.run_outputs import RunOutput
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
@@ -31,6 +32,8 @@ from gpubroker_server.ports.task_objects import (
     ObjectPart,
     ObjectQuestion,
     ObjectWanted,
+    OutputAnswer,
+    OutputPart,
     PartAnswer,
     WantedAnswer,
 )
@@ -44,6 +47,8 @@ AGAIN_SECONDS: Final = 1.0
 MOST_TRIES: Final = 120
 """A run fails if its object cannot be read so often: meanwhile it holds its leases. A result waits without
 end: to lose it would cost the whole run."""
+OUTPUT_SECONDS: Final = 3600.0
+"""Outputs whose node has sent no further part for so long are dropped; it begins again when it is back."""
 EXTENDED_SHARE: Final = 0.1
 """Objects in use are extended whenever this share of the time has passed that objects are kept."""
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
@@ -69,8 +74,9 @@ class TaskObjects:
     def __post_init__(self) -> None:
         self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
         """The questions, each with the number of times it was tried in vain."""
-        self._uploads: dict[str, ObjectPart] = {}
-        """The results that come here and are no objects yet: the last part of each."""
+        self._uploads: dict[str, tuple[str, ObjectPart | OutputPart]] = {}
+        """The results and outputs that come here and are no objects yet: the tenant and the last part of
+        each."""
 
     def hear(self, asked: Sequence[ObjectQuestion]) -> None:
         for question in asked:
@@ -118,6 +124,9 @@ class TaskObjects:
     async def answer(self, asked: ObjectQuestion, tries: int = 0) -> None:
         """Answer a run's question about an object. Raises StoreUnavailable."""
         await self._discard_left()
+        if isinstance(asked, OutputPart):
+            self.executor.answer(OutputAnswer(asked.node, asked, *await self._keep_output(asked)))
+            return
         task = self._run_of(asked)
         if task is None:
             return
@@ -136,9 +145,11 @@ class TaskObjects:
         return task if task is not None and task.fence == asked.fence and task.is_active else None
 
     async def _discard_left(self) -> None:
-        """Discard results that end with their runs before they are complete."""
-        for upload, part in list(self._uploads.items()):
-            if self._run_of(part) is None:
+        """Discard results that end with their runs before they are complete, and outputs of which no part has
+        come for long."""
+        for upload, (_, part) in list(self._uploads.items()):
+            is_late = self.clock.now() - part.at > OUTPUT_SECONDS
+            if is_late if isinstance(part, OutputPart) else self._run_of(part) is None:
                 await self._discard(upload)
 
     async def _discard(self, upload: str) -> None:
@@ -168,9 +179,32 @@ class TaskObjects:
             return 0, b"", f"the bytes of object {kept.digest} are damaged: {left}; upload them again"
         return kept.size_bytes, data, ""
 
-    async def _keep(self, tenant: str, part: ObjectPart) -> tuple[int, str]:
-        """Keep a part of a result. Return how many bytes are stored, and why the result cannot become an
-        object."""
+    async def _keep_output(self, part: OutputPart) -> tuple[int, bool]:
+        """Keep a part of what a run has left. Return how many bytes are stored, and whether that is the end.
+        Its task may have ended, or may run again."""
+        record = await self.store.record(part.task)
+        if record is None or part.fence > record.task.fence:
+            return 0, True  # the task was pruned
+        stored_bytes, why_not = 0, ""
+        if part.object:
+            stored_bytes, why_not = await self._keep(record.task.tenant, part)
+            if stored_bytes < part.size_bytes and not why_not:
+                return stored_bytes, False
+        message = "; ".join(
+            filter(None, [why_not and f"they cannot become an object: {why_not}", part.message])
+        )
+        is_kept = bool(part.object) and not why_not
+        await self.store.keep_output(
+            RunOutput(
+                part.task, part.fence, part.rank, part.at, part.files if is_kept else 0,
+                part.object if is_kept else None, part.size_bytes if is_kept else 0, message,
+            )
+        )  # fmt: skip
+        return stored_bytes, True
+
+    async def _keep(self, tenant: str, part: ObjectPart | OutputPart) -> tuple[int, str]:
+        """Keep a part of a result, or of outputs. Return how many bytes are stored, and why the whole cannot
+        become an object."""
         # User code runs where this was written, and may have forged it.
         if not _DIGEST.fullmatch(part.object) or part.first_byte + len(part.data) > part.size_bytes:
             return 0, "its process wrote a part of a result that is none"
@@ -182,12 +216,14 @@ class TaskObjects:
         if part.size_bytes > self.object_bytes:
             return 0, f"an object may have {self.object_bytes} bytes (limits.object_bytes)"
         upload = f"{part.task}-{part.fence}-{part.rank}"
+        if isinstance(part, OutputPart):
+            upload += "-outputs"
         counted = await self.store.counted_objects(tenant, now)
         coming_bytes = self._coming_bytes(tenant, upload)
         if not self.quota.has_room(counted, given, coming_bytes):
             await self._discard(upload)
             return 0, self.quota.why_full(counted, given, coming_bytes)
-        self._uploads[upload] = replace(part, data=b"")
+        self._uploads[upload] = tenant, replace(part, data=b"")
         stored_bytes = await self.blobs.append(upload, part.first_byte, part.data)
         if stored_bytes < part.size_bytes:
             return stored_bytes, ""
@@ -202,9 +238,9 @@ class TaskObjects:
         return part.size_bytes, ""
 
     def _coming_bytes(self, tenant: str, upload: str) -> int:
-        """Return the bytes of the tenant's results on their way beside this one."""
-        coming = ((self._run_of(part), part) for name, part in self._uploads.items() if name != upload)
-        return sum(part.size_bytes for task, part in coming if task is not None and task.tenant == tenant)
+        """Return the bytes of the tenant's results and outputs on their way beside this one."""
+        coming = (known for name, known in self._uploads.items() if name != upload)
+        return sum(part.size_bytes for owner, part in coming if owner == tenant)
 
     async def _find(self, tenant: str, object_id: str) -> StoredObject | None:
         return await self.store.find_object(tenant, object_id, self.clock.now())

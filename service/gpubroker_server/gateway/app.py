@@ -43,7 +43,7 @@ from gpubroker_server.gateway.models.models import ModelParts
 from gpubroker_server.gateway.objects import routes as objects
 from gpubroker_server.gateway.objects.routes import ObjectStorage
 from gpubroker_server.gateway.parts import AppParts
-from gpubroker_server.gateway.tasks import cancel_selected, estimates, logs, retry, stack
+from gpubroker_server.gateway.tasks import cancel_selected, estimates, logs, outputs, retry, stack
 from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.workers import routes as workers
 from gpubroker_server.gateway.workers.call_routing import CallRouter
@@ -67,6 +67,7 @@ _RESOURCES = (
         worker_calls,
         logs,
         stack,
+        outputs,
         inferences,
         objects,
         leases,

@@ -45,6 +45,8 @@ class OperatorRules(Struct, frozen=True, kw_only=True):
     """The kinds of GPU that the operator has ranked, strongest first."""
     allowed_hosts: tuple[str, ...] = ()
     """Names, besides loopback ones, under which clients may address the service."""
+    task_user: str = ""
+    """The system user that runs become."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses and networks of proxies that say where a request came from."""
     root_path: str = ""

@@ -40,7 +40,7 @@ class Connections:
         self._unauthenticated: OrderedDict[LimitedConnection, str] = OrderedDict()
         """The connections without a token, the oldest first, each with its address."""
         self._by_address: dict[str, OrderedDict[LimitedConnection, None]] = {}
-        """The same, the oldest of each address first."""
+        """Address -> its connections without a token, the oldest first."""
 
     def enter(self, connection: "LimitedConnection", address: str) -> "LimitedConnection | None":
         """The connection that must be closed for this one; itself, if there is no room for it."""
@@ -167,7 +167,7 @@ class LimitedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def may_begin(self) -> bool:
-        """The head of a request is complete. Whether the request may begin."""
+        """Return True if the request may begin whose head is complete now."""
         self._is_in_body = True
         self._advanced = True
         if self._refusal is not None:

@@ -148,7 +148,7 @@ def _fault(
     model: type[BaseModel],
     location: Sequence[int | str],
 ) -> Fault:
-    """`location`: that of pydantic, which also names the chosen one of several models."""
+    """`location`: pydantic's location, which also names the model that was chosen among several."""
     code = _CODES.get(found["type"], found["type"].replace("_", "-"))
     return Fault(pointer=pointer, detail=_detail(found, path, model, location), code=code)
 

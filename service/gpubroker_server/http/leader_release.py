@@ -28,6 +28,7 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "inference_object": Since("0.3.0", "an object that an inference does not copy"),
     "object": Since("0.3.0", "an object as an argument"),
     "retry_on": Since("0.3.0", "retry_on"),
+    "upload": Since("0.3.0", "upload and outputs"),
     "secret": Since("0.3.0", "secrets in env"),
     "stack": Since("0.3.0", "reading stacks"),
     "pause": _PAUSE,

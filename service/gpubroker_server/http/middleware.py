@@ -56,7 +56,7 @@ class RequestMiddleware:
         disk_full: Callable[[], str] = str,
         proxies: TrustedProxies | None = None,
     ) -> None:
-        """`parts`: what the routes of each resource get, by type."""
+        """`parts`: type -> the object of this type that routes get as a parameter."""
         self._router = router
         self._fixed = {
             (method, route.path): route

@@ -1,4 +1,5 @@
-"""What proxies in front of the service say of a client: believed of those that the operator trusts."""
+"""Reads the headers in which proxies in front of the service name the client. Only headers from proxies that
+the operator trusts are believed."""
 
 import re
 from collections.abc import Iterable

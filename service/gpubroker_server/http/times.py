@@ -62,7 +62,7 @@ class Follower(Protocol):
         """The latest progress report of each run."""
 
     def age_seconds(self) -> float:
-        """Seconds since the World was last known to be at the head of the log."""
+        """Return the seconds since the World was last known to be at the head of the log."""
 
     @property
     def is_clock_contradicted(self) -> bool:

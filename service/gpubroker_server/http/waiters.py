@@ -154,8 +154,8 @@ class Waiters:
 
     @contextlib.contextmanager
     def expect_for(self, tenant: str, key: str) -> Iterator[Expectation]:
-        """The same for a client's request, of which a tenant may have a bounded number. Raises Problem
-        tenant-waits."""
+        """Like `expect`, but for a client's request; a tenant may have only a bounded number of these. Raises
+        Problem tenant-waits."""
         if not self.has_room_for(tenant):
             waiting, limit = self._of_tenants[tenant], self._most_of_a_tenant
             raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=limit)

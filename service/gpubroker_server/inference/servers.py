@@ -71,7 +71,7 @@ class Endpoint:
         self.check_wanted = asyncio.Event()
         """Set if there is reason to check at once whether the server answers, and which models it has."""
         self.refusal = ""
-        """How the server last refused the service's credentials; empty after an answer about a model."""
+        """The server's last refusal of the service's credentials; empty after an answer about a model."""
         self._server = server
         self._now = now
         self._is_closed = False
@@ -117,7 +117,8 @@ class Server:
         rules: BreakerRules | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_managed`: the server's models are in the ledger, which says which models it has."""
+        """`is_managed`: True if the server's models are in the ledger, which then says which models it
+        has."""
         self.name = name
         self.backend = backend
         self._checks = checks
@@ -204,7 +205,7 @@ class Fleet:
     """All model servers, and the choice among them."""
 
     def __init__(self, servers: Sequence[Server], residencies: Residencies | None = None) -> None:
-        """`servers`: at least one. `residencies`: the models of the servers that the ledger manages."""
+        """`servers`: one server or more. `residencies`: the models of the servers that the ledger manages."""
         self.servers = tuple(servers)
         self._only = servers[0] if len(servers) == 1 else None
         self._residencies = residencies

@@ -113,7 +113,8 @@ class ModelBackend(Protocol):
     def name(self) -> str: ...
 
     def ask(self, head: RequestHead, handler: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
-        """`is_check`: it waits for no connection behind other requests."""
+        """Begin a request to the server. `is_check`: True if it must not wait behind other requests for a
+        connection."""
 
     async def fetch(
         self, head: RequestHead, body: bytes = b"", within_seconds: float = 10.0, *, is_check: bool = False
@@ -145,7 +146,7 @@ class CallFailed(Exception):
         self.metadata = metadata
         """The trailing metadata."""
         self.trouble = trouble
-        """Set if the server itself has said nothing."""
+        """The trouble with the connection; None if the server itself has answered."""
 
 
 class CallReply(NamedTuple):
@@ -158,7 +159,7 @@ class CallStream(Protocol):
     """Messages both ways, for as long as either side likes. Each call may be cancelled."""
 
     async def write(self, message: bytes) -> None:
-        """Returns when the server can take it."""
+        """Write a message, and return once the server can take it."""
 
     async def end(self) -> None:
         """End the writing; the server may still answer."""

@@ -18,7 +18,7 @@ class NoDevices(Exception):
     """The machine shows no GPU now. The text says why, in words for the operator."""
 
     def __init__(self, why: str, *, is_proven: bool) -> None:
-        """`is_proven`: the driver itself says that there is none, so none is in use."""
+        """`is_proven`: True if the driver itself says that the machine has no GPU, so that none is in use."""
         super().__init__(why)
         self.is_proven = is_proven
 

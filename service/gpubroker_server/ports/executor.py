@@ -43,7 +43,7 @@ class Executor(Protocol):
         after the term."""
 
     async def flush(self) -> None:
-        """Returns when agents have taken all orders, except agents that do not answer. Use it with a
+        """Wait until agents have taken all orders, except agents that do not answer. Call it with a
         timeout."""
 
     async def stand_back(self) -> None:

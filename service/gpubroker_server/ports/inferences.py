@@ -21,7 +21,7 @@ class InferenceFault(StrEnum):
     DEAD = "dead"
     """The model's process is gone, and its server has not noticed. The request may have ended it."""
     BROKEN = "broken"
-    """It was sent, and no answer came: it may have been carried out."""
+    """The request was sent, and no answer came: it may have been carried out."""
 
 
 class InferenceFailed(Exception):

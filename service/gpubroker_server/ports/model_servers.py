@@ -29,7 +29,7 @@ class ServerEndpoint(Protocol):
 
     @property
     def open_seconds(self) -> Seconds:
-        """For how long it has not answered; 0 if it does."""
+        """The time for which the server has not answered; 0 if it answers."""
         ...
 
     @property

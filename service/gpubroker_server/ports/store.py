@@ -36,6 +36,7 @@ from gpubroker_server.ports.arrays import ItemPages
 from gpubroker_server.ports.idle_templates import IdleTemplates
 from gpubroker_server.ports.objects import ObjectRows, SortKey
 from gpubroker_server.ports.run_logs import LogRows
+from gpubroker_server.ports.run_outputs import OutputRows
 
 
 class Clock(Protocol):
@@ -210,7 +211,7 @@ EventListener = Callable[[Sequence[Event]], None]
 """Called on the event loop with events in the order of their positions."""
 
 
-class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
+class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Protocol):
     """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
 
     def listen(self, listener: EventListener) -> None:
@@ -334,7 +335,8 @@ class BlobStore(Protocol):
     """Objects by sha256 digest. Each call may raise StoreUnavailable."""
 
     async def put(self, data: bytes, *, owner: str) -> str:
-        """Returns the digest; durable then. `owner` is a task id, for messages. Raises BlobTooLarge."""
+        """Store an object, and return its digest once it is durable. `owner`: a task id, for messages. Raises
+        BlobTooLarge."""
 
     async def get(self, digest: str) -> bytes:
         """Return the bytes of the blob. Raises BlobMissing, BlobCorrupt."""

@@ -30,7 +30,21 @@ class ObjectPart(_AboutObject, frozen=True):
     rank: int = 0
 
 
-ObjectQuestion = ObjectWanted | ObjectPart
+class OutputPart(_AboutObject, frozen=True):
+    """A part of the archive of the files that a run has left, which is gone. Without files `object` is empty,
+    and so is the part."""
+
+    size_bytes: int
+    first_byte: int
+    data: bytes
+    files: int
+    message: str
+    """What was left out, and why; empty if nothing was."""
+    node: NodeName
+    rank: int = 0
+
+
+ObjectQuestion = ObjectWanted | ObjectPart | OutputPart
 
 
 class WantedAnswer(Struct, frozen=True):
@@ -52,4 +66,12 @@ class PartAnswer(Struct, frozen=True):
     """The reason why it cannot become an object; empty if it can."""
 
 
-ObjectAnswer = WantedAnswer | PartAnswer
+class OutputAnswer(Struct, frozen=True):
+    node: NodeName
+    asked: OutputPart
+    stored_bytes: int
+    is_over: bool
+    """True if what becomes of the files is recorded: the node may remove them."""
+
+
+ObjectAnswer = WantedAnswer | PartAnswer | OutputAnswer

@@ -57,8 +57,8 @@ class SettingsRefused(Exception):
 
 
 def default_data_dir() -> Path:
-    """Where the service keeps its files, and the CLI looks for the token. Raises SettingsRefused if the user
-    has no home directory and none is named."""
+    """Return the directory in which the service keeps its files and the CLI looks for the token. Raises
+    SettingsRefused if the user has no home directory and the environment names no data directory."""
     if given := os.environ.get("GPUBROKER_DATA_DIR"):
         return Path(given)
     state = state_directory()

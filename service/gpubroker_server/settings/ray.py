@@ -95,10 +95,15 @@ class RaySettings(Struct, frozen=True, kw_only=True):
     idle_stop_seconds: PositiveSeconds = Seconds(600.0)
     dashboard: bool = False
     """True if a local head starts its dashboard."""
+    work_dir: str = ""
+    """The directory on each node for uploaded directories and the copies that runs work in; empty: below the
+    temporary directory."""
+    upload_cache_mb: PositiveMib = Mib(10_240)
+    """The most that a node keeps of uploaded directories for later runs."""
     gpus: Annotated[tuple[str, ...] | None, prepare(_gpu_words)] = None
     """The GPUs of a node to use, as in CUDA_VISIBLE_DEVICES; None: as that variable says."""
     gpu_memory_mb: PositiveMib | None = None
-    """What a GPU without memory of its own offers; None: nine tenths of the machine's memory."""
+    """The memory that a GPU without memory of its own offers; None: nine tenths of the machine's memory."""
     inherit_env: Annotated[tuple[str, ...], WORDS] = ()
     """Environment variables of a node that tasks inherit, besides locale and paths."""
 

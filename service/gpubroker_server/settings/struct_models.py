@@ -91,7 +91,7 @@ def model_of(kind: Any, base: type[BaseModel] = Section) -> type[BaseModel]:
 
 @cache
 def _model_of(kind: Any, base: type[BaseModel], *, named: bool) -> type[BaseModel]:
-    """`named`: the name is written before the value, so that it is no setting of its section."""
+    """`named`: True if the name is written before the value, so that it is not a setting of the section."""
     written: dict[str, Any] = {
         setting.name: (
             setting.annotation,

@@ -145,7 +145,7 @@ LOOKED: Final = (
     ),
     _seen(
         "gpubroker_node_disk_level",
-        "Of a watched disk: 0, or 1 from `warn`, 2 from `clean`, 3 from `block` on if that closes the node.",
+        "State of a disk: 0, or 1 from `warn`, 2 from `clean`, 3 from `block` on if that closes the node.",
         ("hostname", "path"),
         _disk_levels,
     ),

@@ -59,8 +59,8 @@ class Sources(Struct, frozen=True):
 
 
 class Scrape:
-    """What is known at one scrape. A value that several metrics show is computed once, when it is first
-    needed."""
+    """The values that the metrics of one scrape show. A value that several metrics show is computed once,
+    when it is first needed."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class MetricRow(NamedTuple):
     labels: LabelNames
     read: Callable[[Scrape], Samples | None]
     is_counter: bool = False
-    """Then its name ends with `_total`, which is added when it is written."""
+    """True for a counter. Its name ends with `_total`, which is added when it is written."""
 
     def metric(self, scrape: Scrape) -> Metric | None:
         samples = self.read(scrape)

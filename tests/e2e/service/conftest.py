@@ -24,7 +24,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedDisk]:
 @pytest.fixture(scope="package")
 def _service(tmp_path_factory: pytest.TempPathFactory, guarded: GuardedDisk) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
-    settings: dict[str, Any] = {"ray": {"spares": 4}, "policy": POLICY, "limits": {"result_bytes": 2**20}}
+    ray = {"spares": 4, "work_dir": str(home.with_name("work"))}
+    settings: dict[str, Any] = {"ray": ray, "policy": POLICY, "limits": {"result_bytes": 2**20}}
     settings["fleet"] = {**guarded.settings, "overload": OVERLOAD}
     settings["entrypoints"] = ["tests.e2e.work:*", "bench.tasks:*", "examples.elastic:*"]
     with ServiceProcess(home, submit_from_tasks=True, **settings) as running:

@@ -13,6 +13,7 @@ import typer
 from gpubroker.cli import EXIT_CANCELLED, EXIT_TASK_FAILED, parsing
 from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
+from gpubroker.cli.tasks.directory import place_of
 from gpubroker.cli.tasks.submit import Target, dependencies, named_target, options_of_submit, read_options
 from gpubroker.tasks.array_api import bar_line, progress_bar
 from gpubroker.transport.operations import without_none
@@ -86,7 +87,8 @@ def map_(
     }
     with connect() as broker:
         found = named_target(context, target)
-        options = cast("Any", read_options(given) | dependencies(broker, given)) | without_none(of_array)
+        wanted = read_options(given) | dependencies(broker, given)
+        options = cast("Any", wanted | place_of(broker, found, wanted)) | without_none(of_array)
         values = list(_items_of(items, parsing.json_or_text if isinstance(found, str) else str))
         array = broker.submit_array(found, values, *map(parsing.json_or_text, given["args"] or []), **options)
         remember_last(broker, array.id)

@@ -1,4 +1,4 @@
-"""`gpubroker cancel`, `retry`, `stack`, `hold`, `release`, `priority` and `change`."""
+"""The commands `gpubroker cancel`, `retry`, `stack`, `hold`, `release`, `priority` and `change`."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -48,7 +48,11 @@ def cancel(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     grace: Annotated[
         float | None,
-        typer.Option(parser=parsing.seconds, metavar="DURATION", help="Time to stop after the notice."),
+        typer.Option(
+            parser=parsing.seconds,
+            metavar="DURATION",
+            help="Time that a running task has to stop after its notice.",
+        ),
     ] = None,
     reason: Annotated[str | None, typer.Option(help="Reason to record in the event log.")] = None,
     output: Output = Format.TABLE,
@@ -71,11 +75,11 @@ def cancel(
     if [bool(tasks), everything, bool(given)].count(True) != 1:
         raise typer.BadParameter("name tasks, or select them with --all or with filters, such as --label")
 
-    def end(broker: "Broker", task: str) -> "Task":
+    def cancel_one(broker: "Broker", task: str) -> "Task":
         return broker.cancel(task, grace_seconds=grace, reason=reason)
 
     if tasks:
-        _change(tasks, output, end)
+        _change(tasks, output, cancel_one)
         return
     with connect() as broker:
         wanted = cast("Filters", {} if everything else given)
@@ -101,7 +105,7 @@ def _cancelled(done: "Cancelled") -> Text:
 
 
 def retry(task: TaskWord, output: Output = Format.TABLE) -> None:
-    """Run an ended task again, as a new task. It needs what submitting that task needs."""
+    """Run an ended task again, as a new task. Your token needs the same scopes as to submit it."""
     with connect() as broker:
         new_task = broker.retry(task_id(broker, task, to_change=True))
         remember_last(broker, new_task.id)
@@ -110,11 +114,11 @@ def retry(task: TaskWord, output: Output = Format.TABLE) -> None:
 
 def stack(
     task: TaskWord,
-    rank: Annotated[int, typer.Option(help="Rank of a gang whose process is meant.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank of the gang whose threads to show.")] = 0,
     worker: WorkerId = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show where a running task is: all its Python threads. It goes on meanwhile."""
+    """Show where a running task is: the stacks of all its Python threads. The task keeps running."""
     with connect() as broker:
         seen = broker.stack(task_id(broker, task), rank=rank, worker=worker)
         emit(output, seen, lambda seen: seen.stack or seen.message)
@@ -141,7 +145,7 @@ def priority(
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Parse like `parse`, but also accept the word none, which removes the value."""
+    """Return a parser like `parse` that also accepts the word none, which removes the value."""
     return lambda text: _NONE if text == _NONE else parse(text)
 
 
@@ -155,7 +159,7 @@ def change(
         typer.Option(
             parser=_or_none(parsing.time_ahead),
             metavar="TIME",
-            help="Earliest start; or none.",
+            help="Earliest start; none removes it.",
         ),
     ] = None,
     queue_ttl: Annotated[
@@ -163,7 +167,7 @@ def change(
         typer.Option(
             parser=_or_none(parsing.seconds),
             metavar="DURATION",
-            help="Expire after waiting this long from now, or from --not-before; or none.",
+            help="Expire after waiting this long from now, or from --not-before; none removes the limit.",
         ),
     ] = None,
     deadline: Annotated[
@@ -171,7 +175,7 @@ def change(
         typer.Option(
             parser=_or_none(parsing.time_ahead),
             metavar="TIME",
-            help="Time to expire or stop at; or none.",
+            help="Time at which the task expires or is stopped; none removes it.",
         ),
     ] = None,
     output: Output = Format.TABLE,
@@ -191,7 +195,8 @@ def change(
 
 
 def _change(words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]) -> None:
-    """Find all tasks before changing any, so that a mistyped word changes nothing."""
+    """Change these tasks and print them. All are found before any is changed, so that a mistyped word changes
+    nothing."""
     with connect() as broker:
         try:
             found = [task_id(broker, word, to_change=True) for word in words]
@@ -205,7 +210,7 @@ def _change(words: Sequence[str], output: Format, change: Callable[["Broker", st
 def _change_all(
     broker: "Broker", tasks: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
 ) -> None:
-    """Shows what was changed, also if a later change is refused."""
+    """Change these tasks and print those that were changed, also if a later change is refused."""
     changed: list[Task] = []
     try:
         change_each(tasks, lambda task: changed.append(change(broker, task)))

@@ -200,7 +200,8 @@ def run_in_words(run: MemoryHolder) -> str:
 
 
 def _remedies(found: Sequence[Remedy], task: str = "") -> Iterator[Text]:
-    """`task`: its id if it is submitted already; then some remedies are a command."""
+    """Yield the remedies as text. `task`: the id of a task that is submitted already; some of its remedies
+    are shown as a command."""
     if not found:
         return
     yield Text()

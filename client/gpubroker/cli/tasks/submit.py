@@ -13,6 +13,7 @@ from gpubroker.cli import parsing
 from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint
 from gpubroker.cli.tasks.batch_file import submit_file
+from gpubroker.cli.tasks.directory import place_of
 from gpubroker.cli.tasks.explain import show_simulation
 from gpubroker.cli.tasks.results import follow_and_show, wait_and_show
 
@@ -166,7 +167,29 @@ Deadline = Annotated[
 Expected = Annotated[Any, typer.Option("--expected", help="Duration of a run, for forecasts.", **_SECONDS)]
 ResultFormat = Annotated[str | None, typer.Option(help="Format of the result: json or cloudpickle.")]
 Directory = Annotated[
-    str | None, typer.Option("--working-directory", "-C", help="Directory that the command runs in.")
+    str | None,
+    typer.Option(
+        "--dir",
+        "--working-directory",
+        "-C",
+        metavar="DIR",
+        help="Directory of the nodes that the command runs in. Default: where you are, if this machine is a "
+        "node.",
+    ),
+]
+Upload = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[DIR]",
+        help="Send a directory with the task, by default where you are; it runs in a copy.",
+    ),
+]
+Outputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Files to collect when a run has ended, such as 'runs/**'; repeatable. See gpubroker outputs.",
+    ),
 ]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key make one task.")]
 Hold = Annotated[
@@ -206,7 +229,19 @@ class CommandAfterDashes(TyperCommand):
             separator = args.index("--")
             ctx.obj = args[separator + 1 :]
             args = args[:separator]
+        args = [
+            word for number, word in enumerate(args) for word in _with_directory(word, args[number + 1 :])
+        ]
         return super().parse_args(ctx, args)
+
+
+def _with_directory(word: str, following: list[str]) -> list[str]:
+    """`--upload` without a directory means the current one."""
+    if word != "--upload":
+        return [word]
+    is_named = bool(following) and not following[0].startswith("-")
+    is_function = is_named and ":" in following[0] and not os.path.isdir(following[0])
+    return [word] if is_named and not is_function else [f"{word}=."]
 
 
 class SubmitParameters(NamedTuple):
@@ -254,6 +289,8 @@ class SubmitParameters(NamedTuple):
     expected_seconds: Expected = None
     result_format: ResultFormat = None
     working_directory: Directory = None
+    upload: Upload = None
+    outputs: Outputs = None
     idempotency_key: Key = None
     held: Hold = False
     wait: Wait = False
@@ -316,6 +353,7 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
     args = map(parsing.json_or_text, given["args"] or [])
     with connect() as broker:
         options |= dependencies(broker, given)
+        options |= place_of(broker, target, options)
         if given["dry_run"] or target is None:
             show_simulation(broker.simulate(target, *args, **options), output)
         task = broker.submit(target, *args, **options)

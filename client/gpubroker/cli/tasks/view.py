@@ -209,6 +209,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "runs": run.entrypoint or shlex.join(run.command or ()) or run.kind,
         "model": run.model,
         "profile": task.profile,
+        "upload": task.upload[:12],
         "gpu": demand(task.resources.raw),
         "size": task.sizing.message if task.sizing else None,
         "node": task.node,

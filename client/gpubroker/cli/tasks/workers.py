@@ -24,6 +24,7 @@ from gpubroker.cli.tasks.submit import (
     Memory,
     Name,
     Priority,
+    Upload,
     read_options,
 )
 
@@ -74,6 +75,7 @@ def create(
     name: Name = None,
     labels: Labels = None,
     env: Env = None,
+    upload: Upload = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Keep workers running that each make one object.
@@ -125,7 +127,7 @@ def scale(
     max_count: Max = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Want more or fewer workers. Those that leave finish the calls under way."""
+    """Change how many workers are wanted. Workers that leave finish their calls first."""
     with connect() as broker:
         seen = broker.scale_worker_set(workers, count, min_count=min_count, max_count=max_count)
         emit(output, seen, _drawn)

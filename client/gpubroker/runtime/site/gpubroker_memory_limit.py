@@ -17,7 +17,7 @@ from typing import Any, Sequence  # noqa: UP035  # 3.8
 FRACTIONS = "GPUBROKER_GPU_FRACTIONS"
 """The share of each visible GPU's memory that a process may take, in CUDA's order: `0.25,1`."""
 LIMITS_MB = "GPUBROKER_GPU_LIMITS_MB"
-"""The same in MiB."""
+"""The memory of each visible GPU that a process may take, in MiB, in CUDA's order."""
 
 
 def limit_torch(fractions: str) -> None:

@@ -1,1 +1,1 @@
-"""Where large bytes are kept: objects by their digest."""
+"""The storage of large objects, which are found by their digest."""

@@ -90,7 +90,8 @@ class DirectoryBlobs:
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def delete(self, digest: str) -> None:
-        """Only if it was put once, so that no other row than the one which named it is on its way."""
+        """Delete the object only if it was put once, so that no row but the one that named it is on its
+        way."""
         path = self._path(digest)
         with self._reachable("deleted"):
             await asyncio.to_thread(self._drop, path, _was_put_once)

@@ -1,1 +1,1 @@
-"""What is in this machine: real GPUs through NVML, or simulated ones from the configuration."""
+"""The GPUs of this machine: real ones through NVML, or simulated ones from the configuration."""

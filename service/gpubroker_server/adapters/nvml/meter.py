@@ -39,11 +39,11 @@ class NotMeasured(Exception):
 
 class Inventory(Struct, frozen=True):
     devices: tuple[ReportedDevice, ...]
-    """Without those that are lost."""
+    """The devices of the machine, without lost ones."""
     faults: tuple[tuple[str, str], ...]
-    """(UUID, or what people call it while that is unknown; why it cannot be used)"""
+    """(UUID, or the device's usual name while its UUID is unknown; why the device cannot be used)"""
     complete: bool
-    """Every GPU has been read or is lost, so what is not in the list is not in use."""
+    """True if every GPU has been read or is lost, so that a device that is not in the list is not in use."""
     absence: str = ""
     """Why the machine shows no GPU at all; empty if it shows one, or if that is a fault."""
 
@@ -72,12 +72,13 @@ class GpuThread:
 
     @property
     def is_new(self) -> bool:
-        """It was never asked."""
+        """True if the driver was never asked."""
         return self.devices is None and self._began is None and not self._silent
 
     @property
     def is_out(self) -> bool:
-        """It has answered before, none of its devices can be measured now, and no question is under way."""
+        """True if the driver has answered before, none of its devices can be measured now, and no question is
+        under way."""
         if self.devices is None or self.absence or self._began is not None:
             return False
         return bool(self._silent) and {device.uuid for device in self.devices} <= self._silent.keys()
@@ -164,7 +165,7 @@ class DeviceMeter:
         self._restart = restart
         self._restarting: Future[Sequence[DeviceProbe]] | None = None
         self._out_since: float | None = None
-        """Since when no device answers."""
+        """The time since which no device answers."""
 
     def inventory(self) -> Inventory:
         """Return the devices as last measured. MIG instances are numbered after all GPUs."""

@@ -40,13 +40,14 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 
 START_SECONDS = 10.0
-"""A node waits no longer for its driver, and goes on without GPUs until it has started."""
+"""A node waits at most this long for its driver, and then goes on without GPUs until the driver has
+started."""
 ASK_AGAIN_SECONDS = 60.0
-"""What the driver refused or did not show is asked for again after this time."""
+"""After this time, the probe asks the driver again for what it refused or did not show."""
 SHARED_PART = 0.9
 """The part of the machine's memory that a GPU without memory of its own offers. The rest is the system's."""
 MOST_ERRORS = 100
-"""So many critical errors are taken over in one look."""
+"""The most critical errors that one look takes over from the driver."""
 
 _RECOVERY = {
     0: "",
@@ -61,8 +62,8 @@ _RECOVERY = {
 """NVML_GPU_RECOVERY_ACTION_*; what is not listed is unknown."""
 
 NODE_GPUS = "GPUBROKER_NODE_GPUS"
-"""In the environment of a node that shares its machine with others: JSON, the indexes of its GPUs, or
-[UUID, index, MiB] of each simulated one."""
+"""A variable in the environment of a node that shares its machine with others: JSON, the indexes of its GPUs,
+or [UUID, index, MiB] of each simulated one."""
 
 
 class GpuChoice(NamedTuple):
@@ -268,7 +269,7 @@ class NvmlProbe:
         self._described: dict[str, ReportedDevice] = {}
         """UUID -> the device as it was first read: what the driver keeps for itself varies a little."""
         self._errors: Any = None
-        """Where the driver puts critical errors (XID)."""
+        """The event set in which the driver puts critical errors (XID)."""
         self._tells_errors = False
         self._asks_errors_at = 0.0
         self._xid: int | None = None
@@ -379,8 +380,9 @@ class NvmlProbe:
         return Mib(physical // MIB_BYTES), Mib((physical - memory.free) // MIB_BYTES)
 
     def _shared_memory(self, handle: Any) -> tuple[Mib, Mib]:
-        """The same of a GPU that works in the machine's memory (GB10, Jetson). The rest of that memory is for
-        other use; what that takes beyond it is in use here."""
+        """Return the size and the used part of the memory of a GPU that works in the machine's memory (GB10,
+        Jetson). The rest of the machine's memory is for other use; if that use takes more than the rest, the
+        excess counts as used memory of the GPU."""
         host = psutil.virtual_memory()
         host_mb = host.total // MIB_BYTES
         size_mb = min(self._shared_mb or int(host_mb * SHARED_PART), host_mb)

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceReading, MeasuredDevice, ProcessGroup
 
 _VARIABLE = b"SIMULATED_GPU_MB"
-"""In the environment of a process: the MiB that it uses of each of its devices."""
+"""A variable in the environment of a process: the MiB that the process uses of each of its devices."""
 
 
 class SimulatedProbe:

@@ -34,6 +34,10 @@ class RayOptions(RaySettings, frozen=True):
     result_limit_bytes: int = _LIMITS.result_bytes
     checkpoint_limit_bytes: int = _LIMITS.checkpoint_bytes
     log_limit_bytes: int = _LIMITS.log_bytes
+    upload_bytes: int = _LIMITS.upload_bytes
+    upload_files: int = _LIMITS.upload_files
+    output_bytes: int = _LIMITS.output_bytes
+    output_files: int = _LIMITS.output_files
     sample_period_seconds: float = 2.0
     beat_seconds: float = 2.0
     driver_patience_seconds: float = 15.0
@@ -132,6 +136,13 @@ class AgentConfig(Struct, frozen=True):
     inherit_env: tuple[str, ...] = ()
     task_env: tuple[tuple[str, str], ...] = ()
     watched_directories: tuple[str, ...] = ()
+    work_dir: str = ""
+    """Uploaded directories and the copies of runs; empty: below the temporary directory."""
+    upload_cache_mb: int = RaySettings().upload_cache_mb
+    upload_bytes: int = _LIMITS.upload_bytes
+    upload_files: int = _LIMITS.upload_files
+    output_bytes: int = _LIMITS.output_bytes
+    output_files: int = _LIMITS.output_files
     visible_gpus: tuple[str, str] | None = None
     """The GPUs to use, as in CUDA_VISIBLE_DEVICES, and what says so; None: as the node was started."""
     gpu_memory_mb: int | None = None

@@ -9,8 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
+from gpubroker.runtime.messages import OF_DIRECTORIES, RunOrder
 from gpubroker.runtime.messages import Report as WireReport
-from gpubroker.runtime.messages import RunOrder
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 from msgspec.structs import astuple
 
@@ -39,11 +39,11 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.submission import RunSpec, told_variables
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
-from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, PartAnswer
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputAnswer, PartAnswer
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Number of the form in which driver and agent speak; first value of every message between them."""
-SPOKEN = (8, 9, 10, PROTOCOL)
+SPOKEN = (8, 9, 10, 11, PROTOCOL)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
 release also speaks the forms since the last release. Both sides take the newest that they share."""
 
@@ -61,6 +61,9 @@ KNOWS_ARRAYS_AND_OBJECTS = 9
 """The first form in which agents know arrays and objects. An earlier agent would run a worker's function or
 command once, without an item, give a function the name of an object in its place, and end the worker of a set
 with the object that it has made."""
+UNPACKS_UPLOADS = 12
+"""From this form on, agents unpack the directory that a run works in, and collect its outputs. An earlier
+agent would start the run elsewhere."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
 """Matches the id of an object in JSON, and in a pickle, where any text of 64 hexadecimal digits matches."""
 
@@ -91,15 +94,21 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
     """The order to give a run what it asked about an object."""
     asked = answer.asked
     run = asked.task, asked.fence, asked.rank, asked.object
+    if isinstance(answer, OutputAnswer):
+        return "output", *run, answer.stored_bytes, answer.is_over
     if isinstance(answer, PartAnswer):
         return "part", *run, answer.stored_bytes, answer.failure
     return "object", *run, answer.size_bytes, answer.asked.first_byte, answer.data, answer.failure
 
 
-def needs_a_later_agent(payload: RunPayload) -> bool:
-    """True if an agent before KNOWS_ARRAYS_AND_OBJECTS would run it wrong."""
+def least_form_for(payload: RunPayload) -> int:
+    """Return the first form whose agents run this right."""
     spec = payload.spec
-    return spec.items is not None or spec.seat is not None or _OBJECT_ID.search(payload.arguments) is not None
+    if spec.upload or spec.outputs:
+        return UNPACKS_UPLOADS
+    if spec.items is not None or spec.seat is not None or _OBJECT_ID.search(payload.arguments) is not None:
+        return KNOWS_ARRAYS_AND_OBJECTS
+    return SPOKEN[0]
 
 
 _LENGTH_BYTES = 4
@@ -181,10 +190,13 @@ class OrderWriter:
             "result_limit_bytes": self._result_limit_bytes,
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
         }
+        if not (spec.upload or spec.outputs):
+            return {name: given[name] for name in _RUN_ORDER_BEFORE_UPLOADS}
         return {name: given[name] for name in _RUN_ORDER}
 
 
 _RUN_ORDER = tuple(field.name for field in dataclasses.fields(RunOrder))
+_RUN_ORDER_BEFORE_UPLOADS = tuple(name for name in _RUN_ORDER if name not in OF_DIRECTORIES)
 _OF_ORDER, _OF_PAYLOAD, _OF_SPEC = (
     tuple(name for name in _RUN_ORDER if name in kind.__struct_fields__)
     for kind in (StartOrder, RunPayload, RunSpec)
@@ -211,9 +223,11 @@ def write_reports(
     held_seconds: float = 0.0,
     protocol: int = PROTOCOL,
 ) -> bytes:
-    """`held_seconds`: for how long the poll that this answers waited for a report."""
+    """Encode the answer to a poll. `held_seconds`: the time for which the poll waited for a report."""
     if protocol == 8:
         reports = [_without_order_time(report) for report in reports if report[0] != "node_sampled"]
+    if protocol < UNPACKS_UPLOADS:
+        reports = [report for report in reports if report[0] != "output"]
     if protocol < TELLS_UNPROVEN_ENDS:
         reports = [report[:10] if report[0] == "ended" else report for report in reports]
     if protocol < TELLS_GPU_STATE:

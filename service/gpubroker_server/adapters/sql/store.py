@@ -21,6 +21,7 @@ from gpubroker_server.adapters.sql.pruning import prune_step
 from gpubroker_server.adapters.sql.reads import SqlItemPages, SqlReads
 from gpubroker_server.adapters.sql.rows import token_row
 from gpubroker_server.adapters.sql.run_logs import SqlRunLogs
+from gpubroker_server.adapters.sql.run_outputs import SqlRunOutputs
 from gpubroker_server.adapters.sql.session import DatabaseRefused, Noted, Readers, Session
 from gpubroker_server.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
@@ -149,7 +150,9 @@ def _fields(failure: Failure | None) -> Mapping[str, Any] | None:
     return None if failure is None else asdict(failure)
 
 
-class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, SqlIdleTemplates):
+class SqlStore(
+    SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, SqlRunOutputs, SqlIdleTemplates
+):
     """Writes go to the writer's thread and are answered after their commit; reads take the thread of a
     reader."""
 

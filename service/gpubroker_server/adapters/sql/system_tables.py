@@ -1,5 +1,5 @@
-"""Columns and constraints that all tables use, the tables about the installation itself, and the schema and
-events that this software can read."""
+"""Columns and constraints that all tables use, the tables about the installation itself, and the checks that
+this software can read the database's schema and events."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 20
+SCHEMA = 21
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -32,8 +32,8 @@ a higher number; events that older software understands keep theirs."""
 
 
 def check_schema(compatible_from: int) -> None:
-    """Check that this software may use the database. `compatible_from`: the oldest schema whose software may.
-    Raises Outgrown."""
+    """Check that this software may use the database. `compatible_from`: software that knows an older schema
+    must not use it. Raises Outgrown."""
     if compatible_from > SCHEMA:
         raise Outgrown(
             f"the database needs software of schema {compatible_from} or newer, and this software knows "
@@ -42,8 +42,8 @@ def check_schema(compatible_from: int) -> None:
 
 
 def is_another_server(taken_on: str, server: str) -> bool:
-    """Return True if a term that was taken on one server is continued on another. A server that does not tell
-    its name never counts as another."""
+    """Return True if `server`, on which a term is continued, is not the server on which it was taken. A
+    database server that does not tell its name never counts as another one."""
     return bool(taken_on and server) and taken_on != server
 
 
@@ -67,10 +67,10 @@ metadata = MetaData(
 )
 
 Id = Text().with_variant(Text(collation="C"), "postgresql")
-"""Type of ids. They are ordered byte by byte, as in Python: this is the order of submission."""
+"""The column type of ids. Ids are ordered byte by byte, as in Python, which is the order of submission."""
 Count = BigInteger().with_variant(Integer(), "sqlite")
-"""Type of numbers of 64 bits. SQLite's INTEGER has them too, and only a column of that name can be the key of
-the rows."""
+"""The column type of 64-bit numbers. SQLite's INTEGER holds 64 bits too, and only a column of type INTEGER
+can be the key of SQLite's rows."""
 
 HOT: dict[str, Any] = {
     "sqlite_with_rowid": False,
@@ -81,8 +81,8 @@ HOT: dict[str, Any] = {
         "autovacuum_analyze_scale_factor": "0.02",
     },
 }
-"""Options of tables whose rows change several times: room for the next version on the same page, and early
-vacuum."""
+"""Options of tables whose rows change several times. They leave room for the next version of a row on the
+same page, and start the vacuum early."""
 
 
 def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
@@ -90,16 +90,18 @@ def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
 
 
 def where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
-    """Return the condition of a partial index, as each database compares it with a query's."""
+    """Return the options that give a partial index its condition. Each database uses the index only for a
+    query whose condition reads like it."""
     return {"sqlite_where": text(sqlite), "postgresql_where": text(postgresql or sqlite)}
 
 
 SQLITE_NOW = "gpubroker_now"
-"""Name of a function that our connections define: SQLite's own clock has only milliseconds."""
+"""The name of an SQL function that our connections to SQLite define, because SQLite's own clock has only
+milliseconds."""
 
 
 class now(FunctionElement[float]):  # noqa: N801  # it is called, as `sqlalchemy.func.now` is
-    """The database's time when it runs the statement."""
+    """An SQL expression: the time of the database's clock when it runs the statement."""
 
     type = Double()
     inherit_cache = True
@@ -116,19 +118,20 @@ def _on_sqlite(_element: now, _compiler: Any, **_options: Any) -> str:
 
 
 class MoveStage(StrEnum):
-    """Stages of a move of all data to another database. Each of the two databases has its own.
+    """The stages of a move of all data to another database. Each of the two databases records its own stage.
 
-    At most one of the two may be served: the first until it says GONE, the second once it says HERE.
+    At most one of the two may be served: the old one until its stage is GONE, the new one once its stage is
+    HERE.
     """
 
     LEAVING = "leaving"
-    """The move has begun. This database is served as before; what the other one has does not count."""
+    """The move has begun. This old database is served as before; the data in the new one do not count."""
     COMING = "coming"
-    """All data is here, but the other database may be served: this one must not."""
+    """All data is in this new database, but the old one may still be served, so this one must not be."""
     GONE = "gone"
-    """The other database has all data; this one must never be served again."""
+    """The new database has all data; this old one must never be served again."""
     HERE = "here"
-    """All data is here, and the other database knows."""
+    """All data is in this new database, and the old one has recorded GONE, so this one may be served."""
 
 
 log_head = Table(
@@ -140,8 +143,8 @@ log_head = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""The head of the log. Every transaction that writes locks this row, so it also says which software may
-write: that of the schema `compatible_from` and newer."""
+"""The row of the log's newest position. Every transaction that writes locks this row, so the row also says
+which software may write: software that knows the schema `compatible_from` or a newer one."""
 
 leadership = Table(
     "leadership",
@@ -156,8 +159,8 @@ leadership = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""The leader's row. `server`: the server on which the term was taken, as in `Session.server`; empty for a
-file."""
+"""The leader's row. `server`: the database server on which the term was taken, as in `Session.server`; empty
+if the database is a file."""
 
 installation = Table(
     "installation",
@@ -181,8 +184,9 @@ last_value = Table(
     PrimaryKeyConstraint("kind", "key"),
     **HOT,
 )
-"""The newest values of the leader and the gateways that are no events. `value` is JSON; `revision` rises with
-each write and each term, so an older leader cannot overwrite a newer one."""
+"""What the leader and the gateways publish outside the event log: of each kind and key, the newest value.
+`value` is JSON; `revision` rises with each write and each term, so an older leader cannot overwrite the value
+of a newer one."""
 
 token = Table(
     "token",
@@ -210,7 +214,8 @@ idle_template = Table(
     Column("made_by", Text, nullable=False),
     Column("made_at", Double, nullable=False),
 )
-"""`task` is the body of its tasks, as JSON text; `token` the `sha256` of the token that made it."""
+"""Templates of tasks for idle GPUs. `task`: the body with which their tasks are submitted, as JSON; `token`:
+the `sha256` of the token that made the template."""
 
 audit = Table(
     "audit",
@@ -223,7 +228,8 @@ audit = Table(
     Column("subject", Text, nullable=False),
     Column("reason", Text, nullable=False),
 )
-"""The audit log. Each row is written in the transaction that it is about. `reason`: the operator's words."""
+"""The audit log. Each row is written in the transaction of the change that it records. `reason`: the words
+that the operator gave."""
 
 work_stream = Table(
     "work_stream",
@@ -236,7 +242,7 @@ work_stream = Table(
     Column("data_at", Double),
     Column("quality", Double, nullable=False),
 )
-"""The progress and the signals that operators and clients have reported of work streams."""
+"""The newest progress and signals that operators and clients have reported for each work stream."""
 
 relocation = Table(
     "relocation",
@@ -249,8 +255,8 @@ relocation = Table(
     CheckConstraint("id = 1", name="one_row"),
     one_of("stage", MoveStage),
 )
-"""A move of all data from or to another database (`move_data`). Without a move there is no row. `other`: the
-name of the other database, for people."""
+"""A move of all data from or to another database (`move_data`). Without a move there is no row. `other`: a
+name of the other database that people recognize."""
 
 worker_set = Table(
     "worker_set",
@@ -259,4 +265,4 @@ worker_set = Table(
     Column("tenant", Text, nullable=False),
     Column("fields", Text, nullable=False),
 )
-"""Sets of workers that are not over. `fields` is the set as JSON."""
+"""The worker sets that have not ended. `fields` is the worker set as JSON."""

@@ -119,8 +119,11 @@ task_spec = Table(
     Column("working_directory", Text, nullable=False),
     Column("sizing", Text),
     Column("objects", Text, nullable=False, server_default=text("'[]'")),
+    Column("upload", Text, nullable=False, server_default=text("''")),
+    Column("outputs", Text, nullable=False, server_default=text("'[]'")),
 )
-"""The half of a task that never changes. `command`, `env`, `labels`, `sizing` and `objects` are JSON."""
+"""The half of a task that never changes. `command`, `env`, `labels`, `sizing`, `objects` and `outputs` are
+JSON."""
 
 Index("ix_task_spec_arguments_digest", task_spec.c.arguments_digest, **where("arguments_digest IS NOT NULL"))
 
@@ -399,6 +402,21 @@ run_log = Table(
 )
 """Parts of what runs printed, each with its bytes or with the digest of the object that has them. An empty
 part says that there was no more at that time."""
+
+run_output = Table(
+    "run_output",
+    metadata,
+    Column("task", Id, nullable=False),
+    Column("fence", Integer, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("files", Integer, nullable=False),
+    Column("digest", Text),
+    Column("size_bytes", Count, nullable=False),
+    Column("message", Text, nullable=False),
+    PrimaryKeyConstraint("task", "fence", "rank"),
+)
+"""What was collected of the files of runs: the object that has them, or why there is none."""
 
 DIGESTS = (
     task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, item_page.c.digest,

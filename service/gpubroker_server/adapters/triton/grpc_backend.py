@@ -13,7 +13,7 @@ from gpubroker_server.ports.backends import CallBackend, CallFailed, CallReply, 
 
 
 class TritonRpcServer(Struct, frozen=True):
-    """Where a server is, and how to connect."""
+    """The address of a server over gRPC, and how to connect to it."""
 
     name: str
     address: str
@@ -30,7 +30,7 @@ class TritonRpcServer(Struct, frozen=True):
 
 
 class RpcBackend(CallBackend):
-    """It never sends a call twice: the library's own retries are off."""
+    """Calls a server over gRPC. It never sends a call twice, because the library's own retries are off."""
 
     def __init__(self, server: TritonRpcServer) -> None:
         self._server = server
@@ -81,7 +81,7 @@ class RpcBackend(CallBackend):
         return (*own, *(pair for pair in metadata if pair[0] not in self._replaced))
 
     def _failure(self, error: grpc.aio.AioRpcError, is_ours: bool = False) -> CallFailed:
-        """`is_ours`: the deadline of the call was not the client's."""
+        """`is_ours`: True if the service, not the client, set the deadline of the call."""
         code, detail = error.code(), error.details() or ""
         trouble = None
         if code is grpc.StatusCode.UNAVAILABLE and detail.startswith(_NOT_REACHED):
@@ -93,7 +93,7 @@ class RpcBackend(CallBackend):
 
 
 _NOT_REACHED: Final = "failed to connect to all addresses"
-"""How the library's message begins if there was no connection, and nothing was sent."""
+"""The beginning of the library's message if there was no connection and nothing was sent."""
 
 _OVER: Final = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
@@ -115,10 +115,10 @@ class _Stream(CallStream):
         self._answers = aiter(call)
 
     async def write(self, message: bytes) -> None:
-        """Without effect on a call that is over: `read` says why it is.
+        """Write a message. This has no effect on a call that is over: `read` says why it is over.
 
-        The library's own `write` puts a mistake of its own in the place of the server's status then, if that
-        is yet to come; hence the part below it.
+        On such a call, the library's own `write` would replace a server's status that has not come yet with
+        an error of its own; hence the call to the part below it.
         """
         with contextlib.suppress(*_OVER):
             await self._call.wait_for_connection()

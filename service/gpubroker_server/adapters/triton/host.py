@@ -1,5 +1,5 @@
-"""Loads, unloads and lists the models of a Triton, over gRPC alone: a load over HTTP would block one of the
-server's few HTTP threads, and health checks with it."""
+"""Loads, unloads and lists the models of a Triton server. All of this goes over gRPC, because a load over
+HTTP would block one of the server's few HTTP threads, and so delay health checks."""
 
 import asyncio
 import math
@@ -35,20 +35,25 @@ log = structlog.get_logger("gpubroker.triton")
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
 
-_STAGES: Final = {"READY": ModelState.READY, "UNLOADING": ModelState.UNLOADING, "LOADING": ModelState.LOADING}
-_NEAREST: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
-"""The first of these that a version of a model has is the model's."""
+_STAGE_OF_STATE: Final = {
+    "READY": ModelState.READY,
+    "UNLOADING": ModelState.UNLOADING,
+    "LOADING": ModelState.LOADING,
+}
+_STAGE_ORDER: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
+"""Stages in the order in which they count: a model is in the first stage that one of its versions is in."""
 
-_UNLOADED: Final = "unloaded"
+_UNLOADED_REASON: Final = "unloaded"
 
 _UNCERTAIN: Final = frozenset({1, 4, 14})
-"""CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE: the call may have been carried out."""
+"""The gRPC codes after which a call may still have been carried out: CANCELLED, DEADLINE_EXCEEDED and
+UNAVAILABLE."""
 
 _CODE_NOT_FOUND: Final = 5
 
 _NOT_ALLOWED: Final = "explicit model load / unload is not allowed"
 _NOT_FOUND: Final = ("failed to poll from model repository", "no version is available", "invalid model name")
-_NO_MEMORY: Final = (
+_OUT_OF_MEMORY_WORDS: Final = (
     "out of memory",
     "out_of_memory",
     "outofmemory",
@@ -56,28 +61,30 @@ _NO_MEMORY: Final = (
     "failed to allocate",
     "memory limit set for",
 )
-"""The words in which backends say it, in lowercase: there is no code for it."""
+"""Words of backends whose memory was not enough, in lowercase: Triton has no code for this fault."""
 
-_OF_A_VERSION: Final = re.compile(r"version \d+ is at [A-Z]+ state: ")
-"""Before what a version's backend says."""
+_VERSION_PREFIX: Final = re.compile(r"version \d+ is at [A-Z]+ state: ")
+"""In Triton's message, this stands before the message of each version's backend."""
 
-_OF_PYTHON: Final = "\n\nAt:\n"
-"""In the text of an exception of a model in Python, before its place: its words are the model's own."""
+_PYTHON_TRACE: Final = "\n\nAt:\n"
+"""In the text of an exception of a Python model, this stands before the traceback. The words of such an
+exception are the model's own, so they do not prove that memory was missing."""
 
 _NOT_HEALTHY: Final = "is not healthy"
-"""How Triton's message about a model ends whose process is gone."""
+"""The end of Triton's message about a model whose process is gone."""
 
-_BYTES_OF: Final = {
+_VALUE_BYTES: Final = {
     "BOOL": 1, "UINT8": 1, "INT8": 1, "UINT16": 2, "INT16": 2, "FP16": 2, "BF16": 2, "UINT32": 4, "INT32": 4,
     "FP32": 4, "UINT64": 8, "INT64": 8, "FP64": 8, "BYTES": 4,
 }  # fmt: skip
-"""Bytes of one value. A value of BYTES takes its length alone, for an empty one."""
+"""Datatype -> bytes of one value. An empty value of BYTES has only its length, which takes 4 bytes."""
 
-_GONE_LOOK_SECONDS: Final = 0.05
+_UNLOAD_POLL_SECONDS: Final = 0.05
 
 
 class _Files(NamedTuple):
-    """What a model's folder tells, as in `Described`."""
+    """The facts about a model that its folder shows. The fields have the meaning that they have in
+    `Described`."""
 
     config: ModelConfig | None = None
     file_bytes: int | None = None
@@ -86,7 +93,8 @@ class _Files(NamedTuple):
 
 
 class _Grouping(NamedTuple):
-    """What is sent with a load of these files, so that requests are grouped."""
+    """The configuration that is sent with a load of these files, so that Triton batches requests
+    dynamically."""
 
     revision: str = ""
     config: str = ""
@@ -101,9 +109,10 @@ class TritonHost(ModelHost):
         web: ModelBackend | None = None,
         batches: Mapping[str, BatchRules] | None = None,
     ) -> None:
-        """`repository`: where this machine sees the server's models. `metrics` tells which GPUs the server
-        sees. `web`: the server over HTTP, which tells configurations. `batches`: models whose requests are to
-        be grouped."""
+        """`repository`: the folder in which this machine sees the server's models. `metrics`: the server's
+        metrics port, which shows the GPUs that the server sees. `web`: the server's HTTP port, which shows
+        the whole configuration of a model. `batches`: the models whose requests Triton should batch
+        dynamically."""
         self._server = RpcBackend(replace(server, silence_seconds=Seconds(math.inf)))
         self._repository = repository
         self._metrics = metrics
@@ -140,12 +149,12 @@ class TritonHost(ModelHost):
     async def describe(self, model: str, within_seconds: Seconds) -> Described:
         files = await asyncio.to_thread(self._files_of, model)
         config = files.config or await self._config_from_server(model, within_seconds)
-        seen = await self._seen(within_seconds)
+        seen = await self._gpus_seen(within_seconds)
         return Described(files.file_bytes, config.steps, files.versions, files.revision, config.on_cpu, seen)
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
-        """Sends zeros for all inputs: only a request finds out that a model's process was killed, because its
-        server calls the model ready all the same."""
+        """Send a request with zeros for all inputs. Only a request shows that a model's process was killed,
+        because the server still calls the model ready."""
         return _NOT_HEALTHY not in await self._error_of(model, 0, {}, within_seconds)
 
     async def most_rows(self, model: str, within_seconds: Seconds) -> int:
@@ -166,20 +175,20 @@ class TritonHost(ModelHost):
         request = messages.ModelMetadataRequest(name=model)
         metadata = await self._ask("ModelMetadata", request, within_seconds, messages.ModelMetadataResponse)
         if unknown := sorted(set(shapes) - {tensor.name for tensor in metadata.inputs}):
-            known = ", ".join(tensor.name for tensor in metadata.inputs)
-            return f"{model} has no input {unknown[0]}; inputs: {known}"
+            names = ", ".join(tensor.name for tensor in metadata.inputs)
+            return f"{model} has no input {unknown[0]}; inputs: {names}"
         call = self._server.open(_SERVICE + "ModelStreamInfer", (), within_seconds)
         try:
             await call.write(_zeros_for(model, metadata.inputs, rows, shapes))
             await call.end()
             first = answer = await call.read()
-            while answer is not None:  # a stream that is left before its end may keep the model from leaving
+            while answer is not None:  # a stream that is not read to its end may prevent the unload
                 answer = await call.read()
         except CallFailed as failed:
             raise _refused(failed, model) from None
         finally:
             call.cancel()
-        # No answer, and a model's own mistake, are answers of a model that is there.
+        # An empty stream shows that the model's process lives, and so does an error of the model's own code.
         error: str = messages.ModelStreamInferResponse.FromString(first or b"").error_message
         return error
 
@@ -189,13 +198,14 @@ class TritonHost(ModelHost):
             if backend is not None:
                 await backend.close()
 
-    async def _seen(self, within_seconds: Seconds) -> tuple[str, ...]:
+    async def _gpus_seen(self, within_seconds: Seconds) -> tuple[str, ...]:
         return () if self._metrics is None else await visible_gpus(self._metrics, within_seconds)
 
     async def _check_gpus(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
-        """A server may have been started again with others since the lease was given. Raises HostRefused."""
+        """Check that the server sees the GPUs of the lease and no others: it may have been restarted with
+        other GPUs since the lease was given. Raises HostRefused."""
         leased = {device.rpartition("/")[2] for device in devices}
-        seen = await self._seen(within_seconds) if leased else ()
+        seen = await self._gpus_seen(within_seconds) if leased else ()
         if seen and leased != {*seen}:
             raise HostRefused(
                 HostFault.OTHER_GPUS,
@@ -204,7 +214,7 @@ class TritonHost(ModelHost):
             )
 
     async def _load(self, model: str, config: str, within_seconds: Seconds) -> None:
-        """`config`: in place of the one in the repository; empty: that one."""
+        """Load a model with this configuration, or with the one in the repository if `config` is empty."""
         request = messages.RepositoryModelLoadRequest(model_name=model)
         if config:
             request.parameters["config"].string_param = config
@@ -213,9 +223,13 @@ class TritonHost(ModelHost):
     async def _load_grouping(
         self, model: str, web: ModelBackend, rules: BatchRules, within_seconds: Seconds
     ) -> None:
-        """Load the model with dynamic batching, if it takes batches and its configuration has none. Only a
-        loaded model's configuration is told as a whole. Another load beside it would have both copies in
-        memory, so the model is unloaded first. Later loads of the same files need one load."""
+        """Load the model with dynamic batching, if it takes batches and its configuration does not enable
+        dynamic batching itself.
+
+        The server shows the whole configuration of loaded models only, so the first load is without dynamic
+        batching. A second load on top of it would have two copies in memory, so the model is unloaded before
+        it. Later loads of the same files need only one load.
+        """
         until = asyncio.get_running_loop().time() + within_seconds
         revision = (await asyncio.to_thread(self._files_of, model)).revision
         known = self._grouping.get(model, _Grouping())
@@ -235,7 +249,7 @@ class TritonHost(ModelHost):
         except HostRefused as refused:
             if refused.fault is not HostFault.FAILED or not known.config:
                 raise
-            log.warning("a model is loaded without dynamic batching: with it its load fails",
+            log.warning("a model is loaded without dynamic batching, because the load with it fails",
                         server=self.name, model=model, fault=str(refused))  # fmt: skip
             self._grouping[model] = _Grouping(revision)
             await self._load(model, "", _left(until))
@@ -246,11 +260,12 @@ class TritonHost(ModelHost):
             if found is None or found.stage is ModelState.ABSENT:
                 return
             if asyncio.get_running_loop().time() >= until:
-                raise HostRefused(HostFault.UNKNOWN, f"{self.name} does not let go of {model}")
-            await asyncio.sleep(_GONE_LOOK_SECONDS)
+                raise HostRefused(HostFault.UNKNOWN, f"{self.name} has not unloaded {model} in time")
+            await asyncio.sleep(_UNLOAD_POLL_SECONDS)
 
     async def _ask(self, method: str, request: Any, within_seconds: Seconds, answer: Any = None) -> Any:
-        """`answer`: the class of the message that is expected; None: it isn't looked at."""
+        """Call a method of the server and return its answer. `answer`: the class of the message that it
+        answers with; None if the answer is ignored. Raises HostRefused."""
         message = b"" if request is None else request.SerializeToString()
         try:
             found = await self._server.ask(_SERVICE + method, message, (), within_seconds)
@@ -263,8 +278,8 @@ class TritonHost(ModelHost):
             ) from None
 
     def _files_of(self, model: str) -> _Files:
-        """Return the model's files in the repository, as far as this machine sees it. Raises HostRefused
-        NOT_FOUND."""
+        """Return the facts that the model's folder in the repository shows, as far as this machine sees the
+        repository. Raises HostRefused NOT_FOUND."""
         if self._repository is None:
             return _Files()
         folder = self._repository / model
@@ -278,7 +293,7 @@ class TritonHost(ModelHost):
         revision = _revision_of(files)
         file = folder / "config.pbtxt"
         try:
-            if not file.exists():  # the server makes out all of it
+            if not file.exists():  # the server derives the whole configuration
                 return _Files(None, size, ModelConfig().versions_in(folder), revision)
             config = config_in(file)
             return _Files(config, size, config.versions_in(folder), revision)
@@ -286,7 +301,8 @@ class TritonHost(ModelHost):
             return _Files(None, size, revision=revision)
 
     async def _config_from_server(self, model: str, within_seconds: Seconds) -> ModelConfig:
-        """The server knows the configuration of what is loaded and of nothing else."""
+        """Return the configuration that the server has of a loaded model, or an empty one for a model that is
+        not loaded. Raises HostRefused."""
         request = messages.ModelConfigRequest(name=model)
         try:
             answer = await self._ask("ModelConfig", request, within_seconds, messages.ModelConfigResponse)
@@ -304,7 +320,8 @@ def _left(until: float) -> Seconds:
 
 
 def _revision_of(files: Mapping[Path, os.stat_result]) -> str:
-    """A load itself may write a `__pycache__`."""
+    """Return a text that changes with the files. Files in a `__pycache__` do not count, because a load itself
+    may write them."""
     model_files = [found for file, found in files.items() if file.parent.name != "__pycache__"]
     newest = max((found.st_mtime_ns for found in model_files), default=0)
     return f"{len(model_files)}:{sum(found.st_size for found in model_files)}:{newest}"
@@ -324,11 +341,11 @@ def _refused(failed: CallFailed, message: str) -> HostRefused:
 
 
 def fault_of_load(detail: str) -> HostFault:
-    """Return the fault that a server's refusal of a load means. Its words name the model, and may quote
-    it."""
-    _, *of_versions = _OF_A_VERSION.split(detail)
+    """Return the fault that a server's refusal of a load stands for. `detail`: the server's message, which
+    names the model and may quote the model's own messages."""
+    _, *of_versions = _VERSION_PREFIX.split(detail)
     for words in of_versions or [detail]:
-        if _OF_PYTHON not in words and any(sign in words.lower() for sign in _NO_MEMORY):
+        if _PYTHON_TRACE not in words and any(sign in words.lower() for sign in _OUT_OF_MEMORY_WORDS):
             return HostFault.OUT_OF_MEMORY
     return HostFault.FAILED
 
@@ -337,26 +354,26 @@ def _indexed(rows: Any) -> dict[str, IndexedModel]:
     """Return the models of an index, which has a row for each version."""
     models: dict[str, IndexedModel] = {}
     for row in rows:
-        stage = _STAGES.get(row.state, ModelState.ABSENT)
+        stage = _STAGE_OF_STATE.get(row.state, ModelState.ABSENT)
         known = models.get(row.name, IndexedModel(row.name, ModelState.ABSENT))
         versions = (row.version,) if stage is ModelState.READY else ()
         models[row.name] = IndexedModel(
             row.name,
-            min(known.stage, stage, key=_NEAREST.index),
+            min(known.stage, stage, key=_STAGE_ORDER.index),
             tuple(sorted((*known.versions, *versions))),
-            known.reason or ("" if row.reason == _UNLOADED else row.reason),
+            known.reason or ("" if row.reason == _UNLOADED_REASON else row.reason),
         )
     return models
 
 
 def _zeros_for(model: str, inputs: Any, rows: int, shapes: Mapping[str, Sequence[int]]) -> bytes:
-    """A request that any model takes. A dimension that may have any length gets one value; the first one
-    `rows`, if that is not 0."""
+    """Return a request with zeros that any model takes. A dimension that may have any length gets the length
+    1, and the first dimension the length `rows` if that is not 0."""
     request = messages.ModelInferRequest(model_name=model)
     for tensor in inputs:
         own = tensor.shape[1:] if rows else tensor.shape
         shape = [*([rows] if rows else []), *(max(1, length) for length in shapes.get(tensor.name, own))]
         request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
-        request.raw_input_contents.append(bytes(_BYTES_OF.get(tensor.datatype, 1) * math.prod(shape)))
+        request.raw_input_contents.append(bytes(_VALUE_BYTES.get(tensor.datatype, 1) * math.prod(shape)))
     message: bytes = request.SerializeToString()
     return message

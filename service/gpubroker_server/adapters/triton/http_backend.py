@@ -28,11 +28,11 @@ IDLE_SECONDS: Final = Seconds(30.0)
 it while a request is on its way."""
 
 WAITING_PER_CONNECTION: Final = 16
-"""How many requests may wait for each connection; more are refused as BUSY."""
+"""The number of requests that may wait for each connection; more are refused as BUSY."""
 
 
 class TritonServer(ServerConnections, frozen=True):
-    """Where a server is, and how to connect."""
+    """The address of a server over HTTP, and how to connect to it."""
 
     name: str
     host: str
@@ -50,11 +50,11 @@ class HttpBackend(ModelBackend):
     def __init__(self, server: TritonServer) -> None:
         self._server = server
         self._idle: deque[ServerConnection] = deque()
-        """The one that was used last is last."""
+        """The idle connections; the one that was used last is last."""
         self._connections: set[ServerConnection] = set()
         self._waiting: deque[HttpRequest] = deque()
         self._checks: deque[HttpRequest] = deque()
-        """They wait too; for these a connection is opened beyond the limit."""
+        """Checks that wait for a connection. For these, a connection is opened beyond the limit."""
         self._opening: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._sweep_seconds = min(1.0, server.silence_seconds / 4)

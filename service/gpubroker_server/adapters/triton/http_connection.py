@@ -19,27 +19,27 @@ OF_THE_CONNECTION = frozenset(
 """Headers that concern this connection alone (RFC 9110, 7.6.1)."""
 
 WRITE_BUFFER_BYTES = 1024 * 1024
-"""How much may wait for the server to take it before the client is paused."""
+"""The most bytes that may wait for the server to take them before the client is paused."""
 
 WAITING_BYTES = 64 * 1024
-"""The same of a request that waits for a connection."""
+"""The most bytes of a request that may wait for a connection before the client is paused."""
 
 _BODYLESS = frozenset({204, 304})
 
 
 class ConnectionPool(Protocol):
-    """Where connections come from and go to."""
+    """The pool that connections come from and go back to."""
 
     def on_free(self, connection: "ServerConnection") -> None: ...
 
     def on_lost(self, connection: "ServerConnection") -> None: ...
 
     def forget(self, request: "HttpRequest") -> None:
-        """It no longer waits for a connection."""
+        """Note that the request no longer waits for a connection."""
 
 
 class HttpRequest(UpstreamRequest):
-    """Until its answer has ended, whichever connection it is on."""
+    """One request, until its answer has ended, whichever connection it is on."""
 
     __slots__ = (
         "_body",
@@ -111,7 +111,7 @@ class HttpRequest(UpstreamRequest):
             self.connection.resume()
 
     def begin_on(self, connection: "ServerConnection") -> None:
-        """It has waited: send what is held."""
+        """Begin a request that has waited on this connection, and send what is held of it."""
         self.connection = connection
         connection.begin(self)
         was_paused = self._held_bytes > WAITING_BYTES

@@ -1,4 +1,5 @@
-"""What a model's `config.pbtxt` says that matters before a load: steps of an ensemble, versions, and CPUs."""
+"""Reads the parts of a model's `config.pbtxt` that matter before a load: the steps of an ensemble, the
+versions, and whether the model runs on CPUs alone."""
 
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ class ModelConfig(Struct, frozen=True):
     steps: tuple[str, ...] = ()
     """The models of an ensemble, each once."""
     latest: int | None = 1
-    """How many of the highest versions are loaded; None: all."""
+    """The number of the highest versions that are loaded; None: all versions."""
     specific: tuple[str, ...] = ()
     """If there are any, these versions are loaded instead."""
     on_cpu: bool = False

@@ -26,11 +26,12 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """The same for all names of this machine that stand for loopback."""
+        """The address of the server. It is the same for all names of loopback on this machine."""
         return f"{'localhost' if self._host in _LOCAL_NAMES else self._host}:{self._port}"
 
     def incarnation(self) -> str:
-        """Another text after each start; empty where the process can't be seen."""
+        """Return a text that differs after each start of the server; empty where its process can't be
+        seen."""
         if not self._found or is_gone(self._found):
             pid = self._find()
             self._found = "" if pid is None else _text_of(pid)

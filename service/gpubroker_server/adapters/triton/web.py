@@ -1,4 +1,5 @@
-"""What a Triton says over HTTP: the whole configuration of a loaded model, and the GPUs it sees."""
+"""Reads over HTTP what a Triton server shows there alone: the whole configuration of a loaded model, and the
+GPUs that the server sees."""
 
 import json
 import re

@@ -91,7 +91,8 @@ def with_run(new: AdmittedTask, spec: RunSpec) -> AdmittedTask:
 
 def like(first: AdmittedTask, id: TaskId, spec: RunSpec) -> AdmittedTask:
     """Return a task that differs from an admitted one in its id and in what it runs only: all other work is
-    shared. Whether the run is allowed must be known; see `Permissions.check_run`."""
+    shared. The caller must have checked that the run is allowed; see
+    `Permissions.check_run`."""
     return AdmittedTask(replace(first.task, id=id, queued_bytes=bytes_of(spec)), spec, like=first)
 
 
@@ -213,9 +214,9 @@ def _task_of(
 
 
 def _is_shareable(spec: RunSpec, demand: Demand) -> bool:
-    """True if a small task may run in a process that it shares. A limit on host memory, and variables, need a
-    process of its own."""
-    if spec.kind != "entrypoint" or spec.env or spec.is_told_more:
+    """True if a small task may run in a process that it shares. A limit on host memory, variables, and a
+    directory need a process of its own."""
+    if spec.kind != "entrypoint" or spec.env or spec.is_told_more or spec.upload or spec.outputs:
         return False
     return demand.gpus == 0 and demand.memory_mb == 0 and not demand.bundles
 

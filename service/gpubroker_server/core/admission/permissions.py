@@ -1,4 +1,5 @@
-"""Permissions of a token and of the operator: kinds of run, entrypoints, variables, priorities, secrets."""
+"""What a token and the operator's settings permit a task: kinds of run, entrypoints, environment variables,
+priorities and secrets."""
 
 from collections.abc import Collection, Container, Mapping
 from fnmatch import fnmatchcase
@@ -22,14 +23,16 @@ CODE_SCOPE, COMMAND_SCOPE, SECRETS_SCOPE = "tasks:code", "tasks:command", "secre
 
 
 class DefinedNames(Protocol):
-    """What the modules of entrypoints define, as far as it is known where tasks are submitted."""
+    """The names that the modules of entrypoints define, as far as the process that admits tasks knows
+    them."""
 
     @property
     def known(self) -> Container[str]:
-        """Entrypoints that need no question."""
+        """Entrypoints for which `other_names` is known to return None."""
 
     def other_names(self, entrypoint: str) -> Collection[str] | None:
-        """Return the names that the module defines if it certainly lacks the function, else None."""
+        """Return the names that the entrypoint's module defines if the module certainly lacks the function;
+        otherwise None."""
 
 
 class Permissions(Struct, frozen=True):
@@ -37,18 +40,21 @@ class Permissions(Struct, frozen=True):
     entrypoints: EntrypointPatterns
     """Patterns of `module:function` that tasks may name, such as `myteam.*:*`."""
     python: str
-    """The Python minor that runs pickled functions."""
+    """The minor version of the Python that runs pickled functions, such as 3.12."""
     cloudpickle: str
     """The version of cloudpickle that unpickles functions."""
     env_allowed: tuple[str, ...] = ()
-    """Patterns of the environment variables that a token without a scope for code may set."""
+    """Patterns of the environment variables that a token without the scope for functions or commands may
+    set."""
     modules: DefinedNames | None = None
-    """None: what modules define is not known here."""
+    """The names that modules define; None if this process cannot know them."""
 
     def check_run(self, sender: Sender, spec: RunSpec, cloudpickle: str | None = None) -> Refused | None:
-        """Return the refusal of a run that the token or the operator does not allow. `cloudpickle`: the
-        version that pickled a function, if its submitter says so."""
+        """Return a refusal if the token or the operator does not allow the run. `cloudpickle`: the version
+        that pickled the function, if the client states it."""
         match spec.kind:
+            case "entrypoint" if spec.upload:  # then the names are those of the submitter's own code
+                return lacks(sender, CODE_SCOPE, "submitting a function with the directory that it is in")
             case "entrypoint":
                 return self._check_entrypoint(spec.entrypoint)
             case "command":
@@ -59,29 +65,32 @@ class Permissions(Struct, frozen=True):
         return None
 
     def check_env(self, sender: Sender, env: Mapping[str, str]) -> Refused | None:
-        """Return the refusal of variables that the token may not set: many make an allowed entrypoint run
-        other code (BASH_ENV, PATH, GIT_SSH_COMMAND)."""
+        """Return a refusal if the token may not set one of the environment variables `env`. Many variables
+        make an allowed entrypoint run other code (BASH_ENV, PATH, GIT_SSH_COMMAND)."""
         if not env or sender.may(CODE_SCOPE) or sender.may(COMMAND_SCOPE):
             return None
-        names = [name for name in env if not any(fnmatchcase(name, known) for known in self.env_allowed)]
-        if not names:
+        refused = [
+            name for name in env if not any(fnmatchcase(name, allowed) for allowed in self.env_allowed)
+        ]
+        if not refused:
             return None
         allowed = ", ".join(self.env_allowed) or "none"
         detail = (
-            f'token "{sender.name}" may not set the variables {", ".join(names)}; without the scope '
+            f'token "{sender.name}" may not set the variables {", ".join(refused)}; without the scope '
             f"{CODE_SCOPE} or {COMMAND_SCOPE} it may set: {allowed}; leave them out, or have the operator "
             "add them to env_allowed"
         )
-        faults = (Refusal("env-not-allowed", "is not in env_allowed", f"/env/{name}") for name in names)
+        faults = (Refusal("env-not-allowed", "is not in env_allowed", f"/env/{name}") for name in refused)
         return Refused("forbidden", detail, tuple(faults))
 
     def highest_priority(self, sender: Sender, tenant: str | None = None) -> int:
-        """Return the highest priority that this token may give a task of its tenant, or of `tenant`: both the
-        token and the tenant may have a cap."""
+        """Return the highest priority that the token may give a task of `tenant`, by default its own tenant.
+        The token and the tenant may each have a cap."""
         return min(sender.max_priority, self.policy.tenant(tenant or sender.tenant).max_priority)
 
     def default_priority(self, sender: Sender | None, usual: int, tenant: str | None = None) -> int:
-        """Return the priority of what names none: the usual one, or the highest that the token may give."""
+        """Return the priority of a task that states none: `usual`, or the highest that the token may give if
+        that is lower."""
         return usual if sender is None else min(usual, self.highest_priority(sender, tenant))
 
     def check_priority(
@@ -93,9 +102,10 @@ class Permissions(Struct, frozen=True):
         at: str = "/priority",
         subject: str = "",
     ) -> Refused | None:
-        """Return the refusal of a priority above `highest_priority`.
+        """Return a refusal if the priority is above `highest_priority`.
 
-        `at` points to the priority in the body. `subject` says what has it, if the body does not name it.
+        `at`: the JSON pointer to the priority in the body. `subject`: the beginning of the message, such as
+        "a pinned model has priority 90, which is", if the body does not state the priority itself.
         """
         if priority <= self.highest_priority(sender, tenant):
             return None
@@ -127,13 +137,13 @@ class Permissions(Struct, frozen=True):
             return None
         module, _, name = entrypoint.partition(":")
         allowed = [one for one in others if is_entrypoint_allowed(self.entrypoints, f"{module}:{one}")]
-        meant = did_you_mean(name, allowed, otherwise="correct the name, or add the function to the module")
-        detail = f'module "{module}" defines no "{name.partition(".")[0]}"; {meant}'
+        remedy = did_you_mean(name, allowed, otherwise="correct the name, or add the function to the module")
+        detail = f'module "{module}" defines no "{name.partition(".")[0]}"; {remedy}'
         return Refused(INVALID, faults=(Refusal("unknown-function", detail, "/run/entrypoint"),))
 
     def _check_pickle(self, python: str, cloudpickle: str | None) -> Refused | None:
-        """Check the versions that pickled a function: another Python minor cannot open pickled code, nor can
-        an older major version of cloudpickle."""
+        """Return a refusal if a pickled function could not be opened: it needs the minor version of Python
+        that pickled it, and no older major version of cloudpickle."""
         if python != self.python:
             return _mismatch(
                 "python",
@@ -151,8 +161,8 @@ class Permissions(Struct, frozen=True):
 
 
 def lacks(sender: Sender, scope: str, purpose: str, *others: str) -> Refused | None:
-    """Return the refusal if the token lacks the scope, and all `others` that would do as well. `purpose` is
-    what needs it."""
+    """Return a refusal if the token has neither the scope nor one of `others`, any of which is enough.
+    `purpose`: what the scope is needed for, such as "submitting a command"."""
     if sender.may(scope) or any(map(sender.may, others)):
         return None
     return Refused(

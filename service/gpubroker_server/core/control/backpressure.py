@@ -40,7 +40,8 @@ def follow(
     thresholds: Mapping[str, Threshold],
     now: Instant,
 ) -> dict[str, Alarm]:
-    """`thresholds`: by name; `queue:*` is for each tenant by itself. A value without one is not watched."""
+    """`thresholds`: name of a value -> its threshold; `queue:*` is for each tenant by itself. A value without
+    a threshold is not watched."""
     after = {}
     for name, value in values.items():
         if (watched := threshold_name(name, thresholds)) in thresholds:

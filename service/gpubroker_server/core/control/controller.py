@@ -46,7 +46,7 @@ def switch_on(share: float, value: float, set_point: float, gains: Gains) -> Con
 
 
 def step(before: Control, value: float, set_point: float, seconds: Seconds, gains: Gains) -> Control:
-    """`value`: as measured now, `seconds` (more than 0) after the last step."""
+    """`value`: the value that is measured now, `seconds` (more than 0) after the last step."""
     smooth = before.value + _weight(seconds, gains.smoothing_seconds) * (value - before.value)
     error = set_point - smooth
     raw_slope = (before.value - smooth) / seconds

@@ -141,13 +141,13 @@ class FileSeen(NamedTuple):
     size_bytes: int
     modified_at: Instant
     has_journal: bool = False
-    """SQLite's `-wal` or `-journal` lies beside it."""
+    """True if SQLite's `-wal` or `-journal` lies beside the file."""
     is_empty: bool = False
     """True for a database without rows."""
     needs_copy: bool = False
-    """It may go only if there is a copy: its root has a sync command."""
+    """True if the file may be deleted only once it has a copy, because its root has a sync command."""
     is_synced: bool = False
-    """The listing of the copy has it, with this size."""
+    """True if the listing of the copy has the file with this size."""
     inode: int = 0
     modified_ns: int = 0
     """`modified_at` as the file system says it."""

@@ -28,11 +28,11 @@ About = tuple[str, str]
 
 class FailingGpuRules(Struct, frozen=True):
     times: PositiveCount = 5
-    """So many runs in a row ..."""
+    """A GPU on which so many runs in a row fail quickly is a finding."""
     seconds: PositiveSeconds = Seconds(30.0)
-    """... that each failed within this time after their start are a finding."""
+    """A run that fails within this time after its start fails quickly."""
     close: bool = False
-    """The GPU is closed as well."""
+    """True if such a GPU is closed as well."""
 
 
 class QuickFailure(NamedTuple):
@@ -46,7 +46,8 @@ class FailingGpus:
         self._failed: dict[DeviceKey, deque[QuickFailure]] = {}
         """The runs that failed at once on each device since a run went well there."""
         self._ran: dict[About, dict[DeviceKey, Instant]] = {}
-        """Where runs of a name went well, and when last; the name that ran longest ago comes first."""
+        """Name of runs -> the devices on which a run of that name went well, and when the last one did. The
+        name that ran longest ago comes first."""
         self._heard: dict[RunId, None] = {}
         """Runs that have told their end, so that the proof that they are gone is not another one."""
 

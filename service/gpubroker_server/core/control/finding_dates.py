@@ -1,4 +1,4 @@
-"""Since when findings are known: what leaders hand on."""
+"""The times at which findings were first seen, which one leader hands on to the next."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ MOST_DATED = 500
 
 
 class FindingDate(NamedTuple):
-    """Since when a finding is known: what leaders hand on."""
+    """The time at which a finding was first seen, which one leader hands on to the next."""
 
     kind: str
     subject: str

@@ -117,9 +117,9 @@ class FleetSeen(Struct, frozen=True):
     idle_grace_seconds: Seconds = Seconds(300.0)
     """A device that is listed as idle has been idle for longer than this."""
     dates: tuple[FindingDate, ...] = ()
-    """Since when the leader, or one before it, has known what is wrong ..."""
+    """When the leader, or one before it, first saw each present finding."""
     at: Instant | None = None
-    """... and when it last looked at the fleet."""
+    """When the leader last looked at the fleet."""
     failing: tuple[FailingGpu, ...] = ()
     """Devices on which runs fail at once, one after the other."""
 
@@ -136,7 +136,8 @@ def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[No
 
 class FleetControl:
     def __init__(self, rules: FleetRules, policy: Policy, before: FleetSeen | None = None) -> None:
-        """`before`: what the last leader published; its templates' tasks may have been submitted since."""
+        """`before`: the state that the last leader published. Tasks of its templates may have been submitted
+        since."""
         self.seen = before = FleetSeen() if before is None else replace(before, templates=())
         self.fill = IdleFill(policy.sample_period_seconds)
         self._rules = rules

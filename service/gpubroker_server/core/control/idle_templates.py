@@ -182,7 +182,7 @@ class IdleFill:
         self._looked_at: Instant | None = None
 
     def note(self, task: Task, *, is_new: bool) -> None:
-        """`is_new`: it was submitted in this term."""
+        """Count a task of a template. `is_new`: True if it was submitted in this term."""
         if (name := _template_of(task)) is not None:
             self._tasks[task.id] = name
             self._submitted[name] += is_new
@@ -210,7 +210,8 @@ class IdleFill:
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
 
     def look(self, world: World, idle: Set[str], now: Instant) -> None:
-        """`idle`: what is still idle of what was found."""
+        """Note in `seen` how many tasks of each template run, wait and are missing. `idle`: the devices of
+        the seats that are still idle."""
         running, waiting = self._count(world)
         alive = running + waiting
         self._age(alive, now)

@@ -1,4 +1,5 @@
-"""How the database's write-ahead log grows: it does while something keeps it from being written back."""
+"""The growth of the database's write-ahead log. The log grows while something keeps it from being written
+back."""
 
 from msgspec import Struct
 
@@ -6,15 +7,15 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 
 LARGE_BYTES = 256 * 2**20
 GROWN_BYTES, GROWN_SECONDS = 64 * 2**20, Seconds(600.0)
-"""It has grown by as much for as long, and was never shortened meanwhile."""
+"""A log that has grown by so many bytes, for so many seconds, without being shortened is a finding."""
 
 
 class LogGrowth(Struct, frozen=True):
     size_bytes: int
     grown_bytes: int
-    """By so much since ..."""
+    """The bytes by which the log has grown since `since`."""
     since: Instant
-    """... it was last shortened, or first looked at."""
+    """When the log was last shortened, or first looked at."""
 
     def is_too_much(self, now: Instant) -> bool:
         has_grown = self.grown_bytes >= GROWN_BYTES and now - self.since >= GROWN_SECONDS
@@ -22,7 +23,7 @@ class LogGrowth(Struct, frozen=True):
 
 
 class LogWatch:
-    """What one process sees of it."""
+    """The growth of the log as one process has seen it."""
 
     def __init__(self) -> None:
         self.seen: LogGrowth | None = None

@@ -32,7 +32,8 @@ class NodeWatch:
         period_seconds: Seconds,
         overloaded: Iterable[Overload] = (),
     ) -> None:
-        """`thresholds`: by measure; `period_seconds`: between two samples; `overloaded`: in the last term."""
+        """`thresholds`: measure -> its threshold. `period_seconds`: the time between two samples.
+        `overloaded`: the overloads that were there in the last term."""
         self._thresholds = thresholds
         self._period_seconds = period_seconds
         self._expected: set[NodeName] = set()
@@ -44,7 +45,8 @@ class NodeWatch:
         self._alarms = dict.fromkeys(overloaded, Alarm(is_on=True))
 
     def expect(self, nodes: Iterable[NodeName]) -> None:
-        """These were there in the last term: it is no news if they answer this one."""
+        """Note that these nodes were there in the last term, so that it is no news if they answer this
+        leader."""
         self._expected.update(nodes)
 
     @property

@@ -137,7 +137,8 @@ class StreamState(Struct, frozen=True):
 def known_streams(
     settings: Iterable[tuple[str, float]], streams: Mapping[str, StreamState]
 ) -> dict[str, StreamState]:
-    """All work streams, each with a weight: those of the settings, and those that were given one since."""
+    """Return all work streams with their weights: those of the settings, and those that were given a weight
+    since."""
     known = {name: stream for name, stream in streams.items() if stream.curriculum is not None}
     for name, weight in settings:
         known.setdefault(name, replace(streams.get(name, StreamState(name)), curriculum=weight))
@@ -223,7 +224,8 @@ def _lease_delta_mb(decision: Decision, field: str) -> dict[str, int]:
 
 
 def granted_mb(decision: Decision) -> int:
-    """MiB that a planned decision gives its task beyond what was pledged to it before; at least 0."""
+    """Return the MiB that a planned decision gives its task beyond what was pledged to it before; at least
+    0."""
     given: int = sum(lease.mb for lease in decision.leases)
     for written in decision.pledges:
         if written.end is None:

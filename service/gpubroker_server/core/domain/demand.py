@@ -104,9 +104,9 @@ _DEFAULTS = {field.name: field.default for field in fields(Demand)}
 
 
 def need_mb(demand: Demand, device: Device) -> Mib | None:
-    """MiB to lease on this device; None if it is not allowed, or too small even when empty. A stated size has
-    the device's `context_mb` on top; a whole device, or a fraction (rounded down) of what may be leased of
-    it, includes the context."""
+    """Return the MiB to lease on this device; None if it is not allowed, or too small even when empty. A
+    stated size has the device's `context_mb` on top; a whole device, or a fraction (rounded down) of what may
+    be leased of it, includes the context."""
     if not may_use_device(demand, device):
         return None
     room = device.allocatable_mb
@@ -167,7 +167,7 @@ class NodeUpperBound(NamedTuple):
     """The number of devices that are entirely free."""
 
     def may_fit(self, demand: Demand) -> bool:
-        """False: it cannot fit. True: it may fit."""
+        """Return False if the demand certainly does not fit, True if it may fit."""
         if demand.gpus > len(self.amounts):
             return False
         if demand.takes_whole_devices:
@@ -176,7 +176,7 @@ class NodeUpperBound(NamedTuple):
 
 
 def ceiling(offered: Iterable[tuple[Device, int]]) -> NodeUpperBound:
-    """`offered`: (device, MiB that could be leased there)."""
+    """`offered`: pairs of a device and the MiB that could be leased there."""
     found = list(offered)
     amounts = sorted((mb for _, mb in found), reverse=True)
     return NodeUpperBound(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in found))

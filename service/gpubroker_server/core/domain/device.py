@@ -47,9 +47,10 @@ class Closure(Struct, frozen=True):
     """`xid`, `ecc`, `remap`, `recovery` (signs of its driver), `failures` (runs failed there at once) or
     `operator`."""
     detail: str
-    """Tells this fault from another one of its cause: the number of an XID, the action that is asked for."""
+    """A text that tells this fault from other faults of the same cause: the number of an XID, or the action
+    that is asked for."""
     reason: str
-    """For people."""
+    """The reason in words that people read."""
     since: Instant
     by: str = ""
     """The operator's token, if the cause is `operator` or the closure was waived."""

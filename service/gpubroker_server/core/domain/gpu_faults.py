@@ -1,4 +1,4 @@
-"""Which signs of a GPU say that it needs a reset or a repair, and when they are gone."""
+"""Decides which signs of a GPU say that it needs a reset or a repair, and when these signs are gone."""
 
 from typing import Final, NamedTuple
 

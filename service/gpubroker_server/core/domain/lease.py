@@ -139,15 +139,16 @@ class Lease(Struct, frozen=True):
 
 
 def move_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
-    """The lease in its next state, version + 1, with changes. Raises IllegalTransition, also for a release:
-    that needs a proof."""
+    """Return the lease in its next state, with version + 1 and the changes. Raises IllegalTransition, also
+    for a release, which needs a proof."""
     if state is LeaseState.RELEASED:
         raise IllegalTransition(f"lease {lease.key} cannot be released without a proof")
     return moved_lease(lease, state, **changes)
 
 
 def moved_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
-    """The same for a change that was committed, whatever release wrote it. Raises IllegalTransition."""
+    """Return the lease in its next state like `move_lease`, but for a change that was committed, by whatever
+    release of the software. Raises IllegalTransition."""
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
     return replace(lease, state=state, version=lease.version + 1, **changes)

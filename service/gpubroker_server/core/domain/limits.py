@@ -23,6 +23,13 @@ class ServiceLimits(Struct, frozen=True):
     batch_body_bytes: PositiveCount = 16 * 1024 * 1024
     object_bytes: PositiveCount = 1024**3
     """The largest object that may be uploaded."""
+    upload_bytes: PositiveCount = 512 * 1024 * 1024
+    """The most bytes of the archive of a directory that travels with a task, packed and unpacked."""
+    upload_files: PositiveCount = 20_000
+    """The most files and directories in it."""
+    output_bytes: PositiveCount = 256 * 1024 * 1024
+    """The most bytes of the files that are collected of one attempt."""
+    output_files: PositiveCount = 10_000
     copied_object_bytes: PositiveCount = 16 * 1024 * 1024
     """The most that the objects have of which one request takes a copy."""
     tenant_object_bytes: Count = 4 * 1024**3

@@ -88,7 +88,7 @@ def is_in_the_way(under_way: ModelOrder, order: ModelOrder) -> bool:
 
 
 class ModelsInUse(Struct, frozen=True):
-    """What gateways say of the models that requests need."""
+    """The models that requests need, as the gateways report them."""
 
     names: frozenset[str]
     """Models that have a request, under way or waiting, at any gateway."""

@@ -95,7 +95,7 @@ def turn_seconds(load_seconds: Seconds) -> Seconds:
 
 
 def expected_seconds(load_seconds: Seconds, usage: ModelUsage, now: Instant) -> Seconds:
-    """Seconds of loading that evicting the model now is expected to cost."""
+    """Return the seconds of loading that evicting the model now is expected to cost."""
     return Seconds(load_seconds * usage.chance(now))
 
 

@@ -10,9 +10,9 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds, TaskId
 
 SLOW_START_SECONDS = Seconds(30.0)
-"""From the order to start a run to its first line of user code. What takes longer is slow."""
+"""A start is slow if it takes longer than this from the order to the first line of user code."""
 BUSY_CPU = 0.95
-"""The share of a node's CPUs above which what runs there waits for them."""
+"""If more than this share of a node's CPUs is busy, the runs there wait for CPUs."""
 
 
 class NodeUsage:

@@ -154,7 +154,7 @@ class Failure(Struct, frozen=True):
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
     start_timeout, dependency, entrypoint_not_allowed, secret_missing, array_import_failed, object_missing,
-    object_unreadable."""
+    object_unreadable, no_directory."""
     message: str
     traceback: str = ""
 

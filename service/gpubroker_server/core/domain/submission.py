@@ -75,6 +75,10 @@ class RunSpec(Struct, frozen=True):
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str = ""
     working_directory: str = ""
+    upload: str = ""
+    """Id of the object with the archive of a directory, of which each run gets a copy to work in."""
+    outputs: tuple[str, ...] = ()
+    """Patterns of the files in its directory that are collected when a run has ended."""
     sizing: Sizing | None = None
     """The way in which `gpu_mb` was learned at submit; None if the client stated it."""
     roles: tuple[str, ...] = ()
@@ -200,12 +204,12 @@ def bytes_of(spec: RunSpec) -> int:
     """Return how many bytes a task keeps for its run. `spec` has its arguments, also those that become an
     object."""
     is_told_more = spec.is_told_more
-    if not (spec.env or spec.labels or spec.command or spec.objects or is_told_more):
+    if not (spec.env or spec.labels or spec.command or spec.objects or spec.outputs or is_told_more):
         return len(spec.arguments)  # most tasks keep nothing else
     pairs = (*spec.env.items(), *spec.labels.items())
     if is_told_more:
         pairs = (*pairs, *told_variables(spec).items())
-    texts = (*spec.command, *spec.objects, *(text for pair in pairs for text in pair))
+    texts = (*spec.command, *spec.objects, *spec.outputs, *(text for pair in pairs for text in pair))
     return len(spec.arguments) + sum(len(text.encode()) for text in texts)
 
 
@@ -280,21 +284,20 @@ class AdmittedTask(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """What a client asks of an existing task. A gateway inserts it; only the leader carries it out.
+    """A client's request about an existing task. A gateway inserts the request; only the leader carries it
+    out.
 
     `what` and its fields:
 
-    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank)
-    - of an external holder, also: renew (ttl_seconds or none), release (by)
-    - of a model, also: want (priority, uses), pin (pinned, by)
-    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
-      uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
-    - of operators for no task: pause and unpause (queue, by, reason); disk, and clean (by, dry_run), of a
-      node, whose name is in `task`
-    - of a worker set, whose id is in `task`: form (its fields), scale (what is given of least, most and
-      count), signal (value)
-    - of a work stream, whose name is in `task`: stream (curriculum or none, by, reason), stream_signal
-      (progress, progress_at, data_age_seconds, quality: each or none)
+    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank) - of an external
+    holder, also: renew (ttl_seconds or none), release (by) - of a model, also: want (priority, uses), pin
+    (pinned, by) - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no
+    task; cordon, uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in
+    `task` - of operators for no task: pause and unpause (queue, by, reason); disk, and clean (by, dry_run),
+    of a node, whose name is in `task` - of a worker set, whose id is in `task`: form (its fields), scale
+    (what is given of least, most and count), signal (value) - of a work stream, whose name is in `task`:
+    stream (curriculum or none, by, reason), stream_signal (progress, progress_at, data_age_seconds, quality:
+    each or none)
     """
 
     id: str
@@ -363,7 +366,11 @@ OBJECT_MISSING = "object_missing"
 ARRAY_IMPORT_FAILED = "array_import_failed"
 """Failure kind of a worker of an array that cannot open its function or its items; `max_retries` of workers
 is for crashes of items."""
-WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING})
+NO_DIRECTORY = "no_directory"
+"""Failure kind of a task whose directory its node lacks, or its user cannot enter."""
+WITHDRAWN = frozenset(
+    {ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING, NO_DIRECTORY}
+)
 """Failure kinds of starts that would fail as often as they are tried."""
 
 EntrypointPatterns = tuple[str, ...]

@@ -198,8 +198,8 @@ class Task(Struct, frozen=True, omit_defaults=True):
     stop_reason: StopReason | None = None
     stop_deadline_at: Instant | None = None
     stop_cause: str | None = None
-    """What the last notice, to it or to ranks of it, was given for, in words that follow "for": a drain, a
-    cancellation, ranks that were lost. None if `stop_reason` and `freeing_for` say all."""
+    """The cause of the last notice to the task or to ranks of it, in words that follow "for": a drain, a
+    cancellation, ranks that were lost. None if `stop_reason` and `freeing_for` say everything."""
     freeing_for: TaskId | None = None
     """The preemptor that this run's memory is freed for while it is STOPPING."""
     holder: Holder = RUN

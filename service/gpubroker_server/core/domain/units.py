@@ -60,15 +60,15 @@ def release_numbers(release: str) -> tuple[int, ...]:
 
 
 def in_gib(mb: float, *beside: float) -> str:
-    """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'. `beside`: sizes that the reader compares
-    it with; where one that differs would read the same, it stays in MiB."""
+    """Return the text for a number of MiB, as GiB with one decimal: 18432 -> '18.0 GiB'. `beside`: sizes that
+    the reader compares it with; where one that differs would read the same, it stays in MiB."""
     text = f"{mb / 1024:.1f} GiB"
     looks_equal = any(other != mb and f"{other / 1024:.1f} GiB" == text for other in beside)
     return f"{mb:.0f} MiB" if looks_equal else text
 
 
 def in_time(seconds: float) -> str:
-    """Seconds for people, in the unit that leaves a few digits: 36680 -> '10 h'."""
+    """Return the text for a number of seconds, in the unit that leaves a few digits: 36680 -> '10 h'."""
     for limit, size, unit in ((120.0, 1, "s"), (7_200.0, 60, "min"), (172_800.0, 3_600, "h")):
         if seconds < limit:
             return f"{seconds / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine a list in the form of CUDA_VISIBLE_DEVICES names, read as CUDA reads it."""
+"""Finds the GPUs of a machine that a list in the form of CUDA_VISIBLE_DEVICES names, as CUDA reads it."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple

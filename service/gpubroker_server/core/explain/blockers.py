@@ -77,7 +77,8 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
 
 
 def _lack_of_room(survey: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]:
-    """`nodes`: those that could take the task if they had room."""
+    """Yield the kinds of room that are missing. `nodes`: the nodes that could take the task if they had
+    room."""
     roomy = [node for node in nodes if node.count(Verdict.FITS) >= survey.task.demand.gpus]
     if not any(node.has_headroom for node in roomy or nodes):
         yield _no_headroom(survey, roomy or nodes)
@@ -161,7 +162,8 @@ def _closed_gpus(nodes: Iterable[NodeFinding]) -> list[str]:
 
 
 def _no_headroom(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
-    """`nodes`: those with room on their devices, if there are any."""
+    """`nodes`: the nodes with room on their devices, if there are any; otherwise all nodes that could take
+    the task."""
     task, demand = survey.task, survey.task.demand
     rooms = {
         n.node.name: survey.draft.headroom(n.node.name, task=task.id, priority=task.priority) for n in nodes
@@ -207,7 +209,8 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
 
 
 def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
-    """`nodes`: only memory keeps the task from them. None has enough devices with room."""
+    """`nodes`: nodes that only a lack of GPU memory keeps from the task: none has enough devices with
+    room."""
     gpus = survey.task.demand.gpus
     for node in nodes:
         if node.count(Verdict.FITS, Verdict.KEPT_FOR_OTHERS) >= gpus:

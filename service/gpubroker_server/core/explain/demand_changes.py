@@ -218,7 +218,8 @@ def _capped(planner: RemedyPlanner, most: int) -> Demand:
 
 
 def looser_strategy(planner: RemedyPlanner) -> Remedy | None:
-    """The same strategy, not strict."""
+    """Return the remedy to ask for the task's strategy in its form that is not strict; None if it is not
+    strict already or if this does not help."""
     demand = planner.task.demand
     strategy = NOT_STRICT.get(demand.strategy)
     if strategy is None:

@@ -53,7 +53,8 @@ class Diagnosis(Struct, frozen=True):
     survey: Survey
     """The survey for the task. For a gang it has no verdicts on devices."""
     device_survey: Survey
-    """The same; for a gang of its first rank without room, beside the ranks before it."""
+    """The survey for the task; for a gang, that for its first rank without room, beside the ranks before
+    it."""
     blockers: tuple[Blocker, ...]
     """Everything that keeps the task from a placement."""
     ranks: tuple[RankVerdict, ...] = ()
@@ -116,7 +117,8 @@ class _Gang:
     def _verdicts(
         self, places: Gang, draft: Draft | None = None, first: Blocker | None = None
     ) -> tuple[RankVerdict, ...]:
-        """`draft`: with those places taken; `first`: why the next rank has no place."""
+        """`draft`: a draft in which `places` are taken; `first`: the reason why the next rank has no
+        place."""
         bundles, known = self._task.demand.bundles, dict[Demand, _RankResult]()
         if first is not None:
             known[bundles[len(places)]] = None, first

@@ -104,7 +104,7 @@ def explain(
 
 
 def explain_pending(found: Diagnosis) -> Explanation:
-    """The same for a pending task, or for one that has not been submitted."""
+    """Return what a task waits for that is pending, or that has not been submitted."""
     survey, device_survey = found.survey, found.device_survey
     task, world = survey.task, survey.draft.world
     position = position_of(world, task, survey.policy, survey.now)

@@ -89,7 +89,8 @@ class PreemptionVerdict(PreemptionCounts, frozen=True):
     """`why` is a PreemptionStatus; `counts` has each Protection that a run has."""
 
     runs: tuple[RunProtection, ...]
-    """At most MAX_LISTED runs, sorted by protection, then the lowest priority first."""
+    """At most MAX_LISTED runs, sorted by protection; runs of the same protection by priority, the lowest
+    first."""
 
 
 def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = ()) -> PreemptionVerdict:

@@ -89,7 +89,7 @@ class RemedyPlanner:
         return check_demand(demand, devices, world.nodes.values(), self.survey.policy) is not None
 
     def remedy(self, change: Change, task: Task, way: Way, text: str) -> Remedy | None:
-        """`way`: what the planner decides with this change."""
+        """`way`: the planner's decision with this change."""
         if isinstance(way, Wait):
             return None
         if isinstance(way, Start):

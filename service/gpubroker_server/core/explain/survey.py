@@ -33,7 +33,7 @@ class Verdict(StrEnum):
     DISK_FULL = "disk_full"
     """A disk of the device's node is too full for anything to start."""
     GPU_CLOSED = "gpu_closed"
-    """It needs a reset or a repair, or an operator has closed it."""
+    """The device needs a reset or a repair, or an operator has closed it."""
     STALE = "stale"
     """The device's last sample is too old."""
     HELD_BACK = "held_back"
@@ -150,7 +150,8 @@ def _judge_device(
     is_open: bool,
     is_stale: bool,
 ) -> DeviceFinding:
-    """`closed`: what keeps the task from the whole node. `is_open`: whether the task may use the node."""
+    """`closed`: the verdict that keeps the task from the whole node. `is_open`: True if the task may use the
+    node."""
     demand, device = task.demand, ledger.device
     need = need_mb(demand, device) if demand.gpus else Mib(0)
     free = Mib(max(0, ledger.free_mb(task=task.id, priority=task.priority)))

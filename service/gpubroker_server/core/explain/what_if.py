@@ -84,7 +84,8 @@ class WhatIf:
         return self._to_its_depth(task, lambda: finish(place(task, self.view))[0], _nodes_of)
 
     def places_on(self, nodes: Set[NodeName], task: Task) -> Gang | None:
-        """The same for a single task, if it had only these nodes."""
+        """Return the place at which a single task would start now if it had only these nodes; None if it
+        would not."""
         if self._is_held_back(task) or self.view.draft.short_of(task, self.view.policy.custom_limits):
             return None
         on = self.view.places.on

@@ -350,7 +350,8 @@ def kills(world: World, task: Task, late: Collection[Member]) -> Decision:
 
 
 def give_up(world: World, task: Task, late: Collection[Member], now: Instant) -> Decision:
-    """These ranks are not confirmed gone in time: the gang goes on, their leases go into quarantine."""
+    """Give up ranks that have not been confirmed gone in time. The gang goes on, and the leases of these
+    ranks go into quarantine."""
     ranks = {member.rank for member in late}
     members = tuple(
         replace(member, state=MemberState.LEFT, gone=True) if member.rank in ranks else member

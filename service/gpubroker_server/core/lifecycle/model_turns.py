@@ -27,7 +27,7 @@ from gpubroker_server.core.world.world import World
 
 
 class _Rivals(Struct, frozen=True):
-    """Who waits and could have the memory of one model."""
+    """The waiting tasks and models that could have the memory of one model."""
 
     equal: bool = False
     """A task or a model of the same priority."""

@@ -122,8 +122,8 @@ def removed(world: World) -> list[Decision]:
 
 
 def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Seconds) -> int:
-    """MiB that its processes were recently measured to use: no statement makes these free. What an agent
-    measured before it fell silent says nothing about its node since."""
+    """Return the MiB that the lease's processes were recently measured to use: no statement makes these free.
+    What an agent measured before it fell silent says nothing about its node since."""
     ledger = world.ledgers[lease.device]
     if ledger.sample is None or ledger.is_stale(now, period_seconds):
         return 0

@@ -168,7 +168,8 @@ class HeartbeatMonitor:
         }
 
     def _missed(self, names: Sequence[NodeName], world: World, at: float) -> set[NodeName]:
-        """These and others that are late: nodes that go at one moment are missed within one interval."""
+        """Return these nodes and all others that are late. Nodes that go at the same moment are missed within
+        one interval."""
         late = {n for n, silence in self._silences(world, at) if silence > self._patience / 2}
         return late | set(names)
 

@@ -73,7 +73,8 @@ class TaskUpdate:
         self.move(next_move, why, **changes)
 
     def failed(self, task: Task, at: Instant, policy: Policy) -> None:
-        """`task`: with the retries that it has after this failure."""
+        """Move the task on after a failed run. `task`: the task, with the retries that it has after this
+        failure."""
         next_move, changes = after_failure(task, at, self._now, policy)
         self.move(next_move, "ended" if next_move is Move.FAILED else "retry", **changes)
 

@@ -134,7 +134,7 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
 
 
 def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
-    """The same in steps, which yield what they cost."""
+    """Like `find_way`, but in steps, each of which yields its cost."""
     has_pledges = bool(view.draft.pledges_of(task.id))
     if not has_pledges and view.limits.ahead_of(task):
         return Wait(WaitReason.LIMIT)
@@ -276,7 +276,8 @@ def _reclaim(task: Task, view: View) -> Steps[Eviction | None]:
 
 
 def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: bool) -> Steps[Way]:
-    """`has_room`: it has places, all of them reserved."""
+    """Look for runs that may be preempted for the task. `has_room`: True if the task has places, all of them
+    reserved."""
     offers, by_tenant = view.offers, bool(view.guarantees.reclaimable(task))
     closed = view.reservations.off_limits(task) & offers.nodes
     waits = WaitReason.RESERVED if has_room else WaitReason.NO_ROOM

@@ -70,7 +70,7 @@ class ModelLane:
                  "_turns", "_waits", "idle_since", "in_flight", "waiting")  # fmt: skip
 
     def __init__(self, rules: LaneRules, slots: int | None = None) -> None:
-        """`slots`: how many requests at once; None: as many as prove useful."""
+        """`slots`: the number of requests that run at once; None: as many as prove useful."""
         self.in_flight = 0
         self.waiting = 0
         self.idle_since = -inf

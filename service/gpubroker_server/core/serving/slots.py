@@ -43,7 +43,7 @@ class SlotShares:
     older leaders any more."""
 
     def __init__(self, slots: Mapping[str, int], began_at: Instant) -> None:
-        """`slots`: by model."""
+        """`slots`: model -> slots of all gateways together."""
         self._slots = slots
         self._began_at = began_at
         self._given: list[tuple[Instant, Mapping[str, Shares]]] = []

@@ -19,7 +19,7 @@ _AT_ONCE: Final = 4096
 
 
 class BadTensor(ValueError):
-    """These values are not a tensor of that type and shape; the text says why."""
+    """Raised for values that are not a tensor of the stated type and shape. The text says why."""
 
 
 class Tensor(Struct, frozen=True):
@@ -81,8 +81,8 @@ def checked(tensor: Tensor) -> Tensor:
 
 
 def size_of(datatype: str) -> int:
-    """Bytes of one value. Raises BadTensor for a type whose values differ in length, and for an unknown
-    one."""
+    """Return the bytes of one value. Raises BadTensor for a type whose values differ in length, and for an
+    unknown one."""
     if datatype == "BF16":
         return _BF16_BYTES
     if datatype not in _FORMATS:

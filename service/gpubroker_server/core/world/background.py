@@ -36,7 +36,7 @@ class BackgroundRoom:
         left_mb: Mapping[str, int] | None = None,
         scopes: Mapping[NodeName, tuple[str, ...]] | None = None,
     ) -> None:
-        """`scopes`: those that each node is in. A node that is in none is open."""
+        """`scopes`: node -> the scopes that it is in. A node that is in no scope is open."""
         self.left_mb = dict(left_mb or {})
         self.scopes = scopes or {}
 

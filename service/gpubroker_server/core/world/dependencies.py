@@ -123,7 +123,7 @@ class DependencyIndex:
     """
 
     def __init__(self, sets: Container[TaskId] = ()) -> None:
-        """`sets`: the worker sets that are not over."""
+        """`sets`: the worker sets that have not ended."""
         self.sets = sets
         self.workers: dict[TaskId, set[TaskId]] = {}
         """Array -> its workers that have not ended."""

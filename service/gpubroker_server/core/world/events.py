@@ -179,7 +179,7 @@ def cordon_of(node: Node) -> Mapping[str, Any]:
 
 
 class ClosureChange(Struct, frozen=True):
-    """What an event says of a GPU that was closed or reopened, as far as the World reads it."""
+    """The fields that the World reads in an event about a GPU that was closed or reopened."""
 
     closure: Closure | None = None
 

@@ -205,7 +205,7 @@ class DeviceLedger:
         return self._sums.held_mb
 
     def quarantined_mb(self) -> int:
-        """MiB that are leased to holders not confirmed gone."""
+        """Return the MiB of the leases in quarantine, whose holders are not confirmed gone."""
         leases = (holding.lease for holding in self.holdings.values())
         return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
 
@@ -214,7 +214,7 @@ class DeviceLedger:
         return self.unallocated_mb(), [holding.occupied_mb for holding in self.holdings.values()]
 
     def unallocated_mb(self) -> int:
-        """MiB that are neither held nor used, pledged or not; negative if over-used."""
+        """Return the MiB that are neither held nor used, pledged or not; negative if over-used."""
         if self._unheld_mb is None:
             device = self.device
             usable = device.physical_mb - device.reserve_mb if device.offers else 0
@@ -239,7 +239,8 @@ class DeviceLedger:
         return max(0, min(left, self.pledge_claim_mb(pledge)))
 
     def free_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
-        """MiB that a task of this id and priority could take now; negative if over-used or over-pledged.
+        """Return the MiB that a task of this id and priority could take now; negative if over-used or
+        over-pledged.
 
         Its own pledge counts as free, and so do pledges of strictly lower priority.
         """
@@ -250,7 +251,7 @@ class DeviceLedger:
         return free
 
     def offered_mb(self) -> int:
-        """MiB that a task without a pledge could take now: nothing of a closed device."""
+        """Return the MiB that a task without a pledge could take now: none on a closed device."""
         return 0 if self.device.is_closed else max(0, self.free_mb())
 
     def leaving(self) -> Iterator[Holding]:

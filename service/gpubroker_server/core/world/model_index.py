@@ -119,7 +119,7 @@ class ModelIndex:
         return (self._known[name] for name in sorted(self._known))
 
     def on(self, server: str, address: str = "", process: str = "") -> Iterator[Task]:
-        """All of one server, ended ones with memory included, ordered by id."""
+        """Return all models of one server, including ended ones that have memory, ordered by id."""
         for task in self.known():
             if model_of(task).is_at(server, address, process):
                 yield task

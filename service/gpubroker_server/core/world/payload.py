@@ -163,7 +163,7 @@ def _given(payload: Payload, kind: type[Struct]) -> dict[str, Any]:
 
 @cache
 def _partial(kind: type[Struct]) -> type[Struct]:
-    """The same fields, each of which may be absent."""
+    """Return a struct that has the fields of this one, each of which may be absent."""
     return defstruct(f"Changed{kind.__name__}", [(f.name, f.type | UnsetType, UNSET) for f in fields(kind)])
 
 

@@ -86,7 +86,7 @@ def _begin(course: list[tuple[Phase | None, Instant]], at: Instant, ordered_at: 
 
 
 def seconds_in_phases(course: Course, now: Instant) -> Mapping[Phase, Seconds]:
-    """All phases; the present one counts until now."""
+    """Return the seconds in each phase; the present phase counts until now."""
     seconds = dict.fromkeys(Phase, Seconds(0.0))
     for (phase, began), (_, ended) in pairwise([*course, (None, now)]):
         if phase is not None:

@@ -177,7 +177,8 @@ class PlacementScorer:
     def _taking(
         self, demand: Demand, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
     ) -> ScoredPlacement:
-        """`beside`: what is left of the rows from which it takes no device."""
+        """Return the placement that takes the devices of `chosen`. `beside`: what is left of the rows from
+        which it takes no device."""
         amounts, after = dict(self.shape(demand).amounts), list(beside)
         for number in {option.row for option in chosen}:
             room = rooms[number]

@@ -102,7 +102,7 @@ class QueueGroup:
     def __init__(
         self, key: GroupKey, equivalence: EquivalenceClass | None = None, weight: float | None = None
     ) -> None:
-        """`weight`: of its work stream, if that is no longer as the policy has it."""
+        """`weight`: the weight of the group's work stream, if it differs from the weight in the policy."""
         self.key = key
         self._weight = weight
         self.equivalence = EquivalenceClass(key[2]) if equivalence is None else equivalence

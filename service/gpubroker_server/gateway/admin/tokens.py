@@ -32,7 +32,7 @@ class CreateToken(Body):
     tenant: Annotated[
         str | None,
         StringConstraints(pattern=NAME),
-        Field(description="Left out: the tenant of the token that creates it."),
+        Field(description="Default: the tenant of the token that creates it."),
     ] = None
     new_tenant: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""Measured values of the recent past, beside those of now."""
+"""The history of measured values, which answers about nodes and devices show beside the current values."""
 
 import base64
 import json
@@ -19,13 +19,15 @@ from gpubroker_server.http.problems import Problem
 N = TypeVar("N", bound=str)
 
 USUAL_POINTS = 30
+"""A history with at most this many points per value does not limit the number of items in an answer."""
 PAGE_POINTS = 36_000
-"""Of each value; a hundred devices with an hour each are some megabytes."""
+"""The most points of each value in one answer with a long history. A hundred devices with an hour each are
+some megabytes."""
 
 
 def _check(text: str) -> str:
     if seconds(text) > OLDEST_SECONDS:
-        raise ValueError("an hour is kept, and no more: ask for 1h or less")
+        raise ValueError("the service keeps one hour of history; ask for 1h or less")
     return text
 
 
@@ -33,7 +35,7 @@ class HistoryQuery(QueryModel):
     history: Annotated[
         str,
         AfterValidator(_check),
-        Field(description="How much of the past to show, such as `1h`, which is the most, or `0`."),
+        Field(description="How much of the past to show, at most `1h`; `0` shows the current values alone."),
     ] = "5m"
 
     @property
@@ -41,7 +43,7 @@ class HistoryQuery(QueryModel):
         return round(seconds(self.history) / STEP_SECONDS)
 
     def reader(self, parts: Parts) -> Callable[[str], History]:
-        """Return what reads the history of a node by its name, or of a device by its key."""
+        """Return a function that takes the name of a node or the key of a device and returns its history."""
         newest = step_of(parts.clock.now())
         steps = range(newest + 1 - self.points, newest + 1)
         since = Time.at(steps.start * STEP_SECONDS)
@@ -53,22 +55,26 @@ class HistoryQuery(QueryModel):
 
 
 class HistoryPageQuery(HistoryQuery):
-    """Of a list whose items have a history: with a long one, it comes in pages."""
+    """The query of a list whose items have a history. With a long history, the list comes in pages."""
 
     limit: Annotated[
         int | None,
         Field(
             ge=1,
-            description=f"How many items at most. With more than 5 minutes of `history` an answer has "
-            f"{PAGE_POINTS} points of each value at most, such as {PAGE_POINTS // POINTS} items with `1h`.",
+            description=f"The most items in one answer. With more than 5 minutes of `history`, an answer has "
+            f"at most {PAGE_POINTS} points of each value: with `1h`, that is {PAGE_POINTS // POINTS} items.",
         ),
     ] = None
-    cursor: Annotated[str | None, Field(max_length=1000, description="`next_cursor` of a page.")] = None
+    cursor: Annotated[
+        str | None, Field(max_length=1000, description="The `next_cursor` of the page before.")
+    ] = None
 
     def cut(self, names: Sequence[N], list_of: str) -> tuple[Sequence[N], str | None]:
-        """Return the names of the items on this page, and the cursor of the next one. `names`: of all items,
-        in order; `list_of`: differs for lists with other items or another order. Raises Problem
-        cursor-invalid."""
+        """Return the names of the items on this page, and the cursor of the next page.
+
+        `names` has the names of all items, in order. `list_of` identifies the list: two lists with different
+        items or a different order have different texts. Raises Problem cursor-invalid.
+        """
         start = 0 if self.cursor is None else self._start(self.cursor, names, list_of)
         limit = len(names) if self.limit is None else self.limit
         if self.points > USUAL_POINTS:
@@ -87,7 +93,8 @@ class HistoryPageQuery(HistoryQuery):
         if made_for != list_of:
             raise Problem(
                 "cursor-invalid",
-                "the cursor is not one of this list; send the same filters and order, or start without it",
+                "the cursor belongs to another list; send the filters and the order of the page before, or "
+                "start without a cursor",
             )
         if last in names:
             return names.index(last) + 1

@@ -48,12 +48,15 @@ again."""
 
 class CreateIdleTemplate(Body):
     name: Annotated[
-        str, StringConstraints(pattern=NAME), Field(description="Its tasks are named `idle/` and this.")
+        str,
+        StringConstraints(pattern=NAME),
+        Field(description="The tasks of the template are named `idle/` and this name."),
     ]
     task: Annotated[
         SubmitTask,
         Field(
-            description="As for `POST /tasks`, without " + ", ".join(f"`{name}`" for name in sorted(_OURS))
+            description="A body as for `POST /tasks`, without "
+            + ", ".join(f"`{name}`" for name in sorted(_OURS))
         ),
     ]
     weight: Annotated[

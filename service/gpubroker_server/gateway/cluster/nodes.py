@@ -64,6 +64,14 @@ class NodesQuery(HistoryPageQuery):
         ],
         Field(description="`cpu`, `memory_mb`, `gpu_mb`: what is free. `-`: the most first; ties by name."),
     ] = "name"  # fmt: skip
+    boot_id: Annotated[
+        str | None,
+        Field(
+            max_length=100,
+            description="Only the nodes on the machine whose kernel says this boot id "
+            "(/proc/sys/kernel/random/boot_id).",
+        ),
+    ] = None
 
 
 @resource.route(
@@ -73,12 +81,13 @@ async def list_nodes(caller: Caller, parts: Parts, query: Annotated[NodesQuery, 
     """List all nodes: CPU, host memory, run slots and GPU memory in total, held and free, what is measured,
     and their agents."""
     moment = parts.freshness.moment()
+    asked = [node.name for node in parts.world.nodes.values() if query.boot_id in (None, node.boot_id)]
     if query.sort in ("name", "-name"):
-        names = sorted(parts.world.nodes, reverse=query.sort == "-name")
+        names = sorted(asked, reverse=query.sort == "-name")
     else:
-        every = await _shown_nodes(caller, parts, sorted(parts.world.nodes), NO_HISTORY)
+        every = await _shown_nodes(caller, parts, sorted(asked), NO_HISTORY)
         names = [NodeName(node.name) for node in in_order(every, query.sort, _SORTED_BY)]
-    page, next_cursor = query.cut(names, f"nodes {query.sort}")
+    page, next_cursor = query.cut(names, f"nodes {query.sort} {query.boot_id or ''}".strip())
     return answer(
         OverviewPage(**moment, **part_of(await _shown_nodes(caller, parts, page, query), next_cursor))
     )
@@ -238,6 +247,7 @@ def _shown(
         history=query.reader(parts)(node.name),
         idle_seconds=idle_seconds(parts).get(node.name),
         labels=dict(node.labels),
+        task_user=parts.rules.task_user,
         agent=None if agent is None else convert(agent, NodeAgent),
         **more,
     )

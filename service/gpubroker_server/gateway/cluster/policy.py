@@ -133,6 +133,8 @@ async def get_policy(caller: Caller, parts: Parts) -> Response:
             streams=dict(policy.streams),
             body_bytes=parts.limits.body_bytes,
             batch_body_bytes=parts.limits.batch_body_bytes,
+            upload_bytes=parts.limits.upload_bytes,
+            upload_files=parts.limits.upload_files,
         )
     )
 

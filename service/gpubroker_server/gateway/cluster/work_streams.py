@@ -28,7 +28,7 @@ LARGEST = 1e12
 """The largest progress: far beyond every score, and far from what a float cannot hold."""
 
 SEEDS = 2**53
-"""Whole numbers below it are exact in every client."""
+"""The upper bound of seeds. Whole numbers below it are exact in every client."""
 
 
 class PutStream(Body):
@@ -50,9 +50,11 @@ class TellSignal(Body):
         | None
     ) = None
     data_age_seconds: (
-        Annotated[float, Field(ge=0, le=1e9, description="How old the stream's newest data are.")] | None
+        Annotated[float, Field(ge=0, le=1e9, description="The age of the stream's newest data.")] | None
     ) = None
-    quality: Annotated[float, Field(ge=0, le=1, description="Of its data.")] | None = None
+    quality: Annotated[float, Field(ge=0, le=1, description="The quality of the stream's data.")] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

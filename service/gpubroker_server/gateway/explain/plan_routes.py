@@ -74,7 +74,7 @@ class PlannedNodes(Body):
     name: Annotated[str, _NAME] = "node"
     count: Annotated[int, Field(ge=1, le=1000)] = 1
     cpu: Annotated[float, Field(ge=0, le=100_000)]
-    memory_mb: Annotated[MemoryMb, Field(description="Left out: as much as needed.")] = 1_073_741_824
+    memory_mb: Annotated[MemoryMb, Field(description="Default: as much as needed.")] = 1_073_741_824
     gpus: Annotated[list[PlannedGpus], Field(max_length=16)] = Field(default_factory=list)
     labels: Labels = Field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class PlanFleet(Body):
     fleet: (
         Annotated[
             list[PlannedNodes],
-            Field(min_length=1, max_length=100, description="Left out: the present fleet, as it is."),
+            Field(min_length=1, max_length=100, description="The machines. Default: the present fleet."),
         ]
         | None
     ) = None

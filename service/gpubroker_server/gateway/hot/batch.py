@@ -217,7 +217,7 @@ class BatchTasks:
     async def _new_task(self, text: bytes, id: TaskId) -> AdmittedTask:
         """Return the task that the text describes. Raises Problem."""
         _check_keys(text)
-        split = split_at_run(text)
+        split = None if _names_directory(text) else split_at_run(text)
         if split is None:
             return await self._first(text, id)
         first = self._firsts.get(split.surroundings)
@@ -254,3 +254,8 @@ class BatchTasks:
             self._identity, submission, id=id, now=self._now, states=self._stands
         )
         return await self._submissions.with_object(new)
+
+
+def _names_directory(text: bytes) -> bool:
+    """Return True if the task may have an upload or outputs, which its run has to agree with."""
+    return b'"upload"' in text or b'"outputs"' in text

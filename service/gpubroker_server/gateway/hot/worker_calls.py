@@ -28,7 +28,9 @@ class CallWorkers(Body):
     """A call of one method, in one of the workers."""
 
     method: MethodName
-    role: Annotated[MethodName | Literal[""], Field(description="Of `colocate_with`; empty: the set's.")] = ""
+    role: Annotated[
+        MethodName | Literal[""], Field(description="A role of `colocate_with`; empty: the set's own.")
+    ] = ""
     args: Annotated[list[JsonValue], Field(max_length=10_000)] = Field(default_factory=list)
     kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     pickled: Annotated[

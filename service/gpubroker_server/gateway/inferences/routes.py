@@ -50,7 +50,11 @@ NO_KEPT: Mapping[str, StoredObject] = MappingProxyType({})
 
 class TensorParameters(Body):
     binary_data_size: Annotated[
-        int, Field(ge=0, description="How many bytes after the JSON are its values, as in Triton's protocol.")
+        int,
+        Field(
+            ge=0,
+            description="The bytes after the JSON that are this tensor's values, as in Triton's protocol.",
+        ),
     ]
 
 
@@ -89,12 +93,12 @@ class SubmitInference(Timed, BinaryBody):
     version: Annotated[
         str,
         StringConstraints(pattern=r"^[0-9]{0,18}$"),
-        Field(description="Left out: the server chooses."),
+        Field(description="The version of the model. Default: the server chooses."),
     ] = ""
     id: Annotated[str, line(500), Field(description="Returned with the answer.")] = ""
     inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1000)]
     outputs: Annotated[
-        list[WantedTensor], Field(max_length=1000, description="Left out: all outputs of the model.")
+        list[WantedTensor], Field(max_length=1000, description="The outputs to return. Default: all outputs.")
     ] = Field(default_factory=list)
     parameters: Annotated[
         dict[Annotated[str, line(500, 1)], str | bool | int | float],

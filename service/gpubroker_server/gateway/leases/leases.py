@@ -42,12 +42,16 @@ TtlSeconds = Annotated[
 class AskLease(Body):
     """GPU memory for a process that the broker does not start. Without `gpu_mb` whole GPUs."""
 
-    holder: Annotated[str, line(200, 1), Field(description="For people.", examples=["vllm on :8000"])]
-    gpu_mb: Annotated[SizeMb, Field(description="Of each GPU.")] | None = None
+    holder: Annotated[
+        str, line(200, 1), Field(description="The name that people see.", examples=["vllm on :8000"])
+    ]
+    gpu_mb: Annotated[SizeMb, Field(description="The memory of each GPU.")] | None = None
     gpus: Annotated[int, Field(ge=1, le=MOST_GPUS)] = 1
     priority: Priority | None = None
     ttl_seconds: TtlSeconds = 60.0
-    grace_seconds: Annotated[GraceSeconds | None, Field(description="From notice to force.")] = None
+    grace_seconds: Annotated[GraceSeconds | None, Field(description="The time from a notice to force.")] = (
+        None
+    )
     pid: Annotated[
         int | None,
         Field(

@@ -41,7 +41,7 @@ _INDEX_SECONDS = Seconds(5.0)
 """The longest time that a server may take to list its models."""
 
 _LOAD_SECONDS = Seconds(300.0)
-"""How long a server outside the ledger may take to load or unload a model: it answers when that is done."""
+"""The time that a server outside the ledger gets to load or unload a model: it answers when that is done."""
 
 KEPT_OUTSIDE = "its server is outside the ledger, so nothing takes its memory: it stays until it is unloaded"
 

@@ -1,4 +1,4 @@
-"""Models: list, read, load, unload, pin."""
+"""The routes of models: list, read, load, unload and pin."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +36,15 @@ _STATES: Final[Sequence[ModelState]] = get_args(ModelState)
 
 
 class ServerQuery(QueryModel):
-    server: Annotated[str | None, Field(max_length=100, description="If several have the model.")] = None
+    server: Annotated[
+        str | None, Field(max_length=100, description="A model server; needed if several have the model.")
+    ] = None
 
 
 class ModelsQuery(ServerQuery):
     state: Annotated[
-        list[ModelState], Field(description="One or more states, repeated or separated by commas.")
+        list[ModelState],
+        Field(description="Only models in one of these states, repeated or separated by commas."),
     ] = []  # noqa: RUF012  # pydantic copies it
 
     sort: Annotated[
@@ -50,8 +53,9 @@ class ModelsQuery(ServerQuery):
             "loaded", "-loaded",
         ],
         Field(
-            description="`state`: what is in memory first, then what waits for it. `-`: the largest, or the "
-            "latest, first; equal ones by state, server and name."
+            description="The order of the list. `state`: models in memory first, then models that wait for "
+            "memory. With `-`, the largest or the latest first. Models that are equal are sorted by state, "
+            "server and name."
         ),
     ] = "state"  # fmt: skip
 
@@ -73,9 +77,9 @@ _SORTED_BY: Final[Mapping[str, Callable[[ServedModel], Any]]] = {
 
 class LoadModel(Body):
     priority: Priority | None = None
-    """The priority of the load; by default that of the model's configuration."""
+    """The priority of the load. Default: the priority in the model's configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=300)] = 0.0
-    """The longest time that the answer may wait for the model."""
+    """The longest time that the answer may wait until the model is in memory."""
 
 
 class PinModel(Body):
@@ -90,8 +94,8 @@ class PinModel(Body):
     "not-found store-unavailable follower-stale",
 )
 async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> Response:
-    """List the models of all servers; if not sorted, first those in memory, then those that wait for it, then
-    all others of the repositories."""
+    """List the models of all servers. Without `sort`, models in memory come first, then models that wait for
+    memory, then all other models of the repositories."""
     outside = parts.app.outside
     residencies = parts.app.residencies or ()
     lists = await asyncio.gather(*map(parts.models, residencies), *map(models_outside, outside))
@@ -133,22 +137,22 @@ async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query
     Scope.MODELS_MANAGE,
     ServedModel,
     LOAD_PROBLEMS,
-    accepted="It waits for its memory, or is being loaded.",
-    response_description="It is resident.",
+    accepted="The model waits for memory, or is being loaded.",
+    response_description="The model is in memory.",
 )
 async def load_model(
     caller: Caller, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: JsonBody[LoadModel]
 ) -> Response:
-    """Load a model, as a request for it would: it waits in the queue, and may preempt lower priorities. A
-    model is loaded only once on a server."""
+    """Load a model as a request for it would: the load waits in the queue, and may preempt lower priorities.
+    A model is loaded only once on a server."""
     if (outside := await parts.outside_of(name, query.server)) is not None:
         await note_outside(caller, parts, outside, name, "model.load")
         return answer(await change_outside(outside, name, loads=True))
     permissions = parts.app.rules.permissions
     if body.priority is not None:
         refuse(permissions.check_priority(caller, body.priority))
-    usual = parts.priority_of(name, query.server, body.priority)
-    priority = permissions.default_priority(caller, usual)
+    wanted = parts.priority_of(name, query.server, body.priority)
+    priority = permissions.default_priority(caller, wanted)
     try:
         residency, task = await parts.want(name, query.server, priority)
         await note(caller, parts, task, "model.load")
@@ -164,7 +168,7 @@ async def load_model(
 
 
 async def note(caller: Caller, parts: Parts, task: Task, action: str) -> None:
-    """Write an audit record about a model's holder. Raises StoreUnavailable."""
+    """Write an audit record about the task that holds a model's memory. Raises StoreUnavailable."""
     subject = f"{task.name} ({task.id})"
     await parts.app.store.audit(by=caller.name, tenant=task.tenant, action=action, subject=subject)
 
@@ -182,8 +186,8 @@ async def note_outside(caller: Caller, parts: Parts, server: KnownServer, name: 
     ServedModel,
     "not-found store-unavailable model-ambiguous model-is-step model-not-loaded model-server-failed "
     "model-server-unavailable model-server-busy model-server-silent model-server-unauthorized",
-    accepted="It is unloaded when it has answered its requests.",
-    response_description="It is out of memory.",
+    accepted="The model is unloaded when it has answered its requests.",
+    response_description="The model is not in memory any more.",
 )
 async def unload_model(
     caller: Caller, parts: Parts, name: str, query: Annotated[ServerQuery, Query()]
@@ -210,14 +214,14 @@ async def unload_model(
     Scope.MODELS_MANAGE,
     ServedModel,
     LOAD_PROBLEMS,
-    accepted="Stored; it is not in memory yet.",
-    response_description="It is pinned and resident, or no longer pinned.",
+    accepted="The pin is stored; the model is not in memory yet.",
+    response_description="The model is pinned and in memory, or it is no longer pinned.",
 )
 async def pin_model(
     caller: Caller, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: JsonBody[PinModel]
 ) -> Response:
-    """Pin a model, so that its memory is not taken, or unpin it. A model that is not in memory is loaded.
-    A pinned model has the highest priority, which the token must allow."""
+    """Pin a model, so that nothing takes its memory, or unpin it. Pinning loads a model that is not in
+    memory. A pinned model has the highest priority, which the token must allow."""
     if body.pinned:
         subject = f"a pinned model has priority {TOP_PRIORITY}, which is"
         permissions = parts.app.rules.permissions

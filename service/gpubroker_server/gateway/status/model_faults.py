@@ -14,7 +14,7 @@ from gpubroker_server.ports.model_servers import KnownServer, ModelResidencies
 from gpubroker_server.ports.store import TaskFilter, TaskSort, TaskStore
 
 _INDEX_SECONDS: Final = Seconds(2.0)
-"""How long a server outside the ledger may take to say what it has."""
+"""The time that a server outside the ledger gets to list its models."""
 
 _LATELY_SECONDS: Final = Seconds(3600.0)
 """A load that failed longer than this before the inference was submitted says nothing about it."""

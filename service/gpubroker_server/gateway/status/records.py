@@ -84,8 +84,9 @@ class TaskRecords(Struct, frozen=True):
         return record
 
     async def find_to_change(self, identity: Identity, task_id: str, action: str) -> TaskRecord:
-        """The same for an action, which is audited if the task is another tenant's. Raises Problem forbidden
-        for the holder of a model server's memory."""
+        """Return the record of a task that the action will change. The action is audited if the task is
+        another tenant's. Raises Problem not-found like `find`, and forbidden for the holder of a model
+        server's memory."""
         record = await self.find(identity, task_id)
         if record.task.tenant != identity.tenant:
             about = {"tenant": record.task.tenant, "action": action, "subject": record.task.id}

@@ -29,14 +29,18 @@ def may_name_objects(text: bytes) -> bool:
 
 
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
-    """Id by the place of an argument that names it. `spec` has its arguments, however large."""
+    """Return the objects that a run names: place of the argument, or of the upload -> id of the object. `spec`
+    has its arguments, however large they are."""
     if spec.kind == Function.tag:
-        return {f"/run/objects/{index}": id for index, id in enumerate(spec.objects)}
-    return objects_in_arguments(spec.arguments)
+        found = {f"/run/objects/{index}": id for index, id in enumerate(spec.objects) if id != spec.upload}
+    else:
+        found = dict(objects_in_arguments(spec.arguments))
+    return found | {"/upload": spec.upload} if spec.upload else found
 
 
 def objects_in_arguments(arguments: bytes) -> Mapping[str, str]:
-    """The same of JSON that is stored."""
+    """Return the objects that the stored JSON of arguments names: place of the argument -> id of the
+    object."""
     if _MARK not in arguments:
         return {}
     given = _decode(arguments)
@@ -45,7 +49,8 @@ def objects_in_arguments(arguments: bytes) -> Mapping[str, str]:
 
 
 def objects_among(values: Iterable[tuple[Any, Any]], within: str) -> dict[str, str]:
-    """The same of (place, value) pairs."""
+    """Return the objects that some of the values name: place, below `within`, -> id of the object. `values`:
+    (place, value) pairs."""
     found = ((place, _named(value)) for place, value in values)
     return {f"{within}/{place}": id for place, id in found if id is not None}
 

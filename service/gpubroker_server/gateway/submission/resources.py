@@ -71,8 +71,8 @@ class Amounts(Body):
         | None
     ) = None
     exclusive: Annotated[bool, Field(description="No other holder on the same devices.")] = False
-    cpu: Annotated[Cpu, Field(description="Left out: 0 for a task with GPUs, otherwise 1.")] | None = None
-    memory_mb: Annotated[MemoryMb, Field(description="Left out: 0.")] | None = None
+    cpu: Annotated[Cpu, Field(description="Default: 0 for a task with GPUs, otherwise 1.")] | None = None
+    memory_mb: Annotated[MemoryMb, Field(description="Default: 0.")] | None = None
     custom: Annotated[Custom, Field(description="Amounts of resources that the operator has named.")] = Field(
         default_factory=dict
     )
@@ -92,8 +92,8 @@ class Amounts(Body):
     prefer_kinds: Annotated[
         Kinds, Field(description="Best first. A preference never keeps a task waiting.")
     ] = Field(default_factory=list)
-    prefer_nodes: Annotated[NodeLabels, Field(description="As `nodes`, but only a preference.")] = Field(
-        default_factory=dict
+    prefer_nodes: Annotated[NodeLabels, Field(description="Preferred nodes, in the form of `nodes`.")] = (
+        Field(default_factory=dict)
     )
 
     @property

@@ -28,11 +28,11 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.capacity import Capacity
 from gpubroker_server.gateway.submission.named_objects import find_objects, objects_in_run
-from gpubroker_server.http.faults import problem_of
+from gpubroker_server.http.faults import invalid, problem_of
 from gpubroker_server.http.identity import Identity, Scope
 from gpubroker_server.http.ids import Ids, is_task_id
 from gpubroker_server.http.leader_release import LeaderRelease
-from gpubroker_server.http.problems import Problem
+from gpubroker_server.http.problems import Fault, Problem
 from gpubroker_server.http.routing import Call
 from gpubroker_server.http.waiters import LeaderRequests
 from gpubroker_server.ports.secrets import SecretStore
@@ -152,6 +152,8 @@ class Submissions(Struct, frozen=True):
         if named:
             kept = await self._find_objects(submission.tenant, named)
             missing = {place: id for place, id in named.items() if id not in kept}
+        if (uploaded := kept.get(submission.spec.upload)) is not None:
+            self._check_upload(uploaded)
         found = await self.judged(identity, submission, missing=missing, id=id, now=now, states=states)
         if isinstance(found, Refused):
             raise problem_of(found)
@@ -180,6 +182,8 @@ class Submissions(Struct, frozen=True):
         if submission.stream:
             streams = known_streams(self.permissions.policy.streams, self.world.streams)
             facts = replace(facts, streams=tuple(streams))
+        if spec.upload or spec.outputs:
+            self.leader.require("upload")
         if submission.retry_on != ON_FAILURE:
             self.leader.require("retry_on")
         if spec.env and secrets_named(spec.env) and identity.may(Scope.SECRETS_USE):
@@ -199,6 +203,15 @@ class Submissions(Struct, frozen=True):
         if faults := tuple(unknown_objects(missing, self.limits.object_seconds)):
             raise problem_of(Refused(INVALID, faults=faults))
         await self._note_uses(kept)
+
+    def _check_upload(self, uploaded: StoredObject) -> None:
+        """Raises Problem for an archive that no node would unpack."""
+        if uploaded.size_bytes > (most := self.limits.upload_bytes):
+            detail = (
+                f"the archive has {uploaded.size_bytes} bytes, and may have {most}; leave out what the task "
+                "does not need, store data as objects, or have the operator raise limits.upload_bytes"
+            )
+            raise invalid(Fault(pointer="/upload", detail=detail, code="upload-too-large"))
 
     async def _find_objects(self, tenant: str, named: Mapping[str, str]) -> Mapping[str, StoredObject]:
         self.leader.require("object")

@@ -4,7 +4,7 @@ import base64
 import binascii
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from gpubroker.wire.bounds import MOST_GRACE_SECONDS, MOST_PRIORITY, MOST_RETRIES
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
     StringConstraints,
     Tag,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -205,6 +206,15 @@ def causes_of(
     return ON_FAILURE if causes == ON_FAILURE else causes  # the default itself is left out of events
 
 
+def _check_pattern(pattern: str) -> str:
+    parts = pattern.split("/")
+    if pattern.startswith("/") or ".." in parts or "" in parts[:-1]:
+        raise PydanticCustomError(
+            "output-pattern", "must be the path of files below the directory, such as runs/** or model.pt"
+        )
+    return pattern
+
+
 _TAGS = frozenset({Entrypoint.tag, Command.tag, Function.tag})
 
 
@@ -255,9 +265,44 @@ class SubmitTask(Timed):
         default_factory=dict
     )
     result_format: Literal["json", "cloudpickle"] = "json"
+    upload: Annotated[
+        str,
+        StringConstraints(pattern="^[0-9a-f]{64}$"),
+        Field(
+            description="Id of the object with the archive (tar) of a directory. Each run works in a copy of "
+            "its own, which is also first on Python's path."
+        ),
+    ] = ""
+    outputs: Annotated[
+        tuple[Annotated[Text, Field(min_length=1, max_length=255), AfterValidator(_check_pattern)], ...],
+        Field(
+            max_length=64,
+            description="Patterns of files below the directory of the run, such as `runs/**`, which are "
+            "collected at the end of each attempt. `*` and `?` stand for characters of one name, `**` for "
+            "any directories.",
+        ),
+    ] = ()
     held: Annotated[
         bool, Field(description="It is not planned until it is released: `PATCH` with `held: false`.")
     ] = False
+
+    @model_validator(mode="after")
+    def _check_directory(self) -> Self:
+        """Check that a run has one directory, and one of its own if its files are collected. Raises
+        PydanticCustomError."""
+        if not (self.upload or self.outputs):
+            return self
+        directory = self.run.working_directory if isinstance(self.run, Command) else None
+        if self.upload and directory:
+            raise PydanticCustomError(
+                "contradiction", "give upload or working_directory, not both: a run works in one directory"
+            )
+        if self.outputs and not (self.upload or directory):
+            raise PydanticCustomError(
+                "contradiction",
+                "outputs are files below a directory; give upload, or the working_directory of a command",
+            )
+        return self
 
 
 class SimulateTask(SubmitTask):

@@ -53,6 +53,8 @@ def submission_of(body: SubmitTask | SimulateTask, tenant: str) -> Submission:
     """Return what this body asks for. Raises Problem if JSON arguments hold NaN or an infinity."""
     run = body.run
     fields = _NO_RUN if run is None else _run_fields(run)
+    if body.upload:
+        fields = {**fields, "objects": (*fields.get("objects", ()), body.upload)}
     return Submission(
         tenant=tenant,
         spec=RunSpec(

@@ -30,10 +30,11 @@ PARTS_AT_ONCE = 8
 
 class LogQuery(WorkerQuery):
     attempt: Annotated[
-        int | None, Field(ge=1, le=2**31 - 1, description="Which attempt; left out: the newest.")
+        int | None,
+        Field(ge=1, le=2**31 - 1, description="The attempt whose log is read. Default: the newest."),
     ] = None
     stream: Literal["stdout", "stderr"] = "stdout"
-    rank: Annotated[int, Field(ge=0, le=2**31 - 1, description="Of a gang.")] = 0
+    rank: Annotated[int, Field(ge=0, le=2**31 - 1, description="The rank of a gang whose log is read.")] = 0
     offset: Annotated[
         int, Field(ge=0, le=2**62, description="Begin at this byte of the stream: read on where you stopped.")
     ] = 0

@@ -22,7 +22,7 @@ resource = Resource("tasks")
 
 
 class StackQuery(WorkerQuery):
-    rank: Annotated[int, Field(ge=0, description="Of a gang: whose process.")] = 0
+    rank: Annotated[int, Field(ge=0, description="The rank of a gang whose threads are shown.")] = 0
 
 
 WAIT_SECONDS = Seconds(STACK_SECONDS + 2.0)

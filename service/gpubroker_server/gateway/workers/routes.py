@@ -139,7 +139,7 @@ async def get_worker_set(caller: Caller, parts: Parts, set_id: str) -> Response:
 async def scale_worker_set(
     caller: Caller, parts: Parts, set_id: str, body: JsonBody[ChangeWorkerSet]
 ) -> Response:
-    """Want more or fewer workers. Those that leave finish the calls under way, within their grace period."""
+    """Change how many workers are wanted. Workers that leave finish their calls within their grace period."""
     workers = await find_to_change(caller, parts, set_id, "worker_set.scale")
     given = {"least": body.min_count, "count": body.count, "most": body.max_count}
     fields = {name: number for name, number in given.items() if number is not None}
@@ -148,8 +148,8 @@ async def scale_worker_set(
     if any(getattr(after, name) != number for name, number in fields.items()):
         detail = (
             f"min_count {first(body.min_count, after.least)}, count {first(body.count, after.count)} and "
-            f"max_count {first(body.max_count, after.most)} must rise, and the set has "
-            f"{len(workers.workers)} places; form a new set for more"
+            f"max_count {first(body.max_count, after.most)} must be in ascending order, and the set has room "
+            f"for {len(workers.workers)} workers at most; form a new set for more"
         )
     elif after.least == 0 and workers.scaling is not None and workers.scaling.by != "signal":
         detail = NEEDS_ONE

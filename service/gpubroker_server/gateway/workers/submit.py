@@ -1,4 +1,4 @@
-"""The submit of a worker set: its body, and the tasks and the row that are made of it."""
+"""The submit of a worker set: its body, and the tasks and the request to the leader that are made of it."""
 
 import json
 from collections.abc import Mapping
@@ -39,25 +39,25 @@ from gpubroker_server.http.problems import Fault
 from gpubroker_server.ports.store import BatchSubmission
 
 MAX_WORKERS = 256
-MOST_AT_ONCE = 1000
+MOST_CONCURRENT_CALLS = 1000
 UNLIMITED_RESTARTS = 2**31 - 1
 OWN_ROLE = "self"
-NEEDS_ONE = "workers report their calls and their CPU, so at least one is needed; set min_count"
-_ENDS = ("timeout_seconds", "queue_ttl_seconds", "deadline_at", "deadline_seconds")
-_SIZES = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
+NEEDS_ONE = "only workers report calls and CPU, so at least one is needed; set min_count to 1 or more"
+_END_FIELDS = ("timeout_seconds", "queue_ttl_seconds", "deadline_at", "deadline_seconds")
+_SIZE_FIELDS = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
 
 MethodName = Annotated[str, StringConstraints(max_length=200, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 
 
 class HealthCheck(Body):
-    """A method without arguments, of the set's own object and of those of roles that have it. Raising,
-    returning false or taking too long is a failure."""
+    """A method without arguments that is called on the worker's own object, and on each role's object that
+    has such a method. The check fails if the method raises, returns false or takes too long."""
 
     method: MethodName = "check_health"
     period_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     failures: Annotated[
-        int, Field(ge=1, le=100, description="So many in a row end the worker, which is then restarted.")
+        int, Field(ge=1, le=100, description="After this many failures in a row the worker is restarted.")
     ] = 3
 
 
@@ -67,36 +67,38 @@ class ScaleBy(Body):
     by: Annotated[
         Literal["calls", "cpu", "signal"],
         Field(
-            description="`calls`: under way and waiting; `cpu`: per cent of one core; `signal`: the number "
-            "that was last posted to `/worker-sets/{id}/signal`."
+            description="`calls`: the number of calls under way and waiting; `cpu`: the CPU use in per cent "
+            "of one core; `signal`: the number that was last posted to `/worker-sets/{id}/signal`."
         ),
     ]
-    target: Annotated[float, Field(gt=0, le=1e9, description="How much of it one worker is to have.")]
+    target: Annotated[
+        float, Field(gt=0, le=1e9, description="The part of this value that each worker should have.")
+    ]
     down_after_seconds: Annotated[
-        float, Field(ge=0, le=86_400, description="Fewer only after less was enough for so long.")
+        float, Field(ge=0, le=86_400, description="Remove workers only after fewer were enough for so long.")
     ] = 60.0
 
 
 class ColocatedRole(Role):
-    """Another class whose object shares the process of each worker. The worker gets the maximum of what the
-    roles need, not the sum."""
+    """Another class, whose object shares the process of each worker. The worker asks for the maximum of what
+    its roles need, not for the sum."""
 
     run: Entrypoint
     profile: ProfileName = ""
 
 
 class SubmitWorkerSet(SubmitTask):
-    """A class, or a function that makes an object, and what each worker needs. Every worker makes its own
-    object once; calls name a method of it."""
+    """A set of workers: the class, or the function, that makes each worker's object, and what each worker
+    needs. Every worker makes its own object once; a call names a method of this object."""
 
     count: Annotated[int, Field(ge=0, le=MAX_WORKERS, description="How many workers are wanted.")] = 1
-    min_count: Annotated[int | None, Field(ge=0, le=MAX_WORKERS, description="Left out: `count`.")] = None
+    min_count: Annotated[int | None, Field(ge=0, le=MAX_WORKERS, description="Default: `count`.")] = None
     max_count: Annotated[
         int | None,
         Field(
             ge=1,
             le=MAX_WORKERS,
-            description="Left out: `count`. The set gets so many places now, and never more.",
+            description="Default: `count`. The set can never have more workers than this.",
         ),
     ] = None
     scale: ScaleBy | None = None
@@ -111,19 +113,23 @@ class SubmitWorkerSet(SubmitTask):
     ] = 3600.0
     max_restarts: Annotated[
         int | None,
-        Field(ge=0, le=UNLIMITED_RESTARTS, description="Of one worker, after failures; null: no limit."),
+        Field(
+            ge=0,
+            le=UNLIMITED_RESTARTS,
+            description="Most restarts of one worker after failures; null: no limit.",
+        ),
     ] = None
     max_concurrency: Annotated[
         int | None,
         Field(
             ge=1,
-            le=MOST_AT_ONCE,
-            description="How many calls a worker answers at once. Left out: the profile's, or 1.",
+            le=MOST_CONCURRENT_CALLS,
+            description="How many calls a worker runs at once. Default: that of the profile, or 1.",
         ),
     ] = None
     colocate_with: Annotated[
         dict[MethodName, ColocatedRole],
-        Field(max_length=16, description="Further roles in the same process; a call names one."),
+        Field(max_length=16, description="Further roles in the same process, by name; a call may name one."),
     ] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -131,10 +137,11 @@ class SubmitWorkerSet(SubmitTask):
         least, most = self.bounds
         if not least <= self.count <= most or most == 0:
             text = (
-                "min_count {least}, count {count} and max_count {most} must rise, and max_count be 1 or more"
+                "min_count {least} must not exceed count {count}, count must not exceed max_count {most}, "
+                "and max_count must be 1 or more"
             )
-            about = {"least": least, "count": self.count, "most": most}
-            raise PydanticCustomError("contradiction", text, about)
+            values = {"least": least, "count": self.count, "most": most}
+            raise PydanticCustomError("contradiction", text, values)
         if self.scale is not None and self.scale.by != "signal" and least == 0:
             raise PydanticCustomError("contradiction", NEEDS_ONE)
         return self
@@ -145,7 +152,7 @@ class SubmitWorkerSet(SubmitTask):
 
 
 def check_worker(body: SubmitWorkerSet) -> None:
-    """Refuse what a worker of a set cannot have. Raises Problem."""
+    """Refuse fields of tasks that a worker of a set cannot have. Raises Problem."""
     faults = []
     if isinstance(body.run, Command):
         detail = "a program has no methods to call; name a class (entrypoint), or pickle one (function)"
@@ -154,20 +161,20 @@ def check_worker(body: SubmitWorkerSet) -> None:
         detail = "a worker has one process; leave bundles out, and set count"
         faults.append(Fault(pointer="/resources/bundles", detail=detail, code="no-gang"))
     if body.max_retries is not None:
-        detail = "workers are restarted; set max_restarts"
+        detail = "a worker set restarts its workers; leave max_retries out, and set max_restarts"
         faults.append(Fault(pointer="/max_retries", detail=detail, code="max-restarts"))
     if body.retry_on is not None:
-        detail = "workers are restarted whatever ended them; leave retry_on out, and set max_restarts"
+        detail = "workers are restarted after any failure; leave retry_on out, and set max_restarts"
         faults.append(Fault(pointer="/retry_on", detail=detail, code="max-restarts"))
-    for field in _ENDS:
+    for field in _END_FIELDS:
         if getattr(body, field) is not None:
             detail = f"a worker stays until its set is ended; leave {field} out"
             faults.append(Fault(pointer=f"/{field}", detail=detail, code="no-end"))
     if body.colocate_with and body.resources.roles:
-        detail = "colocate_with names the roles; give the sizes of the set's own role in resources"
+        detail = "colocate_with has the roles; give the set's own sizes in resources, without roles"
         faults.append(Fault(pointer="/resources/roles", detail=detail, code="contradiction"))
     if body.held:
-        detail = "workers that are not wanted are held by the service; set count to 0"
+        detail = "a worker set cannot be held; leave held out, and set count to 0 to start no workers"
         faults.append(Fault(pointer="/held", detail=detail, code="count"))
     if WORKER_SET_LABEL in body.labels:
         detail = f"the service sets the label {WORKER_SET_LABEL}; choose another name"
@@ -194,23 +201,24 @@ def check_roles(body: SubmitWorkerSet, identity: Identity, policy: AdmissionPoli
 
 
 def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
-    """Return the body with the roles of its process, so that it asks for the maximum of each size."""
+    """Return the body with its own role and those of `colocate_with` as the roles in its resources, so that
+    each worker asks for the maximum of each size."""
     if not body.colocate_with:
         return body
-    own_resources = body.resources.model_dump(include={*_SIZES, "custom"})
+    own_resources = body.resources.model_dump(include={*_SIZE_FIELDS, "custom"})
     if own_resources["gpu_mb"] is not None and not isinstance(own_resources["gpu_mb"], int):
-        detail = "a size cannot be learned for several roles together; give MiB"
+        detail = "a size cannot be learned for several roles together; give gpu_mb in MiB"
         raise invalid(Fault(pointer="/resources/gpu_mb", detail=detail, code="contradiction"))
     roles = {OWN_ROLE: _sized(own_resources, defaults.named(body.model_type, body.profile))}
     for name, role in body.colocate_with.items():
-        given = role.model_dump(include={*_SIZES, "custom"})
+        given = role.model_dump(include={*_SIZE_FIELDS, "custom"})
         roles[name] = _sized(given, defaults.named("", role.profile))
-    rest = dict.fromkeys(_SIZES) | {"custom": {}, "roles": roles}
+    rest = dict.fromkeys(_SIZE_FIELDS) | {"custom": {}, "roles": roles}
     return body.model_copy(update={"resources": body.resources.model_copy(update=rest)})
 
 
 def _sized(given: dict[str, Any], usual: NamedDefaults) -> Role:
-    """Return the role, with the sizes of its profile where it has none."""
+    """Return the role of these sizes. Sizes that it does not state are those of its profile, `usual`."""
     mentions_gpus = any(given[name] is not None for name in ("gpus", "gpu_mb", "gpu_fraction"))
     if not mentions_gpus:
         gpu_mb = usual.gpu_mb if isinstance(usual.gpu_mb, int) else None
@@ -226,13 +234,13 @@ async def new_worker_set(
     worker: Submission,
     named: Mapping[str, str],
 ) -> BatchSubmission:
-    """Admit the workers. `named`: id by place of the objects that they open. All tasks are held until the
-    leader has the row of the set. Raises Problem."""
+    """Admit the workers and return what is stored of them. `named`: place in the run -> id of the object that
+    is opened there. All tasks are held until the leader has formed the set. Raises Problem."""
     least, most = body.bounds
     now = submissions.clock.now()
     ids = submissions.ids.tasks(now, most)
     usual = submissions.defaults.named(body.model_type, body.profile).max_concurrency
-    concurrency = min(first(body.max_concurrency, usual, 1), MOST_AT_ONCE)
+    concurrency = min(first(body.max_concurrency, usual, 1), MOST_CONCURRENT_CALLS)
     workers = WorkerSet(
         id=ids[0],
         tenant=worker.tenant,
@@ -246,16 +254,17 @@ async def new_worker_set(
         scaling=None if body.scale is None else Scaling(**body.scale.model_dump()),
     )
     new = await submissions.admitted(identity, _seat(body, worker, workers), named=named, id=ids[0])
-    stored = await submissions.with_object(new)
-    tasks = [stored, *(like(stored, id, stored.spec) for id in ids[1:])]
+    first_task = await submissions.with_object(new)
+    tasks = [first_task, *(like(first_task, id, first_task.spec) for id in ids[1:])]
     fields = to_builtins(workers)
     form = Request(submissions.ids.request(now), workers.id, worker.tenant, "form", fields, Instant(now))
-    kept = json.dumps({"worker_set": fields, "objects": sorted(set(named.values()))})
-    return BatchSubmission(tasks, answer=kept, requests=[form])
+    answer = json.dumps({"worker_set": fields, "objects": sorted(set(named.values()))})
+    return BatchSubmission(tasks, answer=answer, requests=[form])
 
 
 def _seat(body: SubmitWorkerSet, worker: Submission, workers: WorkerSet) -> Submission:
-    """Return what each worker of the set is. Raises Problem if its process could not be told of its roles."""
+    """Return the submission of each worker of the set. Raises Problem if its roles are too long for the
+    environment variable that passes them to its process."""
     seat = SeatTerms(
         id=workers.id,
         max_concurrency=workers.max_concurrency,

@@ -100,7 +100,7 @@ BUSY = Answer(message="the node's agent is busy with another look at its disks; 
 
 class DiskCleaner:
     def __init__(self, folder: Path, report: Callable[[Report], None]) -> None:
-        """`folder`: where the agent keeps its records."""
+        """`folder`: the folder in which the agent keeps its records."""
         self._folder = folder
         self._report = report
         self._thread = ThreadPoolExecutor(1, "disk guard")

@@ -154,7 +154,8 @@ def _given(answer: "asyncio.Future[Answer] | None") -> Answer:
 
 
 def room_of(path: str) -> tuple[int, int]:
-    """Bytes in total, and free ones, as `df` has them: without what is reserved for root or by a quota."""
+    """Return the total and the free bytes of a file system, as `df` shows them: without bytes that are
+    reserved for root or by a quota."""
     found = os.statvfs(path)
     used, free = found.f_blocks - found.f_bfree, found.f_bavail
     total_bytes, free_bytes = (used + free) * found.f_frsize, free * found.f_frsize
@@ -162,7 +163,7 @@ def room_of(path: str) -> tuple[int, int]:
 
 
 def room_and_device_of(path: str) -> tuple[int, int, int]:
-    """The same, and the number of the file system."""
+    """Return the total and the free bytes of a file system, as `room_of` does, and its device number."""
     return *room_of(path), os.stat(path).st_dev
 
 

@@ -250,7 +250,9 @@ class NodeAgent:
             case ("world" | "resized" | "items" | "part" as what, task, fence, rank, *values) if not is_over:
                 runs.pass_on(what, RunKey(task, fence, rank), *values)
             case ("object", task, fence, rank, *answer) if not is_over:
-                runs.objects.take(RunKey(task, fence, rank), *answer)
+                runs.take_object(RunKey(task, fence, rank), *answer)
+            case ("output", task, fence, rank, id, stored_bytes, over) if not is_over:
+                runs.directories.outputs.answer(RunKey(task, fence, rank), id, stored_bytes, is_over=over)
             case ("watch", task, fence, rank, pid, leases) if not is_over:
                 runs.external.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not is_over:
@@ -304,7 +306,12 @@ class NodeAgent:
         if samples is not None:
             self.report(("sampled", time.time(), samples))
         self.report(self._described(runs))
-        for reports in (runs.table.all_reports(), runs.external.all_reports(), runs.objects.questions()):
+        for reports in (
+            runs.table.all_reports(),
+            runs.external.all_reports(),
+            runs.objects.questions(),
+            runs.directories.questions(),
+        ):
             for report in reports:
                 self.report(report)
         for task in self._telling:

@@ -273,7 +273,8 @@ class RunLogs:
     a log when its run has ended."""
 
     def __init__(self, files: RunFiles, limit_bytes: int) -> None:
-        """`limit_bytes`: of each stream of a run only the first and the last half of it are told."""
+        """`limit_bytes`: the most bytes that are reported of one stream of a run. Of a longer stream, the
+        first and the last bytes are reported, each half of the limit."""
         self._files = files
         self._half_bytes = limit_bytes // 2
 

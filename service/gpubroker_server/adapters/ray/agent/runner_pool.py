@@ -37,11 +37,13 @@ AGENT_CALLS = 1_000
 OBJECT_CACHE_SHARE = 0.5
 """The share of Ray's object store on a node that keeps objects for later runs."""
 START_SECONDS = 60.0
-"""After so long, a start is given up if no process that is starting makes any progress: it is killed and
-another is started. While one does, as on a busy machine, killing it would only add to the load."""
+"""After this time, a start is given up if no starting process makes any progress: the process is killed and
+another one is started. While a process makes progress, as on a busy machine, killing it would only add to the
+load."""
 LONGEST_START_SECONDS = 900.0
 STARTING_NAMES = ("python", "ray::IDLE", "ray::Runner.__i")
-"""How the kernel's names of Ray's workers begin until they answer; it keeps 15 characters."""
+"""The beginnings of the names that the kernel has of Ray's workers until they answer. The kernel keeps 15
+characters of a name."""
 
 
 class RayRunners:

@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 import contextlib
+import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from gpubroker.runtime.messages import (
     RunOrder,
     RunOutcome,
     ended,
+    failed,
     is_report,
     is_unproven_end,
 )
@@ -26,6 +28,7 @@ from gpubroker.runtime.output import tail_of_files
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
 from gpubroker_server.adapters.ray.agent.memory_cgroups import MemoryCgroups
+from gpubroker_server.adapters.ray.agent.run_directories import RunDirectories
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunLogs, RunRecord
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
 from gpubroker_server.adapters.ray.agent.runner_process import (
@@ -38,7 +41,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     own_start,
     retry_until_done,
 )
-from gpubroker_server.adapters.ray.agent.shared_objects import SharedObjects
+from gpubroker_server.adapters.ray.agent.shared_objects import Failed, SharedObjects
 from gpubroker_server.adapters.ray.agent.stacks import tell_stack
 from gpubroker_server.adapters.ray.agent.takeover import take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -83,7 +86,9 @@ class NodeRuns:
         hooks = self._on_report, self._on_end, self._on_ready
         self.pool = RunnerPool(config, runners, *hooks, lambda: sum(not run.shared for run in self._waiting))
         give = partial(self.pass_on, "object")
-        self.objects = SharedObjects(runners.object_cache_bytes, runners.share, self._report, give)
+        share = partial(_share, runners)
+        self.objects = SharedObjects(runners.object_cache_bytes, share, self._report, give)
+        self.directories = RunDirectories(config, self._report, self._on_directory, self._do)
         about = self._files, config.instance, runners.node
         self.external = ExternalProcesses(*about, self._runner_pids, self._report, self.measure, self._do)
 
@@ -91,7 +96,7 @@ class NodeRuns:
     def has_unrecorded_state(self) -> bool:
         """A later agent would report a run that waits for a process as never begun, and would not learn how
         runs have ended until their ends are durable elsewhere."""
-        return bool(self._waiting) or self.table.keeps_outcomes
+        return bool(self._waiting) or self.table.keeps_outcomes or self.directories.is_preparing
 
     def _runner_pids(self) -> list[int]:
         """Return the processes that runs are in, or will be."""
@@ -123,6 +128,24 @@ class NodeRuns:
         small = shareable and not order.barrier and self._config.warm_runners > 0
         run = AgentRun(order, shared=small and not self.table.is_suspect(order.task))
         self.table.runs[order.key] = run
+        if order.upload:
+            self.directories.prepare(order)
+        else:
+            if order.outputs:
+                self.directories.expect(order)
+            self._place_or_wait(run)
+
+    def _on_directory(self, key: RunKey, directory: str, failure: Failed | None) -> None:
+        """The copy of its upload is there, or cannot be made."""
+        run = self.table.runs[key]
+        if failure is not None:
+            self._end(run, ended(key, failed(*failure), b""))
+            self._report_gone(run, "never_started")
+            return
+        run.order = dataclasses.replace(run.order, working_directory=directory)
+        self._place_or_wait(run)
+
+    def _place_or_wait(self, run: AgentRun) -> None:
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
             self.pool.refill()
@@ -143,6 +166,8 @@ class NodeRuns:
             self._stop_unknown(key)
         elif run in self._waiting:
             self._waiting.remove(run)
+            self._cancel_start(run)
+        elif self.directories.prepares(key):
             self._cancel_start(run)
         elif run.process is not None and not run.has_ended:
             if grace_seconds > 0:
@@ -166,6 +191,11 @@ class NodeRuns:
     def tell_stack(self, key: RunKey, request: str) -> None:
         tell = partial(tell_stack, self.table.runs.get(key), key, request, self._report)
         self._do(f"reading the stacks of run {key}", tell)
+
+    def take_object(self, key: RunKey, *answer: Any) -> None:
+        """The leader's answer about an object that a run opens, or works in."""
+        self.objects.take(key, *answer)
+        self.directories.objects.take(key, *answer)
 
     def forget(self, key: RunKey) -> None:
         self.external.forget(key)
@@ -192,6 +222,7 @@ class NodeRuns:
         for runner in took.blank:
             self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
         self._files.remove_outdated()
+        await self.directories.adopt(self.table.runs.keys())
         self.pool.refill()
 
     async def enforce_memory_limit(self) -> None:
@@ -210,6 +241,7 @@ class NodeRuns:
         runs = list(self.table.runs.values())
         await asyncio.gather(*(retry_until_done(job, partial(self._clear_away, run)) for run in runs))
         self._files.remove_all()
+        await asyncio.to_thread(self.directories.remove_all)
 
     def _on_ready(self) -> None:
         for run in list(self._waiting):
@@ -330,6 +362,7 @@ class NodeRuns:
     def _cancel_start(self, run: AgentRun) -> None:
         self._end(run, ended(run.key, NEVER_STARTED, b""))
         self._report_gone(run, "never_started")
+        self.directories.drop(run.key)
 
     def _end(self, run: AgentRun, report: Report) -> None:
         if run.kill is not None:
@@ -337,6 +370,7 @@ class NodeRuns:
         run.reports["ended"] = report
         run.reports.pop("part", None)
         self.objects.leave(run.key)
+        self.directories.leave(run.key)
         self._report(report)
 
     def _lost(self, run: AgentRun, process: RunnerProcess) -> Report:
@@ -362,6 +396,7 @@ class NodeRuns:
             await asyncio.to_thread(remove_reports_of, self._config.instance, run.key)
             leased = [uuid for uuid, _mb in run.order.leases]
             self._report_gone(run, proof, await self.measure(leased) if leased else ())
+        self.directories.end(run.key)
         self._files.remove_record(run.key)
         self._cgroups.release(run.key)
 
@@ -400,6 +435,7 @@ class NodeRuns:
         await self._kill_leftovers(run.key)
         await asyncio.to_thread(remove_reports_of, self._config.instance, run.key)
         self._report_gone(run, "process_absent", await self.measure())
+        self.directories.end(run.key)
 
     def _report(self, report: Report) -> None:
         self._report_within(report, AT_ONCE)
@@ -409,3 +445,7 @@ class NodeRuns:
         task = asyncio.create_task(retry_until_done(job, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
+
+
+def _share(runners: RayRunners, _tenant: str, _id: str, data: bytearray) -> Any:
+    return runners.share(data)

@@ -54,12 +54,13 @@ class SharedObjects:
     def __init__(
         self,
         cache_bytes: int,
-        store: Callable[[bytearray], Any],
+        store: Callable[[str, str, bytearray], Any],
         report: Callable[[Report], None],
         give: Answer,
     ) -> None:
-        """`cache_bytes`: the most that is kept here for later runs. `store`: puts bytes where the runs of the
-        node read them, for as long as anything refers to them; may block, and raise."""
+        """`cache_bytes`: the most that is kept here for later runs. `store`: puts the bytes of a tenant's
+        object where the runs of the node read them, for as long as anything refers to them; may block, and
+        raise."""
         self._cache_bytes = cache_bytes
         self._store = store
         self._report = report
@@ -140,7 +141,7 @@ class SharedObjects:
 
     async def _keep(self, tenant: str, id: str, opening: _Opening) -> None:
         try:
-            found, shared = await asyncio.to_thread(self._checked_and_stored, opening.data)
+            found, shared = await asyncio.to_thread(self._checked_and_stored, tenant, id, opening.data)
         except Exception as fault:
             log.exception("an object cannot be kept for the runs of this node")
             message = f"object {id} cannot be kept on this node: {fault}"
@@ -153,8 +154,9 @@ class SharedObjects:
         opening.kept = Kept(shared, len(opening.data))
         self._finish(tenant, id, opening)
 
-    def _checked_and_stored(self, data: bytearray) -> tuple[str, Any]:
-        return hashlib.sha256(data).hexdigest(), self._store(data)
+    def _checked_and_stored(self, tenant: str, id: str, data: bytearray) -> tuple[str, Any]:
+        digest = hashlib.sha256(data).hexdigest()
+        return digest, self._store(tenant, id, data) if digest == id else None
 
     def _finish(self, tenant: str, id: str, opening: _Opening, failure: Failed | None = None) -> None:
         del self._openings[tenant, id]

@@ -28,7 +28,7 @@ _MARK = re.compile(r"(.+?):(\d+)(?::(\d+))?")
 
 
 class TakenOver(NamedTuple):
-    """What an earlier agent left, all of it entered in the table by now."""
+    """The runs and processes that an earlier agent left. All of them are in the table of runs by now."""
 
     processes: list[RunnerProcess]
     """The processes that can still be talked to."""

@@ -73,7 +73,7 @@ def run_cluster(data_dir: Path, layout: ClusterLayout, tell: Tell) -> str:
 
 
 def add_worker(data_dir: Path, name: str) -> Mapping[str, Any]:
-    """Returns when its node runs. Raises ClusterRefused."""
+    """Add a worker node, and return once the node runs. Raises ClusterRefused."""
     answer = _ask(data_dir, name, "add-worker")
     if "refused" in answer:
         raise ClusterRefused(answer["refused"])
@@ -86,7 +86,7 @@ def status(data_dir: Path, name: str) -> Mapping[str, Any]:
 
 
 def stop_cluster(data_dir: Path, name: str) -> None:
-    """Returns when nothing of it is left. Raises ClusterRefused."""
+    """Stop the cluster, and return once none of its processes is left. Raises ClusterRefused."""
     folder = cluster_folder(data_dir, name)
     if read_state(folder) is None:
         raise ClusterRefused(_not_running(data_dir, name))

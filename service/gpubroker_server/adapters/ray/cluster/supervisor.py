@@ -38,7 +38,7 @@ LOOK_SECONDS = 60.0
 STARTS = 3
 """A node is given up after so many starts."""
 PAUSE_SECONDS = 5.0
-"""After the first one; then twice as long."""
+"""The pause after the first failed start of a node. It doubles with each further one."""
 MOST_SAID = 2000
 REQUEST_SECONDS = 5.0
 """A client that has connected says what it wants within this time."""

@@ -17,13 +17,12 @@ from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
     GUARDS_DISKS,
-    KNOWS_ARRAYS_AND_OBJECTS,
     MEASURE,
     TELLS_LOGS,
     OrderWriter,
     disk_order,
+    least_form_for,
     log_order,
-    needs_a_later_agent,
     object_order,
     pack,
     run_of,
@@ -293,11 +292,12 @@ class RayExecutor:
     def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
         """Return True for a start that may be sent, and note it; answer one that may not."""
         run = order.task, order.fence, order.rank
-        is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
         reason = ""
-        if is_earlier and needs_a_later_agent(payload):
-            reason = "the agent is of a release without arrays, objects and worker sets"
+        if 0 < self._agents.protocol(order.node) < least_form_for(payload):
+            reason = (
+                "the agent is of a release that would run this wrong (arrays, objects, worker sets, uploads)"
+            )
         elif self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
             reason = "too much is on its way to the agents"
         if reason:

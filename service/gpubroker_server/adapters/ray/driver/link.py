@@ -161,7 +161,7 @@ class DriverKeeper:
         self._keeping: asyncio.Task[None] | None = None
         self._finding: asyncio.Future[HeadState] | None = None
         self._failed_starts = 0
-        """Of local heads, in a row."""
+        """The number of starts of a local head that failed in a row."""
 
     @property
     def has_driver(self) -> bool:

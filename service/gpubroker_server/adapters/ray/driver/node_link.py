@@ -28,10 +28,11 @@ log = structlog.get_logger("gpubroker.driver")
 
 POLL_SECONDS = 20.0
 ANSWER_SECONDS = 20.0
-"""An answer may be so much later than asked for. An agent that hangs is replaced; its runs go on."""
+"""An agent is replaced if its answer comes later than this after the time that was asked for. Its runs go
+on."""
 ANNOUNCE_SECONDS = 60.0
-"""For an agent to start, to find what an earlier one left, and to answer. After one that was replaced for its
-silence, the next one gets twice as long: on a busy machine it may only be slow."""
+"""The time that an agent gets to start, to find what an earlier one left, and to answer. After an agent that
+was replaced for its silence, the next one gets twice as long: on a busy machine it may only be slow."""
 LONGEST_ANNOUNCE_SECONDS = 960.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
@@ -46,7 +47,8 @@ class ReportListener(Protocol):
     async def send(self, *parts: Any) -> None: ...
 
     async def send_reports(self, packed: bytes, asked_at: float, term: int) -> None:
-        """`asked_at`: in `boot_seconds`, when the agent was polled; `term`: for which leader."""
+        """`asked_at`: the time at which the agent was polled, in `boot_seconds`. `term`: the term of the
+        leader for which it was polled."""
 
     async def room(self) -> None:
         """Return when there is room for more reports."""

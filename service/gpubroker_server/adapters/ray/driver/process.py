@@ -254,7 +254,8 @@ class Driver:
         await self.send("left")
 
     async def _nodes(self) -> list[dict[str, Any]]:
-        """Waits for Ray's control service as long as Ray does, and reports that."""
+        """Return Ray's nodes. Wait for Ray's control service as long as Ray does, and report it if it does
+        not answer."""
         asking = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
         if not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
             log.warning("Ray's head does not answer", fault=self._opening.address)

@@ -37,7 +37,7 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, device_key
-from gpubroker_server.ports.task_objects import ObjectPart, ObjectQuestion, ObjectWanted
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectQuestion, ObjectWanted, OutputPart
 
 log = structlog.get_logger("gpubroker.ray")
 
@@ -299,6 +299,10 @@ _form(
 _form(RunForm, "stack", Stacked, request=Name, stack=Text, message=Text)
 _form(RunForm, "wanted", ObjectWanted, object=Name, first_byte=Position)
 _form(RunForm, "part", ObjectPart, object=Name, size_bytes=Position, first_byte=Position, data=bytes)
+_form(
+    RunForm, "output", OutputPart, object=Name, size_bytes=Position, first_byte=Position, data=bytes,
+    files=Count, message=Text, node=Name,
+)  # fmt: skip
 _form(
     RunForm, "logged", Logged, stream=Literal["stdout", "stderr"], first_byte=Position, data=bytes,
     is_final=bool,

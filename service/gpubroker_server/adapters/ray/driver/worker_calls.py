@@ -31,7 +31,8 @@ class RayWorkerCalls:
     """The service's side of calls, over a driver that may be lost and replaced."""
 
     def __init__(self, send: Callable[..., None], room: Callable[[], Awaitable[None]]) -> None:
-        """`send`: to the driver, once there is one; `room`: back when not much is on its way there."""
+        """`send`: sends to the driver, once there is one. `room`: returns when not much is on its way to the
+        driver."""
         self._send = send
         self._room = room
         self._sending = asyncio.Lock()

@@ -40,7 +40,8 @@ from gpubroker_server.adapters.ray.processes import (
 log = logging.getLogger("gpubroker.ray")
 
 START_SECONDS = 180.0
-"""On a busy machine a head needs more than a minute. It is given up at once if a vital process ends."""
+"""The longest time that a head may take to start; on a busy machine it needs more than a minute. It is given
+up at once if a vital process ends."""
 STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
@@ -82,7 +83,7 @@ _PATIENT: Final = {
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_raylet_start_wait_time_s": "120",
 }
-"""For the processes of a Ray that this software starts."""
+"""Environment variables for the processes of a Ray that this software starts."""
 
 ON_LOOPBACK: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1: without it Ray puts the machine's outward address in its place."""

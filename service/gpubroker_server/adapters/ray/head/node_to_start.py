@@ -24,7 +24,7 @@ class NodeToStart(Struct, frozen=True):
     gpus: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    """For its processes, besides what they inherit."""
+    """Environment variables for the node's processes, besides those that they inherit."""
     chooses_ports: bool = False
     """Give the agents of the node their ports, so that the raylet waits for none of them. It ends if one has
     not written its port within 15 s, which on a busy machine is not enough to load an agent."""

@@ -55,7 +55,7 @@ LOST_IDLE_SECONDS = 5.0
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 MOST_LINES, MOST_LINE = 12, 300
 _FAULT = re.compile(r"\) [\w.]+:\d+: {1,2}(?=.*(?:Check failed|Timed out|Failed|failed))")
-"""What stands before the text of an error in the logs of Ray's C++ processes."""
+"""The prefix of an error's text in the logs of Ray's C++ processes."""
 _FRAME = re.compile(r"^/\S+\(.*\) \[0x|^\*{3} ")
 AGENT = "ray::NodeAgent"
 """The beginning of the name of an agent's process."""

@@ -1,5 +1,5 @@
-"""What takes nothing, or starts nothing: closed and silent nodes, paused queues, memory in quarantine, and
-quotas that leave memory unused."""
+"""Findings about parts of the fleet that take no tasks: closed and silent nodes, paused queues, memory in
+quarantine, and quotas that leave memory unused."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -68,9 +68,9 @@ class FleetKnown(NamedTuple):
     late: Mapping[NodeName, Instant] = {}
     """Nodes whose agents miss heartbeats, and when they were last heard."""
     held_back: HeldBack | None = None
-    """The silent nodes that the leader does not give up ..."""
+    """The silent nodes that the leader does not give up."""
     held_back_since: Instant | None = None
-    """... and since when."""
+    """The time since which the leader has not given up these nodes."""
     quota_locks: Sequence[QuotaLock] = ()
     database_log: LogGrowth | None = None
     led_until: Instant | None = None

@@ -1,4 +1,4 @@
-"""The parts of the service that do not answer."""
+"""Findings about parts of the service that do not answer or do not work."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -9,26 +9,27 @@ from gpubroker_server.core.control.findings.finding import Finding, critical, wa
 from gpubroker_server.core.control.log_growth import LogGrowth
 from gpubroker_server.core.domain.units import MIB_BYTES, Instant, in_gib
 
-_WORKS = frozenset({"connected", "standby", "unknown"})
-"""States of an executor in which nothing is known to be wrong."""
+_FAULTLESS_STATES = frozenset({"connected", "standby", "unknown"})
+"""The states of an executor in which nothing is known to be wrong with it."""
 
 
 class ServerWay(NamedTuple):
-    """One way to a model server."""
+    """A protocol over which the service cannot use a model server, and why."""
 
     server: str
     protocol: str
     fault: str
     is_only_way: bool
-    """Requests cannot reach the server by another one."""
+    """True if requests cannot reach the server over another protocol."""
     since: Instant | None = None
 
 
 def unreachable_ray(executor: Mapping[str, Any]) -> Iterator[Finding]:
-    """`executor`: as `Executor.status` says it."""
+    """Yield a finding if the service cannot reach Ray. `executor`: the mapping that `Executor.status`
+    returns."""
     state, address = str(executor.get("state", "unknown")), str(executor.get("address") or "")
     fault = str(executor.get("head_fault") or "")
-    if fault or state not in _WORKS:
+    if fault or state not in _FAULTLESS_STATES:
         cause = f"Nothing starts: {fault or executor.get('message') or state}."
         remedy = "ray status --address " + address if address else "gpubroker stats; ray-head.log in data_dir"
         evidence = {"state": "no-head" if fault else state}
@@ -45,7 +46,8 @@ def unreachable_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
 
 
 def unauthorized_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
-    """`fault`: how the server refused the service's credentials."""
+    """Yield a finding for each server that refuses the service's own credentials. The `fault` of a way is the
+    server's refusal."""
     for way in ways:
         cause = f"Model server {way.server} refuses the service itself over {way.protocol}: {way.fault}."
         remedy = "set token_file or headers of that server in triton.servers, and start the service again"
@@ -61,17 +63,18 @@ def no_leader(has_leader: bool, led_until: Instant | None) -> Iterator[Finding]:
 
 def unreachable_database(age_seconds: float, is_stale: bool, now: Instant) -> Iterator[Finding]:
     if is_stale:
-        cause = "The process has not heard from the database for too long; all that is said here is old."
+        cause = "This process has not heard from the database for too long; all that it reports is old."
         remedy = "start the database, or correct database_url; /readyz says which part does not answer"
         evidence = {"age_seconds": round(age_seconds, 1)}
         found = critical("database-unreachable", "database", cause, remedy, evidence)
         yield replace(found, first_seen=Instant(now - age_seconds))
 
 
-def full_service_disk(disk_full: str) -> Iterator[Finding]:
-    """Yield a finding if the disk of the process that answers is full."""
-    if disk_full:
-        cause = f"Nothing is accepted: {disk_full}."
+def full_service_disk(fault: str) -> Iterator[Finding]:
+    """Yield a finding if the disk of the process that answers is full. `fault` says which one; empty if it is
+    not full."""
+    if fault:
+        cause = f"Nothing is accepted: {fault}."
         remedy = "make room there: df -h"
         yield critical("service-disk-full", "service", cause, remedy)
 
@@ -81,7 +84,7 @@ def growing_database_log(log: LogGrowth | None, now: Instant) -> Iterator[Findin
         size, grown = (in_gib(count // MIB_BYTES) for count in (log.size_bytes, log.grown_bytes))
         cause = (
             f"The write-ahead log of the database has {size}, {grown} more than when it was last shortened: "
-            "something keeps it."
+            "something keeps the database from shortening it."
         )
         remedy = (
             "SQLite: end what reads the file (lsof on it, such as a backup that hangs). PostgreSQL: SELECT "

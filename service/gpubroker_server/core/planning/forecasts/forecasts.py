@@ -83,7 +83,7 @@ class _Forecasting:
         before: Iterable[Forecast] = (),
         nodes: Iterable[NodeName] | None = None,
     ) -> None:
-        """`before`: the previous forecasts. `nodes`: no others."""
+        """`before`: the previous forecasts. `nodes`: the only nodes that are considered; None: all."""
         self._stood = {f.task: frozenset(place.node for place in f.places) for f in before}
         self._world = draft.world
         self._policy = policy

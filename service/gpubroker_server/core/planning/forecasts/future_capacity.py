@@ -111,7 +111,7 @@ class ExpectedEnds:
         return self._guessed(run, 0.0 if known is None else known.quantile(1.0) or 0.0, at)
 
     def _guessed(self, run: Task, known_seconds: float, at: Instant) -> ExpectedEnd:
-        """`known_seconds`: its longest known run time; 0 if unknown."""
+        """`known_seconds`: the task's longest known run time; 0 if unknown."""
         elapsed = 0.0 if run.started_at is None else at - run.started_at
         guess = max(LEAST_GUESS_SECONDS, elapsed - known_seconds)
         return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
@@ -150,7 +150,7 @@ class CapacityProfile(Struct, frozen=True):
     devices: dict[DeviceKey, list[tuple[float, int]]]
     """Usable device -> (instant, free MiB from then on), by time."""
     room: list[tuple[float, NodeHeadroom]]
-    """The same for CPU, host memory, run slots and custom resources."""
+    """(instant, free CPU, host memory, run slots and custom resources from then on), by time."""
 
     def mb(self, device: DeviceKey, at: float) -> int:
         steps = self.devices.get(device)

@@ -296,7 +296,8 @@ class Reservations:
         ]
 
     def off_limits(self, task: Task) -> frozenset[NodeName]:
-        """The same; every node with a reservation once the depth is reached."""
+        """Return the nodes that are closed to the task, as `nodes_closed_to` does; once the depth is reached,
+        return all nodes with a reservation."""
         return frozenset(self.on) if self.is_depth_reached else self.nodes_closed_to(task)
 
     def is_behind_all(self, task: Task) -> bool:

@@ -142,7 +142,7 @@ def _free_mb(ledger: DeviceLedger, task: Task) -> int:
 
 
 def empty_gang_nodes(nodes: Iterable[Node], devices: Iterable[Device]) -> list[GangNode]:
-    """All nodes, ready or not, as if nothing ran."""
+    """Return all nodes, ready or not, as if nothing ran on them."""
     devices_on: dict[NodeName, list[Device]] = {}
     for device in devices:
         devices_on.setdefault(device.node, []).append(device)

@@ -82,8 +82,8 @@ class _Search:
         return found and self._side_by_side(found)
 
     def _side_by_side(self, found: Gang) -> Gang:
-        """The same places, with equal ranks of a node ordered by device: an elastic gang gives back its last
-        ranks first, which then frees whole devices."""
+        """Return the same places with equal ranks of a node ordered by device. An elastic gang gives back its
+        last ranks first, and this order then frees whole devices."""
         interchangeable: dict[tuple[Demand, NodeName], list[int]] = {}
         for rank, place in enumerate(found):
             interchangeable.setdefault((self._parts[rank].demand, place.node), []).append(rank)

@@ -109,7 +109,7 @@ class Draft:
             yield from rank_tasks_on(self.task(name), node)
 
     def active(self) -> Iterator[Task]:
-        """All runs, those admitted in this draft included, in no order."""
+        """Return all runs, including those that were admitted in this draft, in no order."""
         return filter(lambda row: row.is_active, map(self.task, {*self.world.active, *self._tasks}))
 
     def kinds_for(self, node: NodeName, task: Task) -> set[str]:
@@ -132,7 +132,7 @@ class Draft:
         return room
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> NodeHeadroom:
-        """The same once every run under notice has left the node."""
+        """Return the headroom that the node will have once every run under notice has left it."""
         return self.headroom(node, priority=priority).with_room_of(*self._under_notice(node))
 
     def _under_notice(self, node: NodeName) -> Iterator[Task]:

@@ -36,7 +36,7 @@ class Room(Struct, frozen=True, dict=True):
     """One of the devices, if no demand can tell them apart."""
 
     def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: NodeHeadroom) -> "Room":
-        """The same devices with other amounts."""
+        """Return a room that has the same devices with other amounts."""
         return Room(devices, ceiling(devices), beside, self.device_class)
 
     @cached_property

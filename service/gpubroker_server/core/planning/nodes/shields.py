@@ -17,7 +17,7 @@ NOTHING = -1
 
 
 def preempts(task: Task, policy: Policy) -> bool:
-    """True if runs may be stopped for it."""
+    """True if runs may be stopped for the task."""
     return policy.preemption and stops_below(task) > NOTHING
 
 
@@ -30,7 +30,8 @@ def stops_below(task: Task) -> int:
 
 
 def victims_below(priority: int, *, with_gpus: bool) -> int:
-    """The same for any task of this priority."""
+    """Return the priority below which runs may be stopped for any task of this priority, like
+    `stops_below`."""
     if with_gpus or is_critical(priority):
         return priority
     return IDLE_TOP + 1 if priority > IDLE_TOP else NOTHING

@@ -213,7 +213,7 @@ def _targets(offer: Offer, task: Task) -> list[Target]:
 
 
 def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
-    """The best way to one device of this node for less than `below`."""
+    """Return the best way to one device of this node for less than `below`; None if there is none."""
     best: Option | None = None
     has_room = offer.room.fits(task)
     # A later way has to cost less, so of devices that cost the same the one with the newer rank comes first.
@@ -230,7 +230,8 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
 
 
 def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
-    """The same for several devices: exact for few candidates; above, device by device with fill-back."""
+    """Return the best way to several devices of this node for less than `below`. The search is exact for up
+    to EXACT_LIMIT candidates; with more it goes device by device, with fill-back."""
     targets = _targets(offer, task)
     if len(offer.found) <= EXACT_LIMIT:
         victims = cheapest(offer.found, _suffices(offer, task, targets), below)

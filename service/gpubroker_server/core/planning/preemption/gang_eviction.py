@@ -66,8 +66,9 @@ def choose_among(
     together: Together = tuple,
     gives_enough: Suffices | None = None,
 ) -> Eviction | RoomBeingFreed | None:
-    """The same among these offers. `together`: which victims may leave together; `gives_enough`: how many are
-    needed besides. A single task counts as a gang of one rank."""
+    """Choose among these offers the victims that make room for the task; a single task counts as a gang of
+    one rank. `together`: which victims may leave together; `gives_enough`: returns True if these victims free
+    enough of what the task needs besides places, such as its tenant's quota."""
     site = _Site(offers, draft, task, gives_enough)
     if (coming := site.places(())) is not None:
         return RoomBeingFreed(tuple(sorted({place.node for place in coming})))
@@ -122,7 +123,7 @@ class _Site:
         return place_ranks(self._task, self._task.demand.least_ranks or 1, gang_nodes)
 
     def _gang_nodes(self, nodes: Iterable[NodeName], removed: Iterable[Candidate]) -> list[GangNode]:
-        """These nodes once such victims have left."""
+        """Return these nodes as they are once the victims have left."""
         room = {node: self._offers[node].room for node in nodes}
         free = {
             node: {site.device.key: site.free_after_releases_mb for site in self._offers[node].sites}

@@ -43,8 +43,8 @@ def reclaim(
 def evict_within_borrower_rule(
     offers: Offers, task: Task, rule: BorrowerRule, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
-    """The same for a task that would borrow, by preempting runs of lower priority. No node has room being
-    released."""
+    """Return the cheapest way to make room for a task that would borrow, by preempting runs of lower priority
+    on these nodes; None if there is none. No node has room being released."""
     found = (offers.of(node, task) for node in sorted(nodes))
     return _cheapest_of(found, offers, task, now, rule.together)
 

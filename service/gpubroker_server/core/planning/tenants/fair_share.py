@@ -51,7 +51,7 @@ class FairShareLevels:
         return self._standings.get(tenant, TenantPosition()).claimed_mb
 
     def level(self, tenant: str, more_mb: int = 0) -> float:
-        """`more_mb`: claimed since."""
+        """`more_mb`: MiB that the tenant has claimed beyond `claimed_mb`."""
         standing = self._standings.get(tenant, TenantPosition())
         had = standing.used + (standing.claimed_mb + more_mb) / self._whole_mb
         return had * self._weights / self._policy.tenant(tenant).weight

@@ -79,7 +79,7 @@ class Guarantees:
         return self.reclaimable_by(task.tenant, task.demand, task.priority, task.id)
 
     def reclaimable_by(self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK) -> Surplus:
-        """The same for a task that is not named, or has no pledges."""
+        """Like `reclaimable`, for a task of these properties; NO_TASK is a task without pledges."""
         return self.surplus(tenant) if self._is_within_guarantee(tenant, demand, priority, task) else {}
 
     def borrower_rule_for(self, task: Task) -> BorrowerRule | None:
@@ -90,7 +90,7 @@ class Guarantees:
     def borrower_rule(
         self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK
     ) -> BorrowerRule | None:
-        """The same for a task that is not named, or has no pledges."""
+        """Like `borrower_rule_for`, for a task of these properties; NO_TASK is a task without pledges."""
         borrows = self._is_within_guarantee(tenant, demand, priority, task) is False
         if not (borrows and self._policy.tenant(tenant).cohort):
             return None
@@ -162,7 +162,7 @@ def within_surplus(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -
 
 
 def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
-    """MiB that these count against quotas."""
+    """Return the MiB that these runs count against quotas."""
     taken = _LeavingByTenant(draft, lambda *_: True)
     for candidate in gone:
         taken.takes(candidate.task, candidate.rank)
@@ -173,7 +173,7 @@ class _LeavingByTenant:
     """The losses of tenants as runs leave, one after the other; ranks of a gang leave before the gang."""
 
     def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:
-        """`may`: (tenant, MiB in all, largest single loss) -> whether it may lose that."""
+        """`may`: (tenant, MiB in all, largest single loss) -> True if the tenant may lose this."""
         self._draft = draft
         self._may = may
         self._alone: dict[TaskId, int] = {}

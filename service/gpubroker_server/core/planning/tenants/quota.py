@@ -34,11 +34,13 @@ class QuotaNeeds:
         self.known: dict[Demand, tuple[int, ...]] = {}
 
     def of(self, world: World, demand: Demand) -> int:
-        """MiB on the largest devices that it may use, so that no placement exceeds the quota."""
+        """Return the MiB that the demand needs on the largest devices that it may use, so that no placement
+        exceeds the quota."""
         return sum(self.of_each(world, demand)[: demand.least_ranks or 1])
 
     def of_each(self, world: World, demand: Demand) -> tuple[int, ...]:
-        """The same for each rank; for a single task one entry."""
+        """Return the MiB that each rank needs on the largest devices that it may use; one entry for a single
+        task."""
         if self._version != world.inventory_version:
             self._version = world.inventory_version
             self.known = {}
@@ -158,7 +160,8 @@ class Quotas:
         task: TaskId = NO_TASK,
         given: Mapping[str, int] = NO_CHANGE,
     ) -> bool:
-        """The same without a task; `task`: its pledges count as free."""
+        """True if the quota forbids a task of these properties now. The pledges of `task` count as free.
+        `given`: as for `is_short`."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return False
         left_mb = self._left_mb(tenant, priority, task, given)

@@ -21,8 +21,12 @@ _LIVE_CALL: Final = "/inference.GRPCInferenceService/ServerLive"
 _LIVE: Final = RequestHead(b"GET", b"/v2/health/live", (), 0)
 _INDEX: Final = RequestHead(b"POST", b"/v2/repository/index", (), 0)
 
-_STAGES: Final = {"READY": ModelState.READY, "UNLOADING": ModelState.UNLOADING, "LOADING": ModelState.LOADING}
-_NEAREST: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
+_STAGE_OF_STATE: Final = {
+    "READY": ModelState.READY,
+    "UNLOADING": ModelState.UNLOADING,
+    "LOADING": ModelState.LOADING,
+}
+_STAGE_ORDER: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
 """Stages in the order in which they count: a model is in the first stage that one of its versions is in."""
 
 
@@ -88,10 +92,10 @@ def models_in(index: bytes) -> dict[str, IndexedModel] | None:
 def _by_model(rows: Sequence[Mapping[str, str]]) -> dict[str, IndexedModel]:
     models: dict[str, IndexedModel] = {}
     for row in rows:
-        name, stage = row.get("name", ""), _STAGES.get(row.get("state", ""), ModelState.ABSENT)
+        name, stage = row.get("name", ""), _STAGE_OF_STATE.get(row.get("state", ""), ModelState.ABSENT)
         known = models.get(name, IndexedModel(name, ModelState.ABSENT))
         versions = (row.get("version", ""),) if stage is ModelState.READY else ()
-        nearest = min(known.stage, stage, key=_NEAREST.index)
+        nearest = min(known.stage, stage, key=_STAGE_ORDER.index)
         reason = row.get("reason", "") if nearest is stage else known.reason
         models[name] = IndexedModel(name, nearest, (*known.versions, *versions), reason)
     return models

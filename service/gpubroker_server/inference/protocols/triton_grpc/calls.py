@@ -96,7 +96,7 @@ def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
 class GrpcCall(ProxiedRequest):
     over_grpc = True
     _context: grpc.aio.ServicerContext
-    """Set once it begins."""
+    """Set once the call begins."""
     _opened: "_UnaryCall | None" = None
     """The call to a server that is to be carried out next."""
     _reply: CallReply | None = None

@@ -126,7 +126,7 @@ class GrpcStream(GrpcCall):
             await self._wait_for_model(bring, len(message))
 
     async def _wait_for_model(self, bring: Bring | None, message_bytes: int) -> None:
-        """Raises Problem."""
+        """Wait until the model is ready. Raises Problem."""
         self._begin_waiting(bring, message_bytes)
         try:
             await self._until_ready(bring)

@@ -1,5 +1,5 @@
-"""Check of compressed bodies. A body passes as it came, and each piece once its inflated size is known: a few
-kilobytes may become gigabytes inside Triton."""
+"""Checks the inflated size of compressed bodies, because a few kilobytes may become gigabytes inside Triton.
+The body is passed on compressed, as it came: each piece follows once its inflated size is known."""
 
 import asyncio
 import zlib
@@ -9,19 +9,19 @@ from typing import Final, Protocol
 from gpubroker_server.http.problems import Problem
 
 ENCODINGS: Final = frozenset({b"gzip", b"deflate"})
-"""The encodings that Triton reads."""
+"""The values of Content-Encoding that Triton inflates."""
 
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
-"""zlib adds 32 to the window's bits for recognizing the header of either format."""
+"""The window bits for zlib. Adding 32 makes zlib recognize the header of either format."""
 _STEP_BYTES: Final = 1024 * 1024
-"""Most bytes that are inflated at once, which bounds the memory."""
+"""The most bytes that are inflated at once. This bounds the memory that a check takes."""
 
 
 def inflating(encodings: Sequence[bytes]) -> bytes:
-    """Return the values of the header Content-Encoding if Triton might inflate one of them, or else nothing:
-    Triton refuses other encodings itself."""
-    together = b", ".join(encoding for encoding in encodings if encoding != b"identity")
-    return together if any(encoding in together for encoding in ENCODINGS) else b""
+    """Return the values of the header Content-Encoding, joined, if Triton might inflate one of them.
+    Otherwise return no bytes: Triton itself refuses other encodings."""
+    joined = b", ".join(encoding for encoding in encodings if encoding != b"identity")
+    return joined if any(encoding in joined for encoding in ENCODINGS) else b""
 
 
 class Sink(Protocol):
@@ -39,12 +39,14 @@ class Sink(Protocol):
     def flush(self) -> None: ...
 
     def on_inflated(self, fault: Problem | None) -> None:
-        """Continue after all pieces that have come were passed on, or refuse the body with the fault."""
+        """Continue, because all pieces that have come have been passed on; or refuse the body because of the
+        fault."""
         ...
 
 
 class Inflation:
-    """Counts the inflated bytes of a body in a thread: one piece may take a second to inflate."""
+    """Passes a compressed body on to a sink, piece by piece, and counts its inflated bytes first. It counts
+    in a thread, because one piece may take a second to inflate."""
 
     def __init__(self, sink: Sink, encoding: bytes, most_bytes: int) -> None:
         self.has_ended = False
@@ -65,8 +67,8 @@ class Inflation:
             self._task = asyncio.ensure_future(self._pass_on())
 
     def end(self) -> bool:
-        """Note that all of the body has come. Returns True if all of it is passed on; otherwise `on_inflated`
-        will be called."""
+        """Note that all of the body has come. Return True if all of it has been passed on; otherwise the
+        sink's `on_inflated` will be called."""
         self.has_ended = True
         return self._task is None
 
@@ -89,11 +91,12 @@ class Inflation:
 
 
 class InflatedSize:
-    """Counts inflated bytes and keeps none of them."""
+    """Counts the inflated bytes of a body and keeps none of them."""
 
     def __init__(self, most_bytes: int) -> None:
         self.total_bytes = 0
-        """Number of inflated bytes. Once it exceeds `most_bytes`, the rest of the body is not inflated."""
+        """The number of inflated bytes. Once this exceeds `most_bytes`, the rest of the body is not
+        inflated."""
         self._most_bytes = most_bytes
         self._member = zlib.decompressobj(_GZIP_OR_ZLIB)
 
@@ -110,7 +113,7 @@ class InflatedSize:
 def bad_encoding(encoding: bytes) -> Problem:
     return Problem(
         "unsupported-media-type",
-        f'Content-Encoding is "{encoding.decode("latin-1")[:40]}"; give one of gzip and deflate',
+        f'Content-Encoding is "{encoding.decode("latin-1")[:40]}"; send gzip or deflate',
     )
 
 

@@ -1,0 +1,69 @@
+"""The directory in which a command runs: where the user stands, if this machine is one of the nodes."""
+
+import os
+import pwd
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpubroker.errors import Refused, WrongArgument
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+    from gpubroker.tasks.submission import SubmitOptions
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ACCESS_LIST = "system.posix_acl_access"
+
+
+def place_of(
+    broker: "Broker", target: str | Sequence[str] | None, options: "SubmitOptions"
+) -> "SubmitOptions":
+    """Return the option that has a command run in this process's directory; none if the user says where it
+    runs, or if no node is on this machine. Raises WrongArgument if the tasks' user cannot enter it.
+
+    The boot id proves that client and node are one machine: a tunnel to a service elsewhere looks local too.
+    """
+    if target is None or isinstance(target, str) or {"working_directory", "upload"} & options.keys():
+        return {}
+    try:
+        here, boot_id = os.getcwd(), _BOOT_ID.read_text(encoding="ascii").strip()
+        [node, *_] = broker.nodes(history="0", boot_id=boot_id).items
+    except (OSError, ValueError, Refused):
+        return {}  # not Linux, not a node, or a token without the right to see nodes
+    if (closed := closed_part(Path(here), node.task_user)) is not None:
+        raise WrongArgument(
+            f"{here} cannot be the directory of the task: tasks run as user {node.task_user}, who may not "
+            f"enter {closed}; send the directory with the task (--upload), name one that this user may enter "
+            f"(--dir DIR), or give the right: chmod o+x {closed}"
+        )
+    return {"working_directory": here}
+
+
+def closed_part(directory: Path, user: str) -> Path | None:
+    """Return the first part of the path that this user cannot enter by its mode; None if there is none, and
+    where this process cannot tell: then the run will."""
+    try:
+        account = pwd.getpwnam(user)
+        groups = os.getgrouplist(user, account.pw_gid)
+        for part in [*reversed(directory.parents), directory]:
+            status = part.stat()
+            if account.pw_uid == status.st_uid:
+                enters = status.st_mode & 0o100
+            elif status.st_gid in groups:
+                enters = status.st_mode & 0o010
+            else:
+                enters = status.st_mode & 0o001
+            if not enters and account.pw_uid and not _has_access_list(part):
+                return part
+    except (KeyError, OSError):
+        return None
+    return None
+
+
+def _has_access_list(part: Path) -> bool:
+    """True if a POSIX ACL says more than the mode."""
+    try:
+        return bool(os.getxattr(part, _ACCESS_LIST))
+    except OSError:
+        return False

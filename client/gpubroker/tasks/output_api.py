@@ -1,0 +1,106 @@
+"""Operations on the files that runs of a task have left."""
+
+import os
+import time
+from collections.abc import Sequence
+from io import BytesIO
+from math import inf
+from pathlib import Path
+
+from gpubroker.errors import BrokerError, NotCollected
+from gpubroker.runtime.archives import ArchiveLimits, BadArchive, unpack
+from gpubroker.tasks.task import AnyTask
+from gpubroker.tasks.task_api import TaskApi
+from gpubroker.transport.decoding import decode
+from gpubroker.transport.exchange import Pause, Steps
+from gpubroker.transport.operations import operation
+from gpubroker.wire.outputs import Output, Outputs
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 2.0
+_NO_LIMITS = ArchiveLimits(2**62, 2**31)
+"""The node has kept to those of the service."""
+
+
+class OutputApi(TaskApi):
+    @operation
+    def task_outputs(self, task: AnyTask, *, worker: str | None = None) -> Steps[Outputs]:
+        """List what was collected of the files of a task's runs, by attempt and rank; of an array or a worker
+        set, of all workers, or of one."""
+        return (yield from self._outputs(task, worker))
+
+    @operation
+    def download_outputs(
+        self,
+        task: AnyTask,
+        directory: str | os.PathLike[str] = ".",
+        *,
+        attempt: int | None = None,
+        worker: str | None = None,
+        timeout_seconds: float | None = 60.0,
+    ) -> Steps[Sequence[Path]]:
+        """Write the collected files of an attempt below a directory, and return their paths. Files that are
+        there already are replaced.
+
+            broker.download_outputs(task, "results")
+
+        Default: the last attempt, whose files may still be on their way when the task has ended: it waits
+        `timeout_seconds` for them. Files of ranks above 0 come into `rank-N`, and those of several workers
+        into directories with their ids. Raises NotCollected if there are none, with the reason.
+        """
+        found = yield from self._collected(task, attempt, worker, timeout_seconds)
+        many = len({one.task for one in found}) > 1
+        written: list[Path] = []
+        for one in found:
+            assert one.object is not None
+            target = Path(directory)
+            target = target / one.task if many else target
+            target = target / f"rank-{one.rank}" if one.rank else target
+            data = yield from self._content(one.object)
+            written += _unpacked(data, target, one)
+        return written
+
+    def _outputs(self, task: AnyTask, worker: str | None) -> Steps[Outputs]:
+        path = yield from self._path(task)
+        return decode(Outputs, (yield from self._ask("GET", f"{path}/outputs", worker=worker)))
+
+    def _collected(
+        self, task: AnyTask, attempt: int | None, worker: str | None, timeout_seconds: float | None
+    ) -> Steps[Sequence[Output]]:
+        """Return what there is of the attempt, once all of it is there. Raises NotCollected."""
+        until = inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while True:
+            seen = yield from self._outputs(task, worker)
+            last = {one.task: one.attempt for one in seen.items}
+            wanted = [one for one in seen.items if one.attempt == (attempt or last[one.task])]
+            if not any(one.state == "pending" for one in wanted) or time.monotonic() >= until:
+                break
+            yield Pause(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        found = [one for one in wanted if one.object is not None]
+        if not found:
+            raise NotCollected(_why_none(seen, wanted))
+        return found
+
+
+def _why_none(seen: Outputs, wanted: Sequence[Output]) -> str:
+    if not seen.patterns:
+        return 'the task collects no files; submit it with outputs=["runs/**"] (--outputs)'
+    if not wanted:
+        attempts = ", ".join(sorted({str(one.attempt) for one in seen.items})) or "none"
+        return f"nothing was collected of that attempt; attempts with outputs: {attempts}"
+    told = next((one.message for one in wanted if one.message), "")
+    return told or f"no file matched {', '.join(seen.patterns)}"
+
+
+def _unpacked(data: bytes, target: Path, of: Output) -> Sequence[Path]:
+    target.mkdir(parents=True, exist_ok=True)
+    names: list[str] = []
+    try:
+        unpack(BytesIO(data), target, _NO_LIMITS, replaces=True, files=names)
+    except BadArchive as fault:
+        raise BrokerError(
+            f"the files of task {of.task} cannot be written: {fault}", code="result-damaged"
+        ) from None
+    return [target / name for name in names]
