@@ -29,8 +29,8 @@ def may_name_objects(text: bytes) -> bool:
 
 
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
-    """Return the objects that a run names: place of the argument, or of the upload -> id of the object. `spec`
-    has its arguments, however large they are."""
+    """Return the objects that a run names: place of the argument or of the upload -> id of the object.
+    `spec` has its arguments, however large they are."""
     if spec.kind == Function.tag:
         found = {f"/run/objects/{index}": id for index, id in enumerate(spec.objects) if id != spec.upload}
     else:
