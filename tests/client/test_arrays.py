@@ -21,6 +21,8 @@ from tests.client.conftest import Do
 from tests.client.recorded_service import RecordedService, Reply
 
 ID = "task_01j00000000000000000000000"
+NO_NODE_HERE = Reply(200, {"items": []})
+"""What a command asks first: the node on this machine, in whose directory it would run."""
 
 
 def array(done: int = 0, total: int = 3, state: str = "running", **fields: Any) -> Reply:
@@ -263,10 +265,10 @@ def test_the_command_maps_a_command_and_need_not_wait(
     service: RecordedService, run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "items").write_text("a\nb\n")
-    service.reply_with(array())
+    service.reply_with(NO_NODE_HERE, array())
     ended = run(f"map --detach --items {tmp_path / 'items'} -- convert {{}} --small")
     assert (ended.code, ended.out.strip()) == (0, ID)
-    assert service.requests[0].body["run"] == {"command": ["convert", "{}", "--small"]}
+    assert service.requests[-1].body["run"] == {"command": ["convert", "{}", "--small"]}
 
 
 def test_items_of_a_command_are_the_lines_of_the_file(
@@ -275,9 +277,9 @@ def test_items_of_a_command_are_the_lines_of_the_file(
     """They name files and versions: what looks like JSON stays as it is written."""
     lines = ["1.10", "1e5", "007", '"quoted"', '{"a":1}', "NaN", "a\u2028b"]
     (tmp_path / "items").write_bytes("\r\n".join(lines).encode())
-    service.reply_with(array())
+    service.reply_with(NO_NODE_HERE, array())
     assert run(f"map -d --items {tmp_path / 'items'} -- convert").code == 0
-    assert service.requests[0].body["items"] == lines
+    assert service.requests[-1].body["items"] == lines
     service.reply_with(array())
     assert run(f"map jobs:f -d --items {tmp_path / 'items'}").code == 0
     assert service.requests[-1].body["items"] == [1.1, 1e5, "007", "quoted", {"a": 1}, "NaN", "a\u2028b"]
