@@ -74,7 +74,7 @@ class Disk(Answered, frozen=True):
 
 
 class ObjectStore(Answered, frozen=True):
-    """The object store of Ray, which does not say how much of it is in use."""
+    """The object store of Ray on this node. Ray tells its use for the whole cluster only."""
 
     total_mb: int
     spilled_mb: Annotated[
