@@ -97,8 +97,9 @@ async def test_tasks_are_sorted_by_priority_or_end_with_pages_that_follow(six: T
 
 async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(six: TaskStore) -> None:
     await six.submit(a_submission(a_task("t8", tenant="lab", priority=60, holder=Model("main", "llm"))))
-    assert (await listed(six, min_priority=30))[0] == "t8"
-    wanted = TaskFilter("lab", min_priority=30, max_priority=50)
+    assert (await listed(six, kind="entrypoint"))[0] == "t8"
+    assert "t8" not in await listed(six)
+    wanted = TaskFilter("lab", kind="entrypoint", min_priority=30, max_priority=50)
     assert await six.selected(wanted) == ["t5", "t4", "t3"]
     assert await six.selected(replace(wanted, max_priority=None, limit=2)) == ["t6", "t5"]
     assert await six.selected(replace(wanted, states=(TaskState.SUCCEEDED,), min_priority=0)) == ["t2"]
