@@ -1,8 +1,10 @@
 """A service whose queue is soon too long."""
 
+import time
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from gpubroker import Broker, BrokerError
+from gpubroker import Broker, BrokerError, Task
 
 from tests.e2e.service_process import ServiceProcess
 
@@ -12,6 +14,12 @@ FULL_AT_THREE: dict[str, Any] = {
     },
     "policy": {"sample_period_seconds": 0.1},
 }
+
+
+def wait_in(service: ServiceProcess) -> Task:
+    """Submit a task that waits for an hour before it may start, and return it."""
+    later = datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=1)
+    return service.broker.submit("tests.e2e.work:add", not_before=later)
 
 
 def refusal(service: ServiceProcess, priority: int) -> BrokerError | None:

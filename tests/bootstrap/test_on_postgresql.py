@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.bootstrap.pressed import FULL_AT_THREE, pressures, refusal
+from tests.bootstrap.pressed import FULL_AT_THREE, pressures, refusal, wait_in
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
@@ -103,9 +103,9 @@ def test_standby_goes_on_with_the_backpressure_of_a_killed_leader(tmp_path: Path
         ForkedService(tmp_path / "data", **settings) as service,
         ForkedService(tmp_path / "other", **settings) as other,
     ):
-        held = [other.broker.submit("tests.e2e.work:add", held=True) for _ in range(3)]
+        waiting = [wait_in(other) for _ in range(3)]
         until(lambda: refusal(other, 5) is not None, "the gateway of the standby refuses background work")
-        other.broker.cancel(held.pop())
+        other.broker.cancel(waiting.pop())
         assert str(other.broker.stats().leader.holder).endswith(f":{service.pid}")
         service.kill_9()
         refused = []
@@ -116,7 +116,7 @@ def test_standby_goes_on_with_the_backpressure_of_a_killed_leader(tmp_path: Path
 
         until(is_led, "the standby leads")
         assert all(one is not None and one.code == "backpressure" for one in refused)
-        for task in held:
+        for task in waiting:
             other.broker.cancel(task)
         until(lambda: refusal(other, 5) is None, "no task waits any more")
         until(lambda: pressures(other)[-1] == "RELEASED", "the log says so")

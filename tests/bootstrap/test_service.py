@@ -18,7 +18,7 @@ from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.settings.loading import load_settings
 from structlog.testing import capture_logs
 
-from tests.bootstrap.pressed import FULL_AT_THREE, pressures, refusal
+from tests.bootstrap.pressed import FULL_AT_THREE, pressures, refusal, wait_in
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import until
@@ -61,19 +61,19 @@ async def test_each_part_that_fails_is_logged_once(tmp_path: Path, monkeypatch: 
 def test_queue_that_is_too_long_keeps_background_work_out_until_shorter(tmp_path: Path) -> None:
     """It covers the way from the leader's look to the answer of the gateway, and a crash in the middle."""
     with ForkedService(tmp_path / "data", **WAITING, **FULL_AT_THREE) as service:
-        held = [service.broker.submit("tests.e2e.work:add", held=True) for _ in range(3)]
+        waiting = [wait_in(service) for _ in range(3)]
         until(lambda: refusal(service, 5) is not None, "three tasks wait")
         refused = refusal(service, 5)
         assert refused is not None
         assert (refused.status, refused.code, refused.retry_after_seconds) == (429, "backpressure", 1.0)
         assert refusal(service, 50) is None
         until(lambda: pressures(service) == ["ACTIVATED"], "it is in the log")
-        service.broker.cancel(held.pop())
+        service.broker.cancel(waiting.pop())
         until(lambda: is_kept(tmp_path / "data" / "gpubroker.db"), "the next start knows of it")
         service.kill_9()
         service.start()
         assert refusal(service, 5) is not None  # between the thresholds it goes on
-        for task in held:
+        for task in waiting:
             service.broker.cancel(task)
         until(lambda: refusal(service, 5) is None, "no task waits any more")
         until(lambda: pressures(service) == ["ACTIVATED", "RELEASED"], "it is over in the log as well")

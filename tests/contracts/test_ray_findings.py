@@ -110,7 +110,7 @@ async def test_node_another_node_cannot_reach_is_found_until_it_can(
             world.node_samples.clear()
             refused = await finding(leader, world, "node-unreachable-from-node")
         await leader.order(*peers_order([Peer("n2", "127.0.0.1", (port,))]))
-        while found(world):
+        while "node-unreachable-from-node" in found(world):
             world.measure((), [await next_node_sample(leader)])
 
 

@@ -28,7 +28,7 @@ async def test_a_drained_node_is_the_same_in_rows_and_log_and_stays_drained(stor
     world = replayed(await log_of(store))
     await store.commit(term, [carry_out(world, asked, NOW, Policy())])
     drained = a_node(cordoned=True, cordon_reason="a fan", draining_since=NOW, version=2)
-    drained = replace(drained, drain_deadline_at=Instant(NOW + 60.0))
+    drained = replace(drained, drain_deadline_at=Instant(NOW + 60.0), cordoned_by="olga", cordoned_at=NOW)
     assert list((await store.snapshot()).nodes) == [drained]
     away = replace(drained, ready=False, version=3)
     await store.commit(term, [Decision("cluster", "take_over", nodes=(away,))])

@@ -30,8 +30,9 @@ class StillRunning(Exception):
 def stop_everything(settings: Settings) -> list[str]:
     """Stop the service of this data directory, then its local Ray with all runs, and wait until they are
     gone; what was done. Raises StillRunning."""
+    head = read_state(settings.data_dir)  # A service that stops its Ray itself removes the state.
     done = [_stop_service(settings), *_stop_brokers(settings.data_dir)]
-    head = read_state(settings.data_dir)
+    head = head or read_state(settings.data_dir)
     if head is not None:
         if left := asyncio.run(stop_head(settings.data_dir)):
             named = ", ".join(str(process.pid) for process in left)
