@@ -47,7 +47,7 @@ BOUNDS: dict[tuple[int, int], dict[str, Bound]] = {
         "run.service.live_bytes": Bound(
             1_850.0,
             1_763.6,
-            "more than before by what an accepted task leaves, and by the fields stop_cause, upload and outputs",
+            "more than before by what an accepted task leaves, and stop_cause, upload, outputs",
         ),
         "run.driver.live_bytes": Bound(47.27, 49.75, "first count"),
         "run.agent.live_bytes": Bound(297.68, 294.96, "first count"),
