@@ -140,8 +140,8 @@ def never_leaves(task: Task) -> bool:
 
 
 def turn_ends_at(task: Task, priority: int, policy: Policy, *, is_model: bool) -> float:
-    """Return when a loaded model makes room at the latest for one of its own priority, and at the earliest
-    for a model of a lower one. Infinite for others that wait."""
+    """Return when a loaded model makes room at the latest for a waiter of its own priority, or at the
+    earliest for a model of a lower one; infinite for any other waiter."""
     terms = model_of(task)
     if task.started_at is None or never_leaves(task) or priority > terms.asked_priority:
         return inf
@@ -169,14 +169,14 @@ def _place_of(task: Task, world: World) -> tuple[Node, list[Device]] | None:
 
 
 def _is_asked_for(task: Task, world: World) -> bool:
-    """True of a model that waits for memory, for which no room is being made yet, and for which a request has
-    come since it was last in memory."""
+    """Return True for a model that waits for memory, for which no room is being made yet, and for which a
+    request has come since it was last in memory."""
     is_waiting = task.id in world.queue and task.id not in world.pledges
     return is_waiting and is_asked_since_it_left(task)
 
 
 def _could_have(demand: Demand, node: Node, devices: Sequence[Device]) -> bool:
-    """True if such a task may be placed on one of these devices of the node."""
+    """Return True if such a task may be placed on one of these devices of the node."""
     return any(
         may_use_node(part, node) and any(may_use_device(part, device) for device in devices)
         for part in demand.bundles or (demand,)

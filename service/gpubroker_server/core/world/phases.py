@@ -13,11 +13,11 @@ from gpubroker_server.core.world.events import SUBMITTED, Event
 class Phase(StrEnum):
     QUEUED = "queued"
     ADMITTED = "admitted"
-    """The task's memory is leased, and the node's agent is not known to have the order. The agent says when
-    it got the order together with the start of the process; until then all of the time counts here."""
+    """The task's memory is leased, and the node's agent is not known to have the order. The agent reports
+    when it got the order only with the start of the process; until then all of the time counts here."""
     STARTING = "starting"
-    """The agent has the order: the run waits for a process, or that imports and unpickles. What no agent
-    starts is only ever starting: a model that is loaded."""
+    """The agent has the order, and the run waits for a process, or the process imports and unpickles. A model
+    that is being loaded, which no agent starts, is in this phase from its admission on."""
     RUNNING = "running"
     STOPPING = "stopping"
 
