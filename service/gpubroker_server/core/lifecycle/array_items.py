@@ -27,8 +27,8 @@ _ABSENT, _OPEN, _HELD, _SUSPECT, _DONE = range(5)
 alone, because one of several items may have ended the process."""
 
 CHUNKS_AHEAD = 10
-"""The number of chunks into which what a run wants to hold, about a second of work, is divided if the array
-has no chunk size."""
+"""The number of chunks in which a run gets the items that it wants, about a second of work, if the array has
+no chunk size."""
 MOST_WANTED = 1000
 """The most items that a run may hold: the cost of its reports for the leader grows with them."""
 ARRAY_RESULTS_TOO_LARGE = "array_results_too_large"

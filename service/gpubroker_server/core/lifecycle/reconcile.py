@@ -54,18 +54,18 @@ class NodeRules(Struct, frozen=True):
     reserve_cpu: Amount = 0.0
     reserve_memory_mb: NonNegativeMib = Mib(0)
     reserve_mb: Annotated[Mapping[str, NonNegativeMib], alone("*")] = field(default_factory=dict)
-    """UUID or number of a device -> reserve; `*` is each other device."""
+    """Maps the UUID or number of a device to its reserve; `*` stands for each other device."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the node. They win over those of the agent."""
+    """The labels of the node, which win over those of the agent."""
 
 
 class InventoryRules(Struct, frozen=True):
     cluster: str
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
-    """Declared foreign memory of each GPU, by node name or by kind. The node's number wins."""
+    """The declared foreign memory of each GPU, by node name or by kind. The amount of the node wins."""
     node_custom: tuple[tuple[str, float], ...] = ()
-    """Amounts of the custom resources that each node has for itself, sorted by name."""
+    """The amounts of the custom resources that each node has for itself, sorted by name."""
     nodes: Mapping[str, NodeRules] = field(default_factory=dict)
     kinds: tuple[GpuKind, ...] = ()
 

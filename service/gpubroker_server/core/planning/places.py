@@ -23,9 +23,10 @@ from gpubroker_server.core.world.world import World
 Found = tuple[tuple[float, int, int, float, tuple[str, ...]], Placement]
 """A sort key and a placement. The smallest is the best.
 
-The key consists of the MiB left on the devices, or for `spread` the number of holders on them; the share of
-the devices that is taken and the runs on the node, which are 0 unless for `spread`; the CPU left on the node;
-and the names of node and devices."""
+The first entry of the key is the penalty for unmet preferences, plus the MiB left on the devices, the number
+of holders on them for `spread`, or the negated placement score. The others are the share of the devices that
+is taken and the runs on the node, which only `spread` counts; the CPU left, which placement scores do not
+count; and the names of node and devices."""
 
 Option = tuple[float, int, DeviceKey, Mib]
 """A device with its sort key. The entries are the MiB left on the device afterwards, or for `spread` the
@@ -40,7 +41,8 @@ FAR_MB = 2**40
 
 
 STARTS_AT_ONCE = 4
-"""The number of runs being started that puts a node behind others for a task without GPUs."""
+"""The number of runs that a node may be starting before a task without GPUs prefers nodes that start
+fewer."""
 
 BUSY_MB = 2**30
 """The amount added to a place's key for each STARTS_AT_ONCE runs that the node is starting: less than an

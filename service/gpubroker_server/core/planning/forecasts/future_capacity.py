@@ -255,8 +255,8 @@ class _CapacityReleases:
 
 
 class CapacityAt:
-    """The capacity of one node at one instant, for tasks of one priority. It is summed on demand, since often
-    the first question answers all."""
+    """The capacity of one node at one instant, for tasks of one priority. Each part of it is summed on
+    demand, since often only some parts are asked for."""
 
     def __init__(self, leaving: _CapacityReleases, node: NodeName, waiter: _WaitingTask, at: float) -> None:
         self._leaving = leaving

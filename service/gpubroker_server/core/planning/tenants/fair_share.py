@@ -16,7 +16,7 @@ their tasks are ordered by priority and age."""
 
 class TenantPosition(NamedTuple):
     claimed_mb: int = 0
-    """The memory that is held, and that is being freed for the tenant."""
+    """The memory that the tenant holds, and that is being freed for it."""
     used: float = 0.0
     """The decayed usage of the tenant, as a share of the most that all devices could have been used."""
 
