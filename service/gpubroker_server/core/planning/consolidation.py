@@ -199,9 +199,9 @@ class _Search:
         left = {device for device, _ in eviction.devices}
         left |= {lease.device for run in eviction.victims for lease in self._world.leases_of(run)}
         runs = sorted((draft.task(run.id) for run in eviction.victims), key=self._size)
-        kept = list(decision.pledges)
+        pledges = list(decision.pledges)
         for run in runs:
-            found = [
+            options = [
                 place
                 for node in sorted(self._open_to(run) - closed)
                 if (
@@ -209,12 +209,12 @@ class _Search:
                 )
             ]
             self._probes += CLOSE_LOOK * len(self._open_to(run))
-            if not found:
+            if not options:
                 return None
             # A run under notice counts as leaving until its deadline plus this patience, and not longer.
             gone_by = Instant(self._now + run.grace_seconds + self._policy.kill_patience_seconds)
-            kept += pledge_destination(draft, run, min(found)[1], self._now, gone_by, kept_up_to)
-        return replace(decision, pledges=tuple(kept))
+            pledges += pledge_destination(draft, run, min(options)[1], self._now, gone_by, kept_up_to)
+        return replace(decision, pledges=tuple(pledges))
 
     def _size(self, run: Task) -> tuple[int, str]:
         return -sum(lease.mb for lease in self._world.leases_of(run)), run.id

@@ -312,7 +312,7 @@ class Reservations:
         return frozenset(self.on) if self.is_depth_reached else self.nodes_closed_to(task)
 
     def is_behind_all(self, task: Task) -> bool:
-        """True if all other reservations are ahead of the task."""
+        """Return True if all other reservations are ahead of the task."""
         own_place = self._binding.place_of(task)
         return all(
             self._is_ahead(reservation, own_place) or reservation.task.id == task.id

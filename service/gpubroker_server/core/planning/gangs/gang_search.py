@@ -81,21 +81,21 @@ class _Search:
         self._most = self._count_most()
 
     def places(self) -> Gang | None:
-        found = (self._filled() or self._searched()) if self._may_fit() else None
-        return found and self._side_by_side(found)
+        gang = (self._filled() or self._searched()) if self._may_fit() else None
+        return gang and self._side_by_side(gang)
 
-    def _side_by_side(self, found: Gang) -> Gang:
+    def _side_by_side(self, gang: Gang) -> Gang:
         """Return the same places with equal ranks of a node ordered by device. An elastic gang gives back its
         last ranks first, and this order then frees whole devices."""
         interchangeable: dict[tuple[Demand, NodeName], list[int]] = {}
-        for rank, place in enumerate(found):
+        for rank, place in enumerate(gang):
             interchangeable.setdefault((self._parts[rank].demand, place.node), []).append(rank)
-        places = list(found)
+        places = list(gang)
         for ranks in interchangeable.values():
             first: dict[object, int] = {}
             for rank in ranks:
-                first.setdefault(found[rank].devices, rank)
-            together = sorted((found[rank] for rank in ranks), key=lambda place: first[place.devices])
+                first.setdefault(gang[rank].devices, rank)
+            together = sorted((gang[rank] for rank in ranks), key=lambda place: first[place.devices])
             for rank, place in zip(ranks, together, strict=True):
                 places[rank] = place
         return tuple(places)
@@ -110,8 +110,8 @@ class _Search:
         return None if filled is None else tuple(filled)
 
     def _searched(self) -> Gang | None:
-        found = self._search(0)
-        return tuple(self._places[rank] for rank in range(len(self._parts))) if found else None
+        is_placed = self._search(0)
+        return tuple(self._places[rank] for rank in range(len(self._parts))) if is_placed else None
 
     @property
     def gave_up(self) -> bool:

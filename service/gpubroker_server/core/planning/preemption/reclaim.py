@@ -34,9 +34,9 @@ def reclaim(
     """Return the cheapest way to take room back from borrowers on these nodes; None if there is none.
     Borrowers of the task's band or a lower one may be preempted, whatever their priority, unless protected.
     No tenant is left with less than its guarantee. `floors` are those of `Reservations.victim_floors`."""
-    found = (offer for offer in _borrowers_on(offers, task, surplus, nodes, floors) if offer.found)
+    node_offers = (offer for offer in _borrowers_on(offers, task, surplus, nodes, floors) if offer.found)
     return _cheapest_of(
-        found, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
+        node_offers, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
     )
 
 
@@ -45,8 +45,8 @@ def evict_within_borrower_rule(
 ) -> Eviction | None:
     """Return the cheapest way to make room for a task that would borrow, by preempting runs of lower priority
     on these nodes; None if there is none. The caller has checked that no node has room being released."""
-    found = (offers.of(node, task) for node in sorted(nodes))
-    return _cheapest_of(found, offers, task, now, rule.together)
+    node_offers = (offers.of(node, task) for node in sorted(nodes))
+    return _cheapest_of(node_offers, offers, task, now, rule.together)
 
 
 def evict_above_floors(
@@ -54,15 +54,15 @@ def evict_above_floors(
 ) -> Eviction | None:
     """Return the cheapest way to make room by preempting runs from the node's floor up to below the task's
     priority; None if there is none. The caller has checked that no node has room being released."""
-    found = (offer_above(offers, task, node, floor) for node, floor in sorted(floors.items()))
-    return _cheapest_of(found, offers, task, now, together)
+    node_offers = (offer_above(offers, task, node, floor) for node, floor in sorted(floors.items()))
+    return _cheapest_of(node_offers, offers, task, now, together)
 
 
 def _cheapest_of(
-    found: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
+    node_offers: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
 ) -> Eviction | None:
     best = None
-    for offer in found:
+    for offer in node_offers:
         best = best_of(offer, task, best, all_of(together))
     return None if best is None else eviction_of(best, offers.draft, now)
 
@@ -79,9 +79,9 @@ def reclaim_for_gang(
     `reclaim`."""
     if not may_preempt(offers, task):
         return None
-    found = list(_borrowers_on(offers, task, surplus, nodes, floors))
+    node_offers = list(_borrowers_on(offers, task, surplus, nodes, floors))
     together = partial(within_surplus, surplus=surplus, draft=offers.draft)
-    return choose_among(found, offers.draft, task, now, together=together)
+    return choose_among(node_offers, offers.draft, task, now, together=together)
 
 
 def make_room_in_quota(
@@ -106,15 +106,15 @@ def make_room_in_quota(
             if run.task.tenant == task.tenant and run.task.priority >= floor
         )
         node_offers.append(offers.among(node, task.priority, candidates))
-    found = choose_among(
+    eviction = choose_among(
         node_offers,
         offers.draft,
         task,
         now,
         gives_enough=lambda removed: leased_mb(removed, offers.draft) >= missing_mb,
     )
-    assert not isinstance(found, RoomBeingFreed), "with no victim the quota is still short"
-    return found
+    assert not isinstance(eviction, RoomBeingFreed), "with no victim the quota is still short"
+    return eviction
 
 
 def make_room_in_limit(
@@ -126,14 +126,14 @@ def make_room_in_limit(
     missing = _missing_of(offers, task)
     if missing is None:
         return None
-    found = [offers.of(node, task) for node in sorted(nodes)]
+    node_offers = [offers.of(node, task) for node in sorted(nodes)]
 
     def gives_enough(removed: Sequence[Candidate]) -> bool:
         return all(amount <= _used_of(name, removed) for name, amount in missing.items())
 
-    if not gives_enough([candidate for offer in found for candidate in offer.found]):
+    if not gives_enough([candidate for offer in node_offers for candidate in offer.found]):
         return None
-    return choose_among(found, offers.draft, task, now, gives_enough=gives_enough)
+    return choose_among(node_offers, offers.draft, task, now, gives_enough=gives_enough)
 
 
 def may_make_room_in_limit(offers: Offers, task: Task) -> bool:

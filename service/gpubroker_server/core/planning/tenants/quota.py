@@ -85,7 +85,7 @@ def cohort_holdings(held: Mapping[str, int], policy: Policy) -> list[Cohort]:
     for tenant in sorted(held):
         if cohort := policy.tenant(tenant).cohort:
             members[cohort].append(tenant)
-    found = []
+    cohorts = []
     for cohort in sorted(members):
         guaranteed_mb, held_mb = policy.guaranteed_mb(cohort), sum(held[name] for name in members[cohort])
         message = None
@@ -98,8 +98,8 @@ def cohort_holdings(held: Mapping[str, int], policy: Policy) -> list[Cohort]:
                 "the lenders have taken their own guarantee since. A task within its tenant's guarantee that "
                 "finds no other room has them stopped"
             )
-        found.append(Cohort(cohort, guaranteed_mb, held_mb, message))
-    return found
+        cohorts.append(Cohort(cohort, guaranteed_mb, held_mb, message))
+    return cohorts
 
 
 class _Sums:
